@@ -1,0 +1,75 @@
+//! What is known of a device before anything runs on it.
+
+use crate::Bytes;
+use serde::{Deserialize, Serialize};
+
+/// What a device is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DeviceKind {
+    /// The processor of this machine.
+    Cpu,
+    /// A part of the processor that behaves like an accelerator: simulated.
+    Virtual,
+    /// An NVIDIA GPU.
+    Cuda,
+    /// A published data sheet: plans only.
+    Paper,
+}
+
+/// A link to the host or to another device, one way.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Link {
+    /// Bytes a second.
+    pub bytes_per_second: f64,
+    /// Seconds before the first byte.
+    pub latency_seconds: f64,
+}
+
+/// What a device can do: measured by `plimsoll bench devices`, or published for paper devices.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Rates {
+    /// Matrix products in f32, operations a second.
+    pub f32_flops: f64,
+    /// Matrix products in bf16 with f32 sums, operations a second.
+    pub bf16_flops: f64,
+    /// Memory traffic, bytes a second.
+    pub memory_bytes_per_second: f64,
+    /// Fixed price of one op, seconds.
+    pub op_seconds: f64,
+    /// The link to the host.
+    pub host_link: Link,
+    /// Whether these rates were measured on the device (else published or assumed).
+    pub measured: bool,
+}
+
+/// A device as the planner sees it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DeviceSpec {
+    /// The name in run files: `cpu`, `cuda:0`, `virtual:a`, `rtx3090`.
+    pub name: String,
+    /// What it is.
+    pub kind: DeviceKind,
+    /// The load line: the most that may be held, arena and charges together.
+    pub budget: Bytes,
+    /// Bytes held outside the arena.
+    pub charges: Bytes,
+    /// Whether the charges were measured (else assumed).
+    pub charges_measured: bool,
+    /// Threads that compute (cpu and virtual).
+    pub threads: u32,
+    /// What it can do.
+    pub rates: Rates,
+}
+
+impl DeviceSpec {
+    /// Whether figures of this device come from a simulation.
+    pub fn simulated(&self) -> bool {
+        self.kind == DeviceKind::Virtual
+    }
+
+    /// What is left for the arena under the load line.
+    pub fn arena_budget(&self) -> Bytes {
+        self.budget.saturating_sub(self.charges)
+    }
+}

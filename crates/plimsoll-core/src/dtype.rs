@@ -1,0 +1,47 @@
+//! The types of a tensor's elements.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// The type of a tensor's elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DType {
+    /// 64-bit float: sums of metrics, and the reference executor of the tests.
+    F64,
+    /// 32-bit float.
+    F32,
+    /// bfloat16: 8 bits of exponent, 7 of fraction.
+    Bf16,
+    /// IEEE half precision; in files only.
+    F16,
+    /// 32-bit integer: tokens, labels, positions.
+    I32,
+    /// A byte: quantised blocks, raw staging.
+    U8,
+}
+
+impl DType {
+    /// Bytes of one element.
+    pub const fn bytes(self) -> u64 {
+        match self {
+            DType::F64 => 8,
+            DType::F32 | DType::I32 => 4,
+            DType::Bf16 | DType::F16 => 2,
+            DType::U8 => 1,
+        }
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            DType::F64 => "f64",
+            DType::F32 => "f32",
+            DType::Bf16 => "bf16",
+            DType::F16 => "f16",
+            DType::I32 => "i32",
+            DType::U8 => "u8",
+        })
+    }
+}

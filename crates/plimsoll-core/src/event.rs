@@ -1,0 +1,91 @@
+//! What happens in a run, one object a line in `events.jsonl`.
+
+use crate::Bytes;
+use serde::{Deserialize, Serialize};
+
+/// The version of the event lines; it changes when a field changes its meaning or goes away.
+pub const EVENTS_VERSION: u32 = 1;
+
+/// One line of `events.jsonl`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Record {
+    /// [`EVENTS_VERSION`].
+    pub version: u32,
+    /// Seconds since the Unix epoch.
+    pub time: f64,
+    /// What happened.
+    #[serde(flatten)]
+    pub event: Event,
+}
+
+/// What can happen. All bytes and seconds are measured unless a field says predicted.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+pub enum Event {
+    /// The run starts or goes on.
+    Start {
+        /// The first step that will be done, counted from 1.
+        step: u64,
+        /// The last step.
+        steps: u64,
+        /// Trained parameters.
+        parameters: u64,
+        /// Bytes of the arenas.
+        arena_bytes: Bytes,
+        /// Predicted seconds of a step.
+        predicted_step_seconds: f64,
+    },
+    /// An optimizer step is done.
+    Step {
+        /// Counted from 1.
+        step: u64,
+        /// Mean over the labelled tokens of the step.
+        loss: f64,
+        /// Global gradient norm before clipping.
+        norm: f64,
+        /// The rate used.
+        learning_rate: f64,
+        /// Tokens, padding counted.
+        tokens: u64,
+        /// Tokens that counted in the loss.
+        labelled_tokens: u64,
+        /// How long it took.
+        seconds: f64,
+        /// Bytes the process held (CPU) or the device held, after the step.
+        bytes: Bytes,
+    },
+    /// An evaluation is done.
+    Evaluation {
+        /// After this step.
+        step: u64,
+        /// Mean over the labelled tokens.
+        loss: f64,
+        /// Share of samples whose labelled tokens were all predicted right.
+        exact_match: Option<f64>,
+        /// Labelled tokens.
+        tokens: u64,
+        /// How long it took.
+        seconds: f64,
+    },
+    /// A checkpoint is complete on disk.
+    Checkpoint {
+        /// After this step.
+        step: u64,
+        /// Its folder.
+        path: String,
+        /// How long it took.
+        seconds: f64,
+    },
+    /// Something the user should know.
+    Warning {
+        /// One line.
+        message: String,
+    },
+    /// The run ends.
+    End {
+        /// `done` or `stopped`.
+        status: String,
+        /// Steps done.
+        step: u64,
+    },
+}

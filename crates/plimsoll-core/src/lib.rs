@@ -1,0 +1,20 @@
+//! The words that every part of Plimsoll shares: amounts of memory, element types, devices, the
+//! plan and the events as they are written down, and what a user sees when something fails.
+//!
+//! Nothing here reads, writes or computes; that is what the other crates are for.
+
+mod bytes;
+mod device;
+mod dtype;
+mod event;
+mod failure;
+mod plan;
+
+pub use bytes::{Bytes, ParseBytesError};
+pub use device::{DeviceKind, DeviceSpec, Link, Rates};
+pub use dtype::DType;
+pub use event::{EVENTS_VERSION, Event, Record};
+pub use failure::{Exit, Failure};
+pub use plan::{
+    Category, Class, DevicePlan, Need, Plan, Predicted, Recipe, RecomputeLevel, Rung, Space, WorkName, describe_levels,
+};

@@ -1,0 +1,250 @@
+//! The plan as it is written down: `plan.json`, and what `plimsoll plan --json` prints.
+
+use crate::Bytes;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fmt;
+
+/// What a tensor is for. Every byte of an arena is in exactly one category.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Category {
+    /// Parameters, and constant tables.
+    Weight,
+    /// Gradients of parameters.
+    Gradient,
+    /// State of the optimizer.
+    Optimizer,
+    /// Values of a micro-batch and their gradients, inputs, caches of generation.
+    Activation,
+    /// Scratch of one op.
+    Workspace,
+    /// Buffers of collectives.
+    Communication,
+    /// Buffers of copies between spaces.
+    Staging,
+}
+
+impl fmt::Display for Category {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Category::Weight => "weight",
+            Category::Gradient => "gradient",
+            Category::Optimizer => "optimizer",
+            Category::Activation => "activation",
+            Category::Workspace => "workspace",
+            Category::Communication => "communication",
+            Category::Staging => "staging",
+        })
+    }
+}
+
+/// Where a tensor lives. Every space is packed and has a budget.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Space {
+    /// The device's arena.
+    Device,
+    /// The host's arena. The CPU is its own host: there this is the device's arena.
+    Host,
+    /// A file.
+    File,
+}
+
+/// The pieces of work that Programs are for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum WorkName {
+    /// Weights from files, or random ones, into the arena.
+    #[serde(rename = "load")]
+    Load,
+    /// Forward pass of a micro-batch.
+    #[serde(rename = "forward")]
+    Forward,
+    /// Backward pass of a micro-batch, the loss included.
+    #[serde(rename = "backward")]
+    Backward,
+    /// Clip factor and optimizer.
+    #[serde(rename = "update")]
+    Update,
+    /// Forward pass and loss, nothing kept.
+    #[serde(rename = "evaluate")]
+    Evaluate,
+    /// Weights and optimizer state to files.
+    #[serde(rename = "save")]
+    Save,
+    /// New tokens from a prompt.
+    #[serde(rename = "generate")]
+    Generate,
+    /// The move from one plan to another.
+    #[serde(rename = "re-plan")]
+    Replan,
+}
+
+impl fmt::Display for WorkName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            WorkName::Load => "load",
+            WorkName::Forward => "forward",
+            WorkName::Backward => "backward",
+            WorkName::Update => "update",
+            WorkName::Evaluate => "evaluate",
+            WorkName::Save => "save",
+            WorkName::Generate => "generate",
+            WorkName::Replan => "re-plan",
+        })
+    }
+}
+
+/// How much of a layer is thrown away after the forward pass and computed again in the backward
+/// pass. Each level includes the ones before it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RecomputeLevel {
+    /// Nothing: all that the backward pass reads is kept.
+    #[default]
+    Nothing,
+    /// Outputs of norms and of SwiGLU.
+    Norms,
+    /// And the products of gate and up.
+    FeedForward,
+    /// And queries, keys, values and the attention output.
+    Attention,
+    /// And the stream between attention and feed-forward: only the block's input is kept.
+    Block,
+}
+
+impl RecomputeLevel {
+    /// All levels, least recomputation first.
+    pub const ALL: [RecomputeLevel; 5] = [
+        RecomputeLevel::Nothing,
+        RecomputeLevel::Norms,
+        RecomputeLevel::FeedForward,
+        RecomputeLevel::Attention,
+        RecomputeLevel::Block,
+    ];
+}
+
+impl fmt::Display for RecomputeLevel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            RecomputeLevel::Nothing => "nothing",
+            RecomputeLevel::Norms => "norms",
+            RecomputeLevel::FeedForward => "feed_forward",
+            RecomputeLevel::Attention => "attention",
+            RecomputeLevel::Block => "block",
+        })
+    }
+}
+
+/// Levels of all layers as a person reads them: `4 × nothing, 2 × block`.
+pub fn describe_levels(levels: &[RecomputeLevel]) -> String {
+    let mut parts = Vec::new();
+    for run in levels.chunk_by(|a, b| a == b) {
+        parts.push(format!("{} × {}", run.len(), run[0]));
+    }
+    parts.join(", ")
+}
+
+/// The planner's choices. They never change the experiment (tokens per step, order, rates, seeds,
+/// precision, method).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Recipe {
+    /// Sequences in one forward and backward pass.
+    pub micro_batch: u32,
+    /// What each layer computes again, first layer first.
+    pub recompute: Vec<RecomputeLevel>,
+}
+
+impl fmt::Display for Recipe {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "micro-batch {}, recompute {}", self.micro_batch, describe_levels(&self.recompute))
+    }
+}
+
+/// What a rung does to the numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Class {
+    /// The same bits.
+    Identical,
+    /// The same sums in another order.
+    Reordered,
+    /// Other arithmetic.
+    Lossy,
+}
+
+/// A lossy rung that the user may allow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Rung {
+    /// bf16 arithmetic with f32 sums.
+    Bf16,
+    /// Block-wise 8-bit optimizer state.
+    Adam8bit,
+    /// A frozen base and low-rank adapters.
+    Lora,
+    /// Row-wise 8-bit frozen base.
+    Int8,
+    /// Block-wise 4-bit frozen base.
+    Nf4,
+}
+
+/// What a device (or the host) holds under a plan. All bytes are predicted.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct DevicePlan {
+    /// The device's name.
+    pub name: String,
+    /// Whether figures of this device come from a simulation.
+    pub simulated: bool,
+    /// The load line.
+    pub budget_bytes: Bytes,
+    /// The one allocation.
+    pub arena_bytes: Bytes,
+    /// Held outside the arena.
+    pub charges_bytes: Bytes,
+    /// Arena and charges.
+    pub peak_bytes: Bytes,
+    /// Bytes by category at the moment the arena is fullest.
+    pub by_category: BTreeMap<Category, Bytes>,
+    /// Peak of the arena while each Program runs.
+    pub by_program: BTreeMap<WorkName, Bytes>,
+    /// The largest sum of live tensors: no packing can be below it.
+    pub lower_bound_bytes: Bytes,
+}
+
+/// Predicted speed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Predicted {
+    /// One optimizer step.
+    pub step_seconds: f64,
+    /// Tokens (padding counted) a second.
+    pub tokens_per_second: f64,
+}
+
+/// A budget that would fit when the named rungs are allowed.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Need {
+    /// The lossy rungs that must be allowed.
+    pub allow: Vec<Rung>,
+    /// The smallest load line that then fits.
+    pub budget_bytes: Bytes,
+}
+
+/// A plan, or the word that there is none.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Plan {
+    /// Whether the run fits under every load line.
+    pub fits: bool,
+    /// The choices; where nothing fits, those of the smallest recipe.
+    pub recipe: Recipe,
+    /// What the rungs taken do to the numbers, against the plain recipe.
+    pub class: Class,
+    /// Every device that takes part.
+    pub devices: Vec<DevicePlan>,
+    /// The host.
+    pub host: DevicePlan,
+    /// Predicted speed.
+    pub predicted: Predicted,
+    /// The smallest budgets that would fit, where it does not fit.
+    pub needs: Vec<Need>,
+}

@@ -1,0 +1,2 @@
+//! The `plimsoll` command line.
+fn main() {}

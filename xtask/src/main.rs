@@ -1,0 +1,2 @@
+//! chores
+fn main() {}
