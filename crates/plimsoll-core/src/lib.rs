@@ -3,6 +3,7 @@
 //!
 //! Nothing here reads, writes or computes; that is what the other crates are for.
 
+mod budget;
 mod bytes;
 mod device;
 mod dtype;
@@ -10,6 +11,7 @@ mod event;
 mod failure;
 mod plan;
 
+pub use budget::{Budget, ParseBudgetError};
 pub use bytes::{Bytes, ParseBytesError};
 pub use device::{DeviceKind, DeviceSpec, Link, Rates};
 pub use dtype::DType;
