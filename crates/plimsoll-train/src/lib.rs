@@ -1,1 +1,3 @@
-//! plimsoll-train
+//! A run: its file, its data, its model's files, and the training loop.
+
+pub mod run_file;

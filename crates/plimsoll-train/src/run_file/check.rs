@@ -1,0 +1,102 @@
+//! The rules of a run file that its types cannot hold: ranges, keys that belong together, and what
+//! this version does not do.
+
+use super::{Init, Method, Precision, RunFile};
+
+/// What is wrong with a run file whose keys all have the right type.
+pub(super) enum Fault {
+    /// The key's value is out of the range that `keys` names.
+    Range(&'static str),
+    /// The key's value does not go with another one; a sentence and what to do.
+    Together(&'static str, String, String),
+}
+
+/// The first fault, or nothing.
+pub(super) fn check(file: &RunFile) -> Result<(), Fault> {
+    ranges(file)?;
+    together(file)?;
+    built(file)
+}
+
+fn ranges(file: &RunFile) -> Result<(), Fault> {
+    let RunFile { data, train, lora, recipe, run, .. } = file;
+    let positive = |number: f64| number.is_finite() && number > 0.0;
+    let not_negative = |number: f64| number.is_finite() && number >= 0.0;
+    let share = |number: f64| (0.0..1.0).contains(&number);
+    let whole = |number: u64| number <= i64::MAX as u64;
+    let rules = [
+        ("data.sequence", (1..=1 << 24).contains(&data.sequence)),
+        ("train.steps", train.steps.is_none_or(|steps| steps >= 1 && whole(steps))),
+        ("train.epochs", train.epochs.is_none_or(positive)),
+        ("train.hours", train.hours.is_none_or(positive)),
+        ("train.batch_tokens", train.batch_tokens >= 1 && whole(train.batch_tokens)),
+        ("train.learning_rate", positive(train.learning_rate)),
+        ("train.warmup_steps", whole(train.warmup_steps)),
+        ("train.weight_decay", not_negative(train.weight_decay)),
+        ("train.betas", train.betas.into_iter().all(share)),
+        ("train.eps", positive(train.eps)),
+        ("train.clip_norm", not_negative(train.clip_norm)),
+        ("train.seed", whole(train.seed)),
+        ("train.eval_every", whole(train.eval_every)),
+        ("train.save_every", whole(train.save_every)),
+        ("train.save_every_minutes", not_negative(train.save_every_minutes)),
+        ("train.keep", train.keep >= 1),
+        ("lora.rank", lora.rank >= 1),
+        ("lora.alpha", positive(lora.alpha)),
+        ("lora.dropout", share(lora.dropout)),
+        ("recipe.micro_batch", recipe.micro_batch != Some(0)),
+        ("run.dir", !run.dir.trim().is_empty()),
+        ("run.devices", !run.devices.trim().is_empty()),
+        ("run.threads", (1..=1024).contains(&run.threads.resolve(2))),
+    ];
+    match rules.into_iter().find(|(_, holds)| !holds) {
+        Some((key, _)) => Err(Fault::Range(key)),
+        None => Ok(()),
+    }
+}
+
+fn together(file: &RunFile) -> Result<(), Fault> {
+    let RunFile { model, data, train, recipe, .. } = file;
+    let fault = |key, message: &str, hint: &str| Err(Fault::Together(key, message.into(), hint.into()));
+    match (&model.path, &model.preset) {
+        (None, None) => return fault("model.path", "no model is named", "set model.path or model.preset"),
+        (Some(_), Some(_)) => {
+            return fault("model.preset", "model.path and model.preset are both set", "set one of them");
+        }
+        (None, Some(_)) if model.init == Init::Pretrained => {
+            return fault("model.init", "a preset has no weights", "set model.init = \"random\", or model.path");
+        }
+        _ => {}
+    }
+    let lengths = [train.steps.is_some(), train.epochs.is_some(), train.hours.is_some()];
+    if lengths.into_iter().filter(|set| *set).count() > 1 {
+        let key = if train.hours.is_some() { "train.hours" } else { "train.epochs" };
+        return fault(key, "more than one of train.steps, train.epochs and train.hours is set", "set one of them");
+    }
+    let sequence = u64::from(data.sequence);
+    if !train.batch_tokens.is_multiple_of(sequence) {
+        let below = train.batch_tokens / sequence * sequence;
+        let above = below.saturating_add(sequence);
+        let nearest = if below == 0 { format!("{above}") } else { format!("{below} or {above}") };
+        let message = format!("{} tokens in a step are not whole sequences of {sequence}", train.batch_tokens);
+        return fault("train.batch_tokens", &message, &format!("the nearest that are: {nearest}"));
+    }
+    if recipe.micro_batch.is_some_and(|sequences| u64::from(sequences) > file.batch_sequences()) {
+        let message = format!("a step has no more than {} sequences", file.batch_sequences());
+        return fault("recipe.micro_batch", &message, "a smaller micro-batch, or more train.batch_tokens");
+    }
+    Ok(())
+}
+
+/// What the design has and this version has not is refused by name, so that nobody believes it on.
+fn built(file: &RunFile) -> Result<(), Fault> {
+    if file.train.precision == Precision::Bf16 {
+        let message = "this version trains in f32; bf16 is not built yet";
+        return Err(Fault::Together("train.precision", message.into(), "set train.precision = \"f32\"".into()));
+    }
+    if file.train.method == Method::Lora {
+        let message = "this version trains all parameters; lora is not built yet";
+        return Err(Fault::Together("train.method", message.into(), "set train.method = \"full\"".into()));
+    }
+    Ok(())
+}

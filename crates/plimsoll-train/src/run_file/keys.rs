@@ -1,0 +1,92 @@
+//! Every key of a run file with what it expects, in the words of an error message; and the nearest
+//! known key to one that is unknown.
+
+/// `section.key` and what it expects. The test below holds this list and the structs together.
+pub(super) const KEYS: &[(&str, &str)] = &[
+    ("model.path", "a Hugging Face directory, or a config.json"),
+    ("model.preset", "the name of a known shape, such as \"llama-3.2-1b\""),
+    ("model.init", "\"pretrained\" or \"random\""),
+    ("model.ignore_config_keys", "a list of keys of config.json"),
+    ("data.train", "files or globs, .jsonl or .txt"),
+    ("data.eval", "files or globs, .jsonl or .txt"),
+    ("data.format", "\"text\" or \"tokens\""),
+    ("data.sequence", "a whole number of tokens, from 1 to 16777216"),
+    ("data.pack", "true or false"),
+    ("data.long", "\"split\" or \"refuse\""),
+    ("data.shuffle", "true or false"),
+    ("train.steps", "a whole number, 1 or more"),
+    ("train.epochs", "a number above 0"),
+    ("train.hours", "a number above 0"),
+    ("train.batch_tokens", "a whole number of tokens, a multiple of data.sequence"),
+    ("train.optimizer", "\"adamw\" or \"sgd\""),
+    ("train.learning_rate", "a number above 0"),
+    ("train.schedule", "\"constant\", \"linear\" or \"cosine\""),
+    ("train.warmup_steps", "a whole number, 0 or more"),
+    ("train.weight_decay", "a number, 0 or more"),
+    ("train.betas", "two numbers, each at least 0 and below 1"),
+    ("train.eps", "a number above 0"),
+    ("train.clip_norm", "a number, 0 or more (0 clips nothing)"),
+    ("train.precision", "\"auto\" or \"f32\""),
+    ("train.method", "\"full\""),
+    ("train.seed", "a whole number, 0 or more"),
+    ("train.eval_every", "a whole number of steps, 0 or more"),
+    ("train.save_every", "a whole number of steps, 0 or more"),
+    ("train.save_every_minutes", "a number, 0 or more"),
+    ("train.keep", "a whole number, 1 or more"),
+    ("lora.rank", "a whole number, 1 or more"),
+    ("lora.alpha", "a number above 0"),
+    ("lora.dropout", "a number, at least 0 and below 1"),
+    ("lora.targets", "a list of matrices, such as \"q_proj\""),
+    ("memory.budget", "a share of what is free, such as \"90%\", or an amount, such as \"6GiB\""),
+    ("memory.host", "a share of what is free, such as \"80%\", or an amount, such as \"6GiB\""),
+    (
+        "memory.allow",
+        "a list of \"bf16\", \"adam8bit\", \"lora\", \"int8\", \"nf4\", or \"16,8,4\" for the fall from 16 to 4 bit",
+    ),
+    ("recipe.micro_batch", "a whole number of sequences, from 1 to those of one step"),
+    (
+        "recipe.recompute",
+        "\"nothing\", \"norms\", \"feed_forward\", \"attention\" or \"block\": one for all layers, or a list with one a layer",
+    ),
+    ("run.dir", "the path of a folder"),
+    ("run.devices", "\"auto\", or devices such as \"cpu=6GiB\" or \"virtual:a=600MiB@1.0,virtual:b=200MiB@0.5\""),
+    ("run.threads", "\"auto\" or a whole number from 1 to 1024"),
+];
+
+/// What a known key expects.
+pub(super) fn expected(key: &str) -> Option<&'static str> {
+    KEYS.iter().find(|(known, _)| *known == key).map(|(_, expected)| *expected)
+}
+
+/// Whether there is a section of this name.
+pub(super) fn is_section(name: &str) -> bool {
+    KEYS.iter().any(|(known, _)| split(known).0 == name)
+}
+
+/// The section that was probably meant.
+pub(super) fn nearest_section(word: &str) -> Option<&'static str> {
+    let distances =
+        KEYS.iter().map(|(known, _)| split(known).0).map(|known| (known, strsim::osa_distance(word, known)));
+    let near = distances.filter(|(_, distance)| *distance <= tolerance(word));
+    near.min_by_key(|(_, distance)| *distance).map(|(known, _)| known)
+}
+
+/// The key that was probably meant. The right name in the wrong section is a near miss.
+pub(super) fn nearest_key(section: &str, name: &str) -> Option<&'static str> {
+    let distances = KEYS.iter().map(|(known, _)| {
+        let (known_section, known_name) = split(known);
+        (*known, strsim::osa_distance(name, known_name), known_section != section)
+    });
+    let near = distances.filter(|(_, distance, _)| *distance <= tolerance(name));
+    near.min_by_key(|(_, distance, elsewhere)| (*distance, *elsewhere)).map(|(known, ..)| known)
+}
+
+/// How many edits a typo may be away: more in a long word.
+fn tolerance(word: &str) -> usize {
+    (word.chars().count() / 3).max(1)
+}
+
+/// Section and key; a word without a dot is a key without a section.
+pub(super) fn split(key: &str) -> (&str, &str) {
+    key.split_once('.').unwrap_or(("", key))
+}

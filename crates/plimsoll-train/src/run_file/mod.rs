@@ -1,0 +1,374 @@
+//! The run file: every key of `run.toml`, its type and its default.
+//!
+//! Here is what a run file says; `read` turns text and `--set` into it, `keys` lists each key with
+//! what it expects, `check` holds the rules between keys. Nothing here looks at models, data or
+//! devices: whether a path exists or a preset is known is the business of who opens it.
+
+mod check;
+mod keys;
+mod read;
+#[cfg(test)]
+mod tests;
+
+pub use read::RunFileError;
+
+use plimsoll_core::{Budget, DType, RecomputeLevel, Rung};
+use serde::{Deserialize, Serialize};
+
+/// Sources that start with this are made by Plimsoll itself; they are no paths.
+pub const EXAMPLE_PREFIX: &str = "example:";
+
+/// A run file, resolved: every key has its value.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct RunFile {
+    /// What is trained.
+    pub model: ModelSection,
+    /// What it is trained on.
+    pub data: DataSection,
+    /// How it is trained.
+    pub train: TrainSection,
+    /// Adapters, for `train.method = "lora"`.
+    pub lora: LoraSection,
+    /// Load lines and permissions.
+    pub memory: MemorySection,
+    /// Pins of the planner's choices.
+    pub recipe: RecipeSection,
+    /// Where it runs.
+    pub run: RunSection,
+}
+
+/// `[model]`: exactly one of `path` and `preset` is set.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ModelSection {
+    /// A Hugging Face directory, or its `config.json` alone. Absolute after [`RunFile::load`].
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub path: Option<String>,
+    /// The name of a known shape without weights.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub preset: Option<String>,
+    /// Where the first weights come from. Default: pretrained for a path, random for a preset.
+    pub init: Init,
+    /// Keys of `config.json` that are unknown to Plimsoll and harmless, as the user says.
+    pub ignore_config_keys: Vec<String>,
+}
+
+/// Where the first weights come from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Init {
+    /// From the directory's safetensors.
+    #[default]
+    Pretrained,
+    /// Drawn from `train.seed`.
+    Random,
+}
+
+/// `[data]`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct DataSection {
+    /// Files or globs, `.jsonl` or `.txt`; or `example:sums`. Absolute after [`RunFile::load`].
+    #[serde(deserialize_with = "read::one_or_many")]
+    pub train: Vec<String>,
+    /// The same, for evaluation.
+    #[serde(deserialize_with = "read::one_or_many")]
+    pub eval: Vec<String>,
+    /// What a sample looks like.
+    pub format: Format,
+    /// Tokens of one sequence.
+    pub sequence: u32,
+    /// Documents back to back (else one sample a sequence, padded).
+    pub pack: bool,
+    /// What happens to a sample longer than `sequence`.
+    pub long: Long,
+    /// Whether the order of samples is drawn from the seed, anew each epoch.
+    pub shuffle: bool,
+}
+
+impl Default for DataSection {
+    fn default() -> DataSection {
+        DataSection {
+            train: Vec::new(),
+            eval: Vec::new(),
+            format: Format::Text,
+            sequence: 1024,
+            pack: true,
+            long: Long::Split,
+            shuffle: true,
+        }
+    }
+}
+
+/// What a sample looks like.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Format {
+    /// `{"text"}` a line, or plain text.
+    Text,
+    /// `{"input_ids", "labels"?}` a line.
+    Tokens,
+}
+
+/// What happens to a sample longer than a sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Long {
+    /// It goes on in the next sequence.
+    Split,
+    /// The run does not start.
+    Refuse,
+}
+
+/// `[train]`: at most one of `steps`, `epochs` and `hours` is set.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct TrainSection {
+    /// Optimizer steps.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub steps: Option<u64>,
+    /// Passes over the data.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub epochs: Option<f64>,
+    /// Hours of training time.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hours: Option<f64>,
+    /// Tokens of one optimizer step over the whole team, padding counted; a multiple of
+    /// `data.sequence`. Default: the largest such multiple up to 65536, at least one sequence.
+    pub batch_tokens: u64,
+    /// The optimizer.
+    pub optimizer: Optimizer,
+    /// The highest rate.
+    pub learning_rate: f64,
+    /// How the rate falls after the warm-up.
+    pub schedule: RateSchedule,
+    /// Steps in which the rate rises from zero.
+    pub warmup_steps: u64,
+    /// Decoupled decay, on matrices only.
+    pub weight_decay: f64,
+    /// AdamW's averages of gradient and square; SGD takes the first as its momentum.
+    pub betas: [f64; 2],
+    /// AdamW's epsilon.
+    pub eps: f64,
+    /// The global gradient norm is clipped to this; 0 clips nothing.
+    pub clip_norm: f64,
+    /// The arithmetic.
+    pub precision: Precision,
+    /// What is trained.
+    pub method: Method,
+    /// Seed of weights, order and sampling.
+    pub seed: u64,
+    /// Steps between evaluations; 0 evaluates at the end only.
+    pub eval_every: u64,
+    /// Steps between checkpoints; 0 leaves it to the minutes.
+    pub save_every: u64,
+    /// Minutes between checkpoints; 0 leaves it to the steps.
+    pub save_every_minutes: f64,
+    /// Checkpoints that are kept.
+    pub keep: u32,
+}
+
+impl Default for TrainSection {
+    fn default() -> TrainSection {
+        TrainSection {
+            steps: None,
+            epochs: None,
+            hours: None,
+            batch_tokens: 65536,
+            optimizer: Optimizer::Adamw,
+            learning_rate: 3e-4,
+            schedule: RateSchedule::Cosine,
+            warmup_steps: 10,
+            weight_decay: 0.1,
+            betas: [0.9, 0.95],
+            eps: 1e-8,
+            clip_norm: 1.0,
+            precision: Precision::Auto,
+            method: Method::Full,
+            seed: 1,
+            eval_every: 0,
+            save_every: 0,
+            save_every_minutes: 10.0,
+            keep: 2,
+        }
+    }
+}
+
+/// How long a run is.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Length {
+    /// Optimizer steps.
+    Steps(u64),
+    /// Passes over the data.
+    Epochs(f64),
+    /// Hours of training time.
+    Hours(f64),
+}
+
+/// The optimizer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Optimizer {
+    /// Adam with decoupled weight decay.
+    Adamw,
+    /// Gradient descent with momentum.
+    Sgd,
+}
+
+/// How the rate falls after the warm-up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum RateSchedule {
+    /// Not at all.
+    Constant,
+    /// In a line to zero.
+    Linear,
+    /// Along half a cosine to zero.
+    Cosine,
+}
+
+/// The arithmetic of a run; part of the experiment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Precision {
+    /// Resolved once, at the first start.
+    Auto,
+    /// 32-bit floats.
+    F32,
+    /// bfloat16 products with f32 sums.
+    Bf16,
+    /// 64-bit floats: the reference executor of the tests.
+    F64,
+}
+
+/// What is trained.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Method {
+    /// Every parameter.
+    Full,
+    /// Low-rank adapters on a frozen base.
+    Lora,
+}
+
+/// `[lora]`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct LoraSection {
+    /// Rank of an adapter.
+    pub rank: u32,
+    /// The adapter's product is scaled by alpha / rank.
+    pub alpha: f64,
+    /// Share of the adapter's input that is dropped.
+    pub dropout: f64,
+    /// The matrices that get an adapter.
+    #[serde(deserialize_with = "read::one_or_many")]
+    pub targets: Vec<String>,
+}
+
+impl Default for LoraSection {
+    fn default() -> LoraSection {
+        let targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
+        LoraSection { rank: 16, alpha: 32.0, dropout: 0.0, targets: targets.map(str::to_owned).to_vec() }
+    }
+}
+
+/// `[memory]`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct MemorySection {
+    /// The load line of each device that has none of its own: `90%` of what is free, or `6GiB`.
+    pub budget: Budget,
+    /// The load line of the host, in the same words.
+    pub host: Budget,
+    /// Lossy rungs that the planner may take.
+    #[serde(deserialize_with = "read::rungs")]
+    pub allow: Vec<Rung>,
+}
+
+impl Default for MemorySection {
+    fn default() -> MemorySection {
+        MemorySection { budget: Budget::DEVICE, host: Budget::HOST, allow: Vec::new() }
+    }
+}
+
+/// `[recipe]`: choices taken out of the planner's hands.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct RecipeSection {
+    /// Sequences in one forward and backward pass.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub micro_batch: Option<u32>,
+    /// What each layer computes again: one level for all layers, or one a layer; empty leaves it to
+    /// the planner.
+    #[serde(deserialize_with = "read::one_or_many")]
+    pub recompute: Vec<RecomputeLevel>,
+}
+
+/// `[run]`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct RunSection {
+    /// The run folder. Absolute after [`RunFile::load`].
+    pub dir: String,
+    /// The devices: `auto`, `cpu=6GiB`, `virtual:a=600MiB@1.0,virtual:b=200MiB@0.5`, `rtx3090`.
+    pub devices: String,
+    /// Threads that compute.
+    pub threads: Threads,
+}
+
+impl Default for RunSection {
+    fn default() -> RunSection {
+        RunSection { dir: "runs/run".into(), devices: "auto".into(), threads: Threads::Auto }
+    }
+}
+
+/// Threads that compute.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "read::WordOrNumber", into = "read::WordOrNumber")]
+pub enum Threads {
+    /// 80 % of the physical cores, at least one: the machine stays usable.
+    #[default]
+    Auto,
+    /// So many.
+    Count(u32),
+}
+
+impl Threads {
+    /// The number of threads on a machine with so many physical cores.
+    pub fn resolve(self, physical_cores: u32) -> u32 {
+        match self {
+            Threads::Auto => (physical_cores * 4 / 5).max(1),
+            Threads::Count(count) => count,
+        }
+    }
+}
+
+impl RunFile {
+    /// How long the run is; `None` where the file does not say, which [`RunFile::check_trainable`]
+    /// refuses.
+    pub fn length(&self) -> Option<Length> {
+        let train = &self.train;
+        train.steps.map(Length::Steps).or(train.epochs.map(Length::Epochs)).or(train.hours.map(Length::Hours))
+    }
+
+    /// Sequences of one optimizer step over the whole team.
+    pub fn batch_sequences(&self) -> u64 {
+        self.train.batch_tokens / u64::from(self.data.sequence)
+    }
+
+    /// The element type of the arithmetic. This version resolves `auto` to f32 everywhere.
+    pub fn arithmetic(&self) -> DType {
+        match self.train.precision {
+            Precision::Auto | Precision::F32 => DType::F32,
+            Precision::Bf16 => DType::Bf16,
+            Precision::F64 => DType::F64,
+        }
+    }
+
+    /// The model as the user named it: its path or its preset.
+    pub fn model_name(&self) -> &str {
+        self.model.path.as_deref().or(self.model.preset.as_deref()).unwrap_or_default()
+    }
+}

@@ -1,0 +1,277 @@
+//! What a run file promises: one clear message for each mistake, and the same struct from what was
+//! written.
+
+use super::*;
+use plimsoll_core::{Bytes, Failure};
+use proptest::prelude::*;
+use std::collections::BTreeSet;
+
+/// The smallest file that loads.
+const MODEL: &str = "[model]\npath = \"m\"\n";
+
+fn parse(text: &str, settings: &[&str]) -> Result<RunFile, RunFileError> {
+    let settings: Vec<String> = settings.iter().map(|setting| (*setting).to_owned()).collect();
+    RunFile::parse("run.toml", text, &settings)
+}
+
+/// The whole message with its hints.
+fn refusal(text: &str, settings: &[&str]) -> String {
+    let failure = Failure::from(parse(text, settings).expect_err("this is refused"));
+    assert_eq!(failure.exit as i32, 2);
+    failure.to_string()
+}
+
+#[test]
+fn every_key_has_an_expectation_and_every_expectation_a_key() {
+    let mut file = RunFile::default();
+    file.model.path = Some("m".into());
+    file.model.preset = Some("p".into());
+    (file.train.steps, file.train.epochs, file.train.hours) = (Some(1), Some(1.0), Some(1.0));
+    file.recipe.micro_batch = Some(1);
+    let table: toml::Table = file.to_toml().parse().unwrap();
+    let written: BTreeSet<String> = table
+        .iter()
+        .flat_map(|(section, keys)| keys.as_table().unwrap().keys().map(move |key| format!("{section}.{key}")))
+        .collect();
+    let listed: BTreeSet<String> = keys::KEYS.iter().map(|(key, _)| (*key).to_owned()).collect();
+    assert_eq!(written, listed);
+}
+
+#[test]
+fn the_example_is_a_run_file_that_trains() {
+    let example = RunFile::load(None, &[]).unwrap();
+    example.check_trainable().unwrap();
+    assert_eq!(example.data.train, ["example:sums"]);
+    assert!(std::path::Path::new(&example.run.dir).is_absolute());
+}
+
+#[test]
+fn defaults_follow_what_is_given() {
+    let file = parse("[model]\npreset = \"llama-3.2-1b\"\n[data]\nsequence = 1000\n", &[]).unwrap();
+    assert_eq!(file.model.init, Init::Random);
+    assert_eq!(file.train.batch_tokens, 65000);
+    assert_eq!(parse(MODEL, &[]).unwrap().model.init, Init::Pretrained);
+    assert_eq!(parse(MODEL, &["data.sequence=100000"]).unwrap().train.batch_tokens, 100_000);
+}
+
+#[test]
+fn settings_are_merged_over_the_file() {
+    let text = "[model]\npath = \"m\"\n[train]\nsteps = 5 # few\n";
+    let settings = [
+        "train.steps=20",
+        "data.train=a.jsonl",
+        "run.devices=cpu=6GiB",
+        "memory.allow=16,8,4",
+        "memory.budget = 600MiB",
+        "recipe.recompute=block",
+        "train.betas=[0.8, 0.9]",
+    ];
+    let file = parse(text, &settings).unwrap();
+    assert_eq!(file.length(), Some(Length::Steps(20)));
+    assert_eq!(file.data.train, ["a.jsonl"]);
+    assert_eq!(file.run.devices, "cpu=6GiB");
+    assert_eq!(file.memory.allow, [Rung::Bf16, Rung::Int8, Rung::Nf4]);
+    assert_eq!(file.memory.budget, Budget::Amount(Bytes::mib(600)));
+    assert_eq!(file.recipe.recompute, [RecomputeLevel::Block]);
+    assert_eq!(file.train.betas, [0.8, 0.9]);
+    assert_eq!(parse("train = { steps = 5 }", &["model.path=m", "train.steps=6"]).unwrap().train.steps, Some(6));
+}
+
+#[test]
+fn a_typo_is_named_with_its_line_and_the_nearest_key() {
+    let text = "[model]\npath = \"m\"\n\n[train]\nstepz = 5\n";
+    assert_eq!(refusal(text, &[]), "run.toml, line 5: unknown key `train.stepz`\n  hint: did you mean `train.steps`?");
+    let text = "[model]\npath = \"m\"\n[train]\nsequence = 5\n";
+    assert!(refusal(text, &[]).ends_with("did you mean `data.sequence`?"));
+    assert_eq!(
+        refusal("[trian]\nsteps = 5\n", &[]),
+        "run.toml, line 1: unknown key `trian`\n  hint: did you mean `train`?"
+    );
+    assert!(refusal("steps = 5\n", &[]).ends_with("did you mean `train.steps`?"));
+    assert_eq!(refusal(MODEL, &["stepz=5"]), "command line: unknown key `stepz`\n  hint: did you mean `train.steps`?");
+    assert_eq!(
+        refusal("[recipe]\nxylophone = 1\n", &[]),
+        "run.toml, line 2: unknown key `recipe.xylophone`\n  hint: [recipe] has micro_batch, recompute"
+    );
+}
+
+#[test]
+fn a_wrong_value_is_named_with_what_was_found_and_expected() {
+    for (text, message) in [
+        ("[train]\nsteps = \"many\"", "run.toml, line 2: train.steps is \"many\", expected a whole number, 1 or more"),
+        ("[train]\nsteps = 0", "run.toml, line 2: train.steps is 0, expected a whole number, 1 or more"),
+        ("[train]\nsteps = -1", "run.toml, line 2: train.steps is -1, expected a whole number, 1 or more"),
+        (
+            "[train]\nbetas = [0.9, 1.0]",
+            "run.toml, line 2: train.betas is [0.9, 1.0], expected two numbers, each at least 0 and below 1",
+        ),
+        ("[train]\nlearning_rate = nan", "run.toml, line 2: train.learning_rate is nan, expected a number above 0"),
+        (
+            "[train]\noptimizer = \"lion\"",
+            "run.toml, line 2: train.optimizer is \"lion\", expected \"adamw\" or \"sgd\"",
+        ),
+        (
+            "[run]\nthreads = \"all\"",
+            "run.toml, line 2: run.threads is \"all\", expected \"auto\" or a whole number from 1 to 1024",
+        ),
+        (
+            "[run]\nthreads = 0",
+            "run.toml, line 2: run.threads is 0, expected \"auto\" or a whole number from 1 to 1024",
+        ),
+        ("[data]\ntrain = [1]", "run.toml, line 2: data.train is [1], expected files or globs, .jsonl or .txt"),
+        ("train = 3", "run.toml, line 1: train is 3, expected a section, [train]"),
+        ("[[train]]", "run.toml, line 1: train is a list, [[train]], expected a section, [train]"),
+        (
+            "[memory]\nbudget = \"lots\"",
+            "run.toml, line 2: memory.budget is \"lots\", expected a share of what is free, such as \"90%\", or an amount, such as \"6GiB\"",
+        ),
+        (
+            "[memory]\nallow = [\"fp8\"]",
+            "run.toml, line 2: memory.allow is [\"fp8\"], expected a list of \"bf16\", \"adam8bit\", \"lora\", \"int8\", \"nf4\", or \"16,8,4\" for the fall from 16 to 4 bit",
+        ),
+    ] {
+        assert_eq!(refusal(text, &["model.path=m"]), message);
+    }
+    assert_eq!(
+        refusal(MODEL, &["train.steps=lots"]),
+        "command line: train.steps is \"lots\", expected a whole number, 1 or more"
+    );
+}
+
+#[test]
+fn nonsense_settings_are_refused_with_the_key() {
+    let hint = "\n  hint: write --set section.key=value, such as --set train.steps=20";
+    assert_eq!(refusal(MODEL, &["train.steps"]), format!("--set train.steps: no `=` between key and value{hint}"));
+    assert_eq!(
+        refusal(MODEL, &["train.steps="]),
+        format!("--set train.steps=: no value for train.steps can be read from ``{hint}")
+    );
+    assert_eq!(
+        refusal(MODEL, &["train.betas=[1, 2"]),
+        format!("--set train.betas=[1, 2: no value for train.betas can be read from `[1, 2`{hint}")
+    );
+    assert!(refusal(MODEL, &["=5"]).starts_with("command line: unknown key ``"));
+}
+
+#[test]
+fn keys_that_do_not_go_together_are_refused() {
+    assert_eq!(refusal("", &[]), "run.toml: model.path: no model is named\n  hint: set model.path or model.preset");
+    assert_eq!(
+        refusal("[model]\npath = \"m\"\npreset = \"p\"", &[]),
+        "run.toml, line 3: model.preset: model.path and model.preset are both set\n  hint: set one of them"
+    );
+    assert_eq!(
+        refusal(MODEL, &["train.steps=1", "train.hours=1"]),
+        "command line: train.hours: more than one of train.steps, train.epochs and train.hours is set\n  hint: set one of them"
+    );
+    assert_eq!(
+        refusal(MODEL, &["data.sequence=1000", "train.batch_tokens=2500"]),
+        "command line: train.batch_tokens: 2500 tokens in a step are not whole sequences of 1000\n  hint: the nearest that are: 2000 or 3000"
+    );
+    assert_eq!(
+        refusal(MODEL, &["data.sequence=1024", "train.batch_tokens=2048", "recipe.micro_batch=3"]),
+        "command line: recipe.micro_batch: a step has no more than 2 sequences\n  hint: a smaller micro-batch, or more train.batch_tokens"
+    );
+}
+
+#[test]
+fn what_is_not_built_is_refused_by_name() {
+    assert_eq!(
+        refusal(MODEL, &["train.precision=bf16"]),
+        "command line: train.precision: this version trains in f32; bf16 is not built yet\n  hint: set train.precision = \"f32\""
+    );
+    assert_eq!(
+        refusal(MODEL, &["train.method=lora"]),
+        "command line: train.method: this version trains all parameters; lora is not built yet\n  hint: set train.method = \"full\""
+    );
+}
+
+#[test]
+fn text_that_is_no_toml_is_refused_with_its_line() {
+    let message = refusal("[model]\npath = \n", &[]);
+    assert!(message.starts_with("run.toml, line 2: "), "{message}");
+}
+
+#[test]
+fn a_run_needs_data_and_a_length() {
+    let plan_only = parse(MODEL, &[]).unwrap();
+    assert_eq!(plan_only.check_trainable().unwrap_err().to_string(), "data.train is not set");
+    let endless = parse(MODEL, &["data.train=a.txt"]).unwrap();
+    assert_eq!(endless.check_trainable().unwrap_err().to_string(), "train.steps is not set");
+    parse(MODEL, &["data.train=a.txt", "train.epochs=2"]).unwrap().check_trainable().unwrap();
+}
+
+#[test]
+fn a_missing_file_is_named() {
+    let failure = RunFile::load(Some(std::path::Path::new("no/such/run.toml")), &[]).unwrap_err();
+    assert!(failure.message.starts_with("cannot read no/such/run.toml: "), "{failure}");
+}
+
+fn any_text() -> impl Strategy<Value = String> {
+    prop_oneof!["[a-z/]{1,12}", "\\PC{1,12}", Just("it's \"so\"\n\\ ✓".to_owned())]
+        .prop_map(|text| if text.trim().is_empty() { "x".to_owned() } else { text })
+}
+
+fn any_file() -> impl Strategy<Value = RunFile> {
+    let names = (any_text(), any_text(), any_text(), proptest::collection::vec(any_text(), 0..3));
+    let numbers = (1u32..5000, 1u64..300, any::<i64>(), 1e-12f64..1e12, 0.0f64..1.0, 0u64..1000);
+    let choices = (any::<[bool; 6]>(), 0usize..3, 1u32..1024, 1u64..10_000_000);
+    (names, numbers, choices).prop_map(|((path, dir, devices, sources), numbers, choices)| {
+        let (sequence, sequences, seed, number, share, every) = numbers;
+        let (flags, length, count, bytes) = choices;
+        let mut file = RunFile::default();
+        if flags[0] {
+            file.model = ModelSection { preset: Some(path), init: Init::Random, ..ModelSection::default() };
+        } else {
+            file.model.path = Some(path);
+        }
+        file.model.ignore_config_keys = sources.clone();
+        file.data = DataSection { train: sources, sequence, pack: flags[1], ..DataSection::default() };
+        match length {
+            0 => file.train.steps = Some(every + 1),
+            1 => file.train.epochs = Some(number),
+            _ => file.train.hours = Some(number),
+        }
+        file.train.batch_tokens = sequences * u64::from(sequence);
+        file.train.seed = seed.unsigned_abs().min(i64::MAX as u64);
+        (file.train.learning_rate, file.train.betas, file.train.eval_every) = (number, [share, share / 2.0], every);
+        if flags[2] {
+            (file.train.optimizer, file.train.schedule) = (Optimizer::Sgd, RateSchedule::Linear);
+        }
+        file.memory.budget = if flags[3] {
+            Budget::Amount(Bytes(bytes))
+        } else {
+            format!("{count}e-1%").parse().unwrap_or(Budget::HOST)
+        };
+        file.memory.allow = if flags[4] { vec![Rung::Nf4, Rung::Bf16] } else { Vec::new() };
+        file.recipe.micro_batch = flags[5].then_some(1);
+        file.recipe.recompute = RecomputeLevel::ALL[..length].to_vec();
+        file.run = RunSection { dir, devices, threads: if flags[1] { Threads::Auto } else { Threads::Count(count) } };
+        file
+    })
+}
+
+proptest! {
+    #[test]
+    fn a_run_file_written_down_is_read_back_as_the_same(file in any_file()) {
+        let text = file.to_toml();
+        let read = RunFile::parse("run.toml", &text, &[]).map_err(|error| error.to_string());
+        prop_assert_eq!(read, Ok(file), "{}", text);
+    }
+
+    #[test]
+    fn no_text_makes_the_reader_panic(text in "\\PC{0,80}", setting in "\\PC{0,30}") {
+        let _ = parse(&text, &[]);
+        let _ = parse(MODEL, &[&setting]);
+        for (key, _) in keys::KEYS {
+            let _ = parse(MODEL, &[&format!("{key}={setting}")]);
+        }
+    }
+
+    #[test]
+    fn no_toml_makes_the_reader_panic(key in 0..keys::KEYS.len(), section in "(model|train|data|run|x)",
+                                      value in "(-?[0-9]{1,20}|[0-9]e[0-9]{1,4}|nan|\\[\\[*[1, ]*\\]*|\"[a-z%0-9]*\"|\\{ *[a-z]=1 *\\}|1979-05-27)") {
+        let name = keys::split(keys::KEYS[key].0).1;
+        let _ = parse(&format!("[{section}]\n{name} = {value}\n"), &["model.path=m"]);
+    }
+}
