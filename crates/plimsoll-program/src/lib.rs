@@ -1,1 +1,2 @@
 //! plimsoll-program
+pub mod models;

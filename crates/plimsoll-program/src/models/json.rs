@@ -1,0 +1,536 @@
+//! `config.json` of a Hugging Face directory, in and out.
+//!
+//! The rule for reading: a key that changes the arithmetic is honoured, or refused by name unless
+//! its value is neutral; keys known to be inert pass; any other key is refused unless the user says
+//! that it may be ignored. Defaults of absent keys are those of transformers' configuration class
+//! of the type (`configuration_llama.py` and so on, version 5), except that the sizes that shape
+//! the weights must be there.
+
+use super::config::{ConfigError, ModelConfig, ModelType, RopeScaling, limit};
+use plimsoll_core::DType;
+use serde_json::{Map, Value, json};
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+
+/// Keys that do not change the arithmetic of training: names and versions, defaults of generation
+/// and of classifiers, and what transformers returns or caches.
+const INERT: &[&str] = &[
+    // where it comes from
+    "architectures",
+    "_name_or_path",
+    "name_or_path",
+    "_commit_hash",
+    "transformers_version",
+    "transformers.js_config",
+    "is_llama_config",
+    "unsloth_fixed",
+    "unsloth_version",
+    "model_name",
+    // how it is stored and run
+    "torch_dtype",
+    "dtype",
+    "use_cache",
+    "use_bfloat16",
+    "torchscript",
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "attn_implementation",
+    "keys_to_ignore_at_inference",
+    "return_dict",
+    "output_attentions",
+    "output_hidden_states",
+    "tf_legacy_loss",
+    // tokens
+    "pad_token_id",
+    "unk_token_id",
+    "sep_token_id",
+    "decoder_start_token_id",
+    "tokenizer_class",
+    "prefix",
+    // classifiers and encoders
+    "id2label",
+    "label2id",
+    "num_labels",
+    "problem_type",
+    "finetuning_task",
+    "task_specific_params",
+    "is_decoder",
+    "tie_encoder_decoder",
+    "cross_attention_hidden_size",
+    // generation
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "diversity_penalty",
+    "do_sample",
+    "early_stopping",
+    "encoder_no_repeat_ngram_size",
+    "exponential_decay_length_penalty",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "length_penalty",
+    "max_length",
+    "max_new_tokens",
+    "min_length",
+    "no_repeat_ngram_size",
+    "num_beam_groups",
+    "num_beams",
+    "num_return_sequences",
+    "output_scores",
+    "remove_invalid_values",
+    "repetition_penalty",
+    "return_dict_in_generate",
+    "suppress_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "typical_p",
+];
+
+/// Switches of transformers that Plimsoll does not compute, each with its neutral values.
+fn neutral_switches() -> [(&'static str, Vec<Value>); 15] {
+    let off = || vec![json!(false)];
+    let none = || vec![json!([]), json!({})];
+    [
+        ("hidden_act", vec![json!("silu"), json!("swish")]),
+        ("mlp_bias", off()),
+        ("attention_dropout", vec![json!(0), json!(0.0)]),
+        ("partial_rotary_factor", vec![json!(1), json!(1.0)]),
+        ("pretraining_tp", vec![json!(1)]),
+        ("rope_interleaved", off()),
+        ("use_mrope", off()),
+        ("is_causal", vec![json!(true)]),
+        ("is_encoder_decoder", off()),
+        ("add_cross_attention", off()),
+        ("chunk_size_feed_forward", vec![json!(0)]),
+        ("pruned_heads", none()),
+        ("quantization_config", Vec::new()),
+        ("per_layer_config", none()),
+        ("tie_last_hidden_states", Vec::new()),
+    ]
+}
+
+impl ModelConfig {
+    /// Reads the text of a `config.json`. `ignore_keys` names keys that the user knows to be inert
+    /// (`--ignore-config-key`); a key inside `rope_scaling` is named `rope_scaling.KEY`.
+    ///
+    /// # Errors
+    /// The first key that is missing, wrong, unsupported or contradicted, else all unknown ones.
+    pub fn from_json(text: &str, ignore_keys: &[String]) -> Result<ModelConfig, ConfigError> {
+        let root: Value = serde_json::from_str(text).map_err(|e| ConfigError::Json { message: e.to_string() })?;
+        let Value::Object(map) = &root else {
+            return Err(ConfigError::Json { message: format!("{} is no object", shown(&root)) });
+        };
+        let keys = Keys::new(map, "");
+        let config = read(&keys)?;
+        config.validate()?;
+        keys.finish(ignore_keys)?;
+        Ok(config)
+    }
+
+    /// The `config.json` of this model with weights stored as `dtype`. Keys of `base` (the file the
+    /// model came from) that say nothing else are kept. The spelling is the one that transformers 4
+    /// and 5 both read: version 4 would overlook `rope_parameters` and compute other frequencies.
+    pub fn to_json(&self, base: Option<&Value>, dtype: DType) -> Value {
+        let mut map = match base {
+            Some(Value::Object(map)) => map.clone(),
+            _ => Map::new(),
+        };
+        for other_spelling in ["rope_parameters", "torch_dtype"] {
+            map.shift_remove(other_spelling);
+        }
+        let eos = match self.eos.as_slice() {
+            [] => Value::Null,
+            [one] => json!(one),
+            several => json!(several),
+        };
+        let facts = [
+            ("architectures", json!([self.model_type.architecture()])),
+            ("model_type", json!(self.model_type.name())),
+            ("hidden_size", json!(self.hidden)),
+            ("num_hidden_layers", json!(self.layers)),
+            ("num_attention_heads", json!(self.heads)),
+            ("num_key_value_heads", json!(self.kv_heads)),
+            ("head_dim", json!(self.head_dim)),
+            ("intermediate_size", json!(self.ffn)),
+            ("vocab_size", json!(self.vocab)),
+            ("tie_word_embeddings", json!(self.tied)),
+            ("rms_norm_eps", json!(self.norm_eps)),
+            ("rope_theta", json!(self.rope_theta)),
+            ("rope_scaling", scaling_to_json(self.rope_scaling)),
+            ("max_position_embeddings", json!(self.max_positions)),
+            ("initializer_range", json!(self.init_std)),
+            ("bos_token_id", json!(self.bos)),
+            ("eos_token_id", eos),
+            ("dtype", json!(dtype_name(dtype))),
+        ];
+        for (key, value) in facts {
+            map.insert(key.to_owned(), value);
+        }
+        // Said aloud where the type's default is another, or where readers differ in theirs.
+        let mut switches = vec![("hidden_act", json!("silu")), ("attention_dropout", json!(0.0))];
+        match self.model_type {
+            ModelType::Llama => switches.extend([("attention_bias", json!(false)), ("mlp_bias", json!(false))]),
+            ModelType::Mistral => switches.push(("sliding_window", Value::Null)),
+            ModelType::Qwen2 => switches.push(("use_sliding_window", json!(false))),
+            ModelType::Qwen3 => {
+                switches.extend([("attention_bias", json!(false)), ("use_sliding_window", json!(false))]);
+            }
+        }
+        for (key, value) in switches {
+            map.entry(key).or_insert(value);
+        }
+        Value::Object(map)
+    }
+}
+
+/// torch's name of a type.
+fn dtype_name(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F64 => "float64",
+        DType::F32 => "float32",
+        DType::Bf16 => "bfloat16",
+        DType::F16 => "float16",
+        DType::I32 => "int32",
+        DType::U8 => "uint8",
+    }
+}
+
+fn scaling_to_json(scaling: RopeScaling) -> Value {
+    match scaling {
+        RopeScaling::None => Value::Null,
+        RopeScaling::Linear { factor } => json!({"rope_type": "linear", "factor": factor}),
+        RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } => json!({
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": low_freq_factor,
+            "high_freq_factor": high_freq_factor,
+            "original_max_position_embeddings": original_max_position_embeddings,
+        }),
+    }
+}
+
+fn read(keys: &Keys) -> Result<ModelConfig, ConfigError> {
+    let model_type = read_type(keys)?;
+    for (key, neutral) in neutral_switches() {
+        keys.must_be_neutral(key, &neutral)?;
+    }
+    // Qwen 2 has its biases whatever this key says; elsewhere it would bias the output product, too.
+    if model_type == ModelType::Qwen2 {
+        keys.flag("attention_bias")?;
+    } else {
+        keys.must_be_neutral("attention_bias", &[json!(false)])?;
+    }
+
+    let hidden = keys.size("hidden_size", limit::HIDDEN)?;
+    let heads = keys.size("num_attention_heads", limit::HEADS)?;
+    let layers = keys.size("num_hidden_layers", limit::LAYERS)?;
+    let max_positions = keys.whole("max_position_embeddings", limit::POSITIONS)?.unwrap_or(match model_type {
+        ModelType::Llama => 2048,
+        ModelType::Mistral => 131_072,
+        ModelType::Qwen2 | ModelType::Qwen3 => 32_768,
+    });
+    refuse_windows(keys, model_type, layers, max_positions)?;
+    let (rope_theta, rope_scaling) = read_rope(keys, max_positions)?;
+    let (default_bos, default_eos) = match model_type {
+        ModelType::Llama | ModelType::Mistral => (Some(1), vec![2]),
+        ModelType::Qwen2 | ModelType::Qwen3 => (None, Vec::new()),
+    };
+    Ok(ModelConfig {
+        model_type,
+        hidden,
+        layers,
+        heads,
+        kv_heads: read_kv_heads(keys, model_type, heads)?,
+        head_dim: read_head_dim(keys, model_type, hidden, heads)?,
+        ffn: keys.size("intermediate_size", limit::FFN)?,
+        vocab: keys.size("vocab_size", limit::VOCAB)?,
+        tied: keys.flag("tie_word_embeddings")?.unwrap_or(false),
+        norm_eps: keys.number("rms_norm_eps")?.unwrap_or(1e-6),
+        rope_theta,
+        rope_scaling,
+        qkv_bias: model_type.qkv_bias(),
+        qk_norm: model_type.qk_norm(),
+        max_positions,
+        bos: keys.tokens("bos_token_id", 1)?.map_or(default_bos, |ids| ids.first().copied()),
+        eos: keys.tokens("eos_token_id", 64)?.unwrap_or(default_eos),
+        init_std: keys.number("initializer_range")?.unwrap_or(0.02),
+    })
+}
+
+fn read_type(keys: &Keys) -> Result<ModelType, ConfigError> {
+    let supported = || ModelType::ALL.map(ModelType::name).join(", ");
+    let name = keys.text("model_type")?.ok_or_else(|| keys.missing("model_type", supported()))?;
+    ModelType::ALL
+        .into_iter()
+        .find(|t| t.name() == name)
+        .ok_or_else(|| keys.unsupported("model_type", &json!(name), supported()))
+}
+
+fn read_kv_heads(keys: &Keys, model_type: ModelType, heads: u64) -> Result<u64, ConfigError> {
+    let key = "num_key_value_heads";
+    Ok(match keys.whole(key, limit::HEADS)? {
+        Some(found) => found,
+        None if keys.raw(key).is_some() => heads, // null
+        None => match model_type {
+            ModelType::Llama => heads,
+            ModelType::Mistral => 8,
+            ModelType::Qwen2 | ModelType::Qwen3 => 32,
+        },
+    })
+}
+
+fn read_head_dim(keys: &Keys, model_type: ModelType, hidden: u64, heads: u64) -> Result<u64, ConfigError> {
+    match keys.whole("head_dim", limit::HEAD_DIM)? {
+        Some(found) => Ok(found),
+        None if model_type == ModelType::Qwen3 => match keys.raw("head_dim") {
+            None => Ok(128),
+            Some(null) => Err(keys.wrong("head_dim", null, "a whole number")),
+        },
+        None if hidden.is_multiple_of(heads) => Ok(hidden / heads),
+        None => {
+            let expected = format!("a multiple of num_attention_heads, {heads}, where head_dim is absent");
+            Err(keys.wrong("hidden_size", &json!(hidden), expected))
+        }
+    }
+}
+
+/// A sliding window is neutral when it is off or spans the longest sequence.
+fn refuse_windows(keys: &Keys, model_type: ModelType, layers: u64, max_positions: u64) -> Result<(), ConfigError> {
+    if let Some(found) = keys.value("layer_types") {
+        let full = |list: &Vec<Value>| list.len() as u64 == layers && list.iter().all(|t| t == "full_attention");
+        if !found.as_array().is_some_and(full) {
+            let supported = format!("\"full_attention\" for each of the {layers} layers");
+            return Err(keys.unsupported("layer_types", found, supported));
+        }
+    }
+    let switched_on = keys.flag("use_sliding_window")?;
+    let window = keys.whole("sliding_window", limit::POSITIONS)?;
+    let absent = keys.raw("sliding_window").is_none();
+    let by_default = absent.then_some(4096);
+    // The first layers never slide.
+    let full_layers = keys.read("max_window_layers", || "a whole number".into(), Value::as_u64)?.unwrap_or(28);
+    let active = match model_type {
+        // The switch does not exist here: the window alone decides.
+        ModelType::Mistral => window.or(by_default),
+        ModelType::Qwen2 | ModelType::Qwen3 if switched_on == Some(true) && full_layers < layers => {
+            window.or(by_default)
+        }
+        ModelType::Qwen2 | ModelType::Qwen3 => None,
+        ModelType::Llama if switched_on == Some(false) => None,
+        ModelType::Llama => window,
+    };
+    match active {
+        Some(window) if window < max_positions => {
+            let found = if absent { json!("absent (4096)") } else { json!(window) };
+            let supported = format!("null, or at least max_position_embeddings, {max_positions}");
+            Err(keys.unsupported("sliding_window", &found, supported))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Base and scaling of the rotary frequencies, from `rope_theta` and `rope_scaling`
+/// (transformers 4) or `rope_parameters` (5). Where several are there, they must agree.
+fn read_rope(keys: &Keys, max_positions: u64) -> Result<(f64, RopeScaling), ConfigError> {
+    let mut thetas: Vec<(String, f64)> = Vec::new();
+    thetas.extend(keys.number("rope_theta")?.map(|theta| ("rope_theta".to_owned(), theta)));
+    let original = keys.whole("original_max_position_embeddings", limit::POSITIONS)?;
+    let mut scalings: Vec<(&str, RopeScaling)> = Vec::new();
+    for section in ["rope_scaling", "rope_parameters"] {
+        let Some(inner) = keys.section(section)? else { continue };
+        thetas.extend(inner.number("rope_theta")?.map(|theta| (format!("{section}.rope_theta"), theta)));
+        scalings.push((section, read_scaling(&inner, original, max_positions)?));
+        keys.adopt(inner);
+    }
+    if let Some(pair) = thetas.windows(2).find(|pair| pair[0].1 != pair[1].1) {
+        return Err(contradiction(&pair[0].0, &json!(pair[0].1), &pair[1].0, &json!(pair[1].1)));
+    }
+    if let [(one, a), (other, b)] = scalings[..]
+        && a != b
+    {
+        return Err(contradiction(one, &scaling_to_json(a), other, &scaling_to_json(b)));
+    }
+    let theta = thetas.first().map_or(10_000.0, |(_, theta)| *theta);
+    let scaling = scalings.first().map_or(RopeScaling::None, |(_, scaling)| *scaling);
+    Ok((theta, scaling))
+}
+
+fn read_scaling(keys: &Keys, outer_original: Option<u64>, max_positions: u64) -> Result<RopeScaling, ConfigError> {
+    let (new, old) = (keys.text("rope_type")?, keys.text("type")?);
+    if let (Some(new), Some(old)) = (new, old)
+        && new != old
+    {
+        return Err(contradiction(&keys.path("rope_type"), &json!(new), &keys.path("type"), &json!(old)));
+    }
+    let key = if new.is_some() { "rope_type" } else { "type" };
+    let kind = new.or(old).unwrap_or("default");
+    keys.must_be_neutral("partial_rotary_factor", &[json!(1), json!(1.0)])?;
+    let original = keys.whole("original_max_position_embeddings", limit::POSITIONS)?;
+    let need = |key: &str| keys.number(key)?.ok_or_else(|| keys.missing(key, format!("a number (for {kind})")));
+    match kind {
+        "default" => {
+            keys.must_be_neutral("factor", &[json!(1), json!(1.0)])?;
+            Ok(RopeScaling::None)
+        }
+        "linear" => Ok(RopeScaling::Linear { factor: need("factor")? }),
+        "llama3" => {
+            if let (Some(inner), Some(outer)) = (original, outer_original)
+                && inner != outer
+            {
+                let key = "original_max_position_embeddings";
+                return Err(contradiction(&keys.path(key), &json!(inner), key, &json!(outer)));
+            }
+            Ok(RopeScaling::Llama3 {
+                factor: need("factor")?,
+                low_freq_factor: need("low_freq_factor")?,
+                high_freq_factor: need("high_freq_factor")?,
+                original_max_position_embeddings: original.or(outer_original).unwrap_or(max_positions),
+            })
+        }
+        other => Err(keys.unsupported(key, &json!(other), "default, linear, llama3".to_owned())),
+    }
+}
+
+fn contradiction(key: &str, found: &Value, other: &str, other_found: &Value) -> ConfigError {
+    ConfigError::Contradiction {
+        key: key.to_owned(),
+        found: shown(found),
+        other: other.to_owned(),
+        other_found: shown(other_found),
+    }
+}
+
+/// A value as a message shows it: JSON, cut where it is long.
+fn shown(value: &Value) -> String {
+    const LONGEST: usize = 60;
+    let text = value.to_string();
+    match text.char_indices().nth(LONGEST) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text,
+    }
+}
+
+/// An object of the file, which remembers the keys that were asked for: the others are unknown.
+struct Keys<'a> {
+    map: &'a Map<String, Value>,
+    section: &'a str,
+    asked: RefCell<BTreeSet<String>>,
+    /// Paths of unknown keys of inner objects.
+    unknown: RefCell<Vec<String>>,
+}
+
+impl<'a> Keys<'a> {
+    fn new(map: &'a Map<String, Value>, section: &'a str) -> Keys<'a> {
+        Keys { map, section, asked: RefCell::default(), unknown: RefCell::default() }
+    }
+
+    fn path(&self, key: &str) -> String {
+        if self.section.is_empty() { key.to_owned() } else { format!("{}.{key}", self.section) }
+    }
+
+    /// The value, null included.
+    fn raw(&self, key: &str) -> Option<&'a Value> {
+        self.asked.borrow_mut().insert(key.to_owned());
+        self.map.get(key)
+    }
+
+    /// The value unless it is null.
+    fn value(&self, key: &str) -> Option<&'a Value> {
+        self.raw(key).filter(|value| !value.is_null())
+    }
+
+    fn missing(&self, key: &str, expected: String) -> ConfigError {
+        ConfigError::Missing { key: self.path(key), expected }
+    }
+
+    fn wrong(&self, key: &str, found: &Value, expected: impl Into<String>) -> ConfigError {
+        ConfigError::Wrong { key: self.path(key), found: shown(found), expected: expected.into() }
+    }
+
+    fn unsupported(&self, key: &str, found: &Value, supported: String) -> ConfigError {
+        ConfigError::Unsupported { key: self.path(key), found: shown(found), supported }
+    }
+
+    fn read<T>(
+        &self,
+        key: &str,
+        expected: impl FnOnce() -> String,
+        as_type: impl FnOnce(&'a Value) -> Option<T>,
+    ) -> Result<Option<T>, ConfigError> {
+        let Some(value) = self.value(key) else { return Ok(None) };
+        as_type(value).map(Some).ok_or_else(|| self.wrong(key, value, expected()))
+    }
+
+    fn flag(&self, key: &str) -> Result<Option<bool>, ConfigError> {
+        self.read(key, || "true or false".into(), Value::as_bool)
+    }
+
+    fn text(&self, key: &str) -> Result<Option<&'a str>, ConfigError> {
+        self.read(key, || "a word in quotes".into(), Value::as_str)
+    }
+
+    fn number(&self, key: &str) -> Result<Option<f64>, ConfigError> {
+        self.read(key, || "a number".into(), Value::as_f64)
+    }
+
+    fn whole(&self, key: &str, largest: u64) -> Result<Option<u64>, ConfigError> {
+        let expected = || format!("a whole number from 1 to {largest}");
+        self.read(key, expected, |value| value.as_u64().filter(|n| (1..=largest).contains(n)))
+    }
+
+    /// A size without which there is no shape.
+    fn size(&self, key: &str, largest: u64) -> Result<u64, ConfigError> {
+        let expected = || format!("a whole number from 1 to {largest}");
+        self.whole(key, largest)?.ok_or_else(|| self.missing(key, expected()))
+    }
+
+    /// Token numbers, one or a list; null is none at all.
+    fn tokens(&self, key: &str, most: usize) -> Result<Option<Vec<i64>>, ConfigError> {
+        let expected = if most == 1 { "a token number or null" } else { "a token number, a list of them, or null" };
+        match self.raw(key) {
+            Some(Value::Null) => Ok(Some(Vec::new())),
+            _ => self.read(key, || expected.into(), |value| match value {
+                Value::Array(list) if most > 1 && list.len() <= most => list.iter().map(Value::as_i64).collect(),
+                one => one.as_i64().map(|id| vec![id]),
+            }),
+        }
+    }
+
+    fn section(&self, key: &'a str) -> Result<Option<Keys<'a>>, ConfigError> {
+        self.read(key, || "an object or null".into(), |value| value.as_object().map(|map| Keys::new(map, key)))
+    }
+
+    /// Absent, null and the values of `neutral` pass.
+    fn must_be_neutral(&self, key: &str, neutral: &[Value]) -> Result<(), ConfigError> {
+        match self.value(key) {
+            Some(found) if !neutral.contains(found) => {
+                let mut supported: Vec<_> = neutral.iter().map(shown).collect();
+                supported.push("null".into());
+                supported.dedup();
+                Err(self.unsupported(key, found, supported.join(", ")))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Takes over what an inner object knows of its keys.
+    fn adopt(&self, inner: Keys) {
+        let mut asked = self.asked.borrow_mut();
+        asked.extend(inner.asked.borrow().iter().map(|key| inner.path(key)));
+        let unknown = inner.map.keys().filter(|key| !inner.asked.borrow().contains(*key));
+        self.unknown.borrow_mut().extend(unknown.map(|key| inner.path(key)));
+    }
+
+    /// Refuses the keys that nobody asked for, unless they are inert or to be ignored.
+    fn finish(self, ignore_keys: &[String]) -> Result<(), ConfigError> {
+        let asked = self.asked.into_inner();
+        if let Some(key) = ignore_keys.iter().find(|key| asked.contains(*key)) {
+            return Err(ConfigError::CannotIgnore { key: key.clone() });
+        }
+        let mut unknown: Vec<String> =
+            self.map.keys().filter(|key| !asked.contains(*key) && !INERT.contains(&key.as_str())).cloned().collect();
+        unknown.extend(self.unknown.into_inner());
+        unknown.retain(|key| !ignore_keys.contains(key));
+        if unknown.is_empty() { Ok(()) } else { Err(ConfigError::Unknown { keys: unknown }) }
+    }
+}

@@ -1,0 +1,135 @@
+//! Published shapes, for plans and random starts without a model directory.
+//!
+//! Each row is the public `config.json` of the model that the name points to.
+
+use super::config::{ModelConfig, ModelType, RopeScaling};
+
+/// A published shape, one row of the table.
+struct Row {
+    name: &'static str,
+    model_type: ModelType,
+    hidden: u64,
+    layers: u64,
+    heads: u64,
+    kv_heads: u64,
+    head_dim: u64,
+    ffn: u64,
+    vocab: u64,
+    tied: bool,
+    rope_theta: f64,
+    rope_scaling: RopeScaling,
+    norm_eps: f64,
+    max_positions: u64,
+    bos: i64,
+    eos: i64,
+    init_std: f64,
+}
+
+use ModelType::{Llama, Mistral, Qwen2, Qwen3};
+
+const fn llama3(factor: f64) -> RopeScaling {
+    RopeScaling::Llama3 {
+        factor,
+        low_freq_factor: 1.0,
+        high_freq_factor: 4.0,
+        original_max_position_embeddings: 8192,
+    }
+}
+
+const fn row(
+    name: &'static str,
+    model_type: ModelType,
+    [hidden, layers, heads, kv_heads, head_dim, ffn, vocab]: [u64; 7],
+    tied: bool,
+    (rope_theta, rope_scaling, norm_eps): (f64, RopeScaling, f64),
+    max_positions: u64,
+    [bos, eos]: [i64; 2],
+) -> Row {
+    Row {
+        name,
+        model_type,
+        hidden,
+        layers,
+        heads,
+        kv_heads,
+        head_dim,
+        ffn,
+        vocab,
+        tied,
+        rope_theta,
+        rope_scaling,
+        norm_eps,
+        max_positions,
+        bos,
+        eos,
+        init_std: 0.02,
+    }
+}
+
+const PLAIN: RopeScaling = RopeScaling::None;
+
+/// Name, type, [D, layers, H, K, E, F, V], tied, (theta, scaling, eps), longest sequence, [bos, eos].
+#[rustfmt::skip]
+static ROWS: [Row; 16] = [
+    Row {
+        init_std: 0.041_666_666_666_666_664,
+        ..row("smollm2-135m", Llama, [576, 30, 9, 3, 64, 1536, 49152], true, (1e5, PLAIN, 1e-5), 8192, [0, 0])
+    },
+    row("smollm2-360m", Llama, [960, 32, 15, 5, 64, 2560, 49152], true, (1e5, PLAIN, 1e-5), 8192, [0, 0]),
+    row("tinyllama-1.1b", Llama, [2048, 22, 32, 4, 64, 5632, 32000], false, (1e4, PLAIN, 1e-5), 2048, [1, 2]),
+    row("llama-3.2-1b", Llama, [2048, 16, 32, 8, 64, 8192, 128_256], true, (5e5, llama3(32.0), 1e-5), 131_072, [128_000, 128_001]),
+    row("llama-3.2-3b", Llama, [3072, 28, 24, 8, 128, 8192, 128_256], true, (5e5, llama3(32.0), 1e-5), 131_072, [128_000, 128_001]),
+    row("llama-3.1-8b", Llama, [4096, 32, 32, 8, 128, 14336, 128_256], false, (5e5, llama3(8.0), 1e-5), 131_072, [128_000, 128_001]),
+    row("llama-2-7b", Llama, [4096, 32, 32, 32, 128, 11008, 32000], false, (1e4, PLAIN, 1e-5), 4096, [1, 2]),
+    row("llama-2-13b", Llama, [5120, 40, 40, 40, 128, 13824, 32000], false, (1e4, PLAIN, 1e-5), 4096, [1, 2]),
+    row("mistral-7b-v0.3", Mistral, [4096, 32, 32, 8, 128, 14336, 32768], false, (1e6, PLAIN, 1e-5), 32768, [1, 2]),
+    row("qwen2.5-0.5b", Qwen2, [896, 24, 14, 2, 64, 4864, 151_936], true, (1e6, PLAIN, 1e-6), 32768, [151_643, 151_643]),
+    row("qwen2.5-1.5b", Qwen2, [1536, 28, 12, 2, 128, 8960, 151_936], true, (1e6, PLAIN, 1e-6), 131_072, [151_643, 151_643]),
+    row("qwen2.5-7b", Qwen2, [3584, 28, 28, 4, 128, 18944, 152_064], false, (1e6, PLAIN, 1e-6), 131_072, [151_643, 151_643]),
+    row("qwen2.5-14b", Qwen2, [5120, 48, 40, 8, 128, 13824, 152_064], false, (1e6, PLAIN, 1e-5), 131_072, [151_643, 151_643]),
+    row("qwen2.5-32b", Qwen2, [5120, 64, 40, 8, 128, 27648, 152_064], false, (1e6, PLAIN, 1e-5), 131_072, [151_643, 151_643]),
+    row("qwen3-0.6b", Qwen3, [1024, 28, 16, 8, 128, 3072, 151_936], true, (1e6, PLAIN, 1e-6), 40960, [151_643, 151_645]),
+    row("qwen3-8b", Qwen3, [4096, 36, 32, 8, 128, 12288, 151_936], false, (1e6, PLAIN, 1e-6), 40960, [151_643, 151_645]),
+];
+
+/// The shape with that name.
+pub fn preset(name: &str) -> Option<ModelConfig> {
+    ROWS.iter().find(|row| row.name == name).map(|row| ModelConfig {
+        model_type: row.model_type,
+        hidden: row.hidden,
+        layers: row.layers,
+        heads: row.heads,
+        kv_heads: row.kv_heads,
+        head_dim: row.head_dim,
+        ffn: row.ffn,
+        vocab: row.vocab,
+        tied: row.tied,
+        norm_eps: row.norm_eps,
+        rope_theta: row.rope_theta,
+        rope_scaling: row.rope_scaling,
+        qkv_bias: row.model_type.qkv_bias(),
+        qk_norm: row.model_type.qk_norm(),
+        max_positions: row.max_positions,
+        bos: Some(row.bos),
+        eos: vec![row.eos],
+        init_std: row.init_std,
+    })
+}
+
+/// All names, by family and size.
+pub fn preset_names() -> impl Iterator<Item = &'static str> {
+    ROWS.iter().map(|row| row.name)
+}
+
+/// The preset that was probably meant by `name`: written otherwise, mistyped, or with the
+/// publisher in front.
+pub fn closest_preset(name: &str) -> Option<&'static str> {
+    const ALIKE: f64 = 0.75;
+    let lower = name.to_lowercase();
+    let bare = lower.rsplit('/').next().unwrap_or(&lower);
+    preset_names()
+        .map(|known| (strsim::normalized_damerau_levenshtein(bare, known), known))
+        .filter(|(alike, _)| *alike >= ALIKE)
+        .max_by(|a, b| a.0.total_cmp(&b.0))
+        .map(|(_, known)| known)
+}
