@@ -12,12 +12,12 @@
 
 use super::config::ModelConfig;
 use super::weights::Parameter;
-use crate::builder::{Builder, own};
+use crate::builder::Builder;
 use crate::derivative::Tape;
 use crate::op::{Heads, Op, OpKind, Queue};
 use crate::passes::recompute::recompute;
 use crate::program::{Block, Phase, Program, ProgramSet};
-use crate::scalars::{METRIC_COUNT, METRICS, Metric, SCALAR_COUNT, SCALARS};
+use crate::scalars::{METRIC_COUNT, METRICS, SCALAR_COUNT, SCALARS};
 use crate::tensor::{Index, Lifetime, Operand, Tensor, TensorId};
 use crate::workspace;
 use plimsoll_core::{Category, DType, RecomputeLevel, Space, WorkName};
@@ -98,6 +98,8 @@ pub struct Build<'a> {
     pub evaluate: bool,
     /// Prompt to tokens.
     pub generation: Option<Generation>,
+    /// Loading, saving, checkpoints. They do not depend on the recipe, so a search leaves them out.
+    pub files: bool,
 }
 
 /// Bytes of a staging buffer, at most.
@@ -115,7 +117,9 @@ pub fn loss_rows(vocab: u64) -> u64 {
 /// Writes down all Programs.
 pub fn build(what: &Build) -> ProgramSet {
     let mut decoder = Decoder::new(what);
-    decoder.load();
+    if what.files {
+        decoder.load();
+    }
     if let Some(training) = &what.training {
         decoder.train(training);
     }
@@ -526,21 +530,15 @@ impl<'a> Decoder<'a> {
         let dhead = gradients[&self.weights.head];
         let mut blocks = self.loss("", forward.normed, labels, token_weights, Some((dnormed, dhead)), None);
 
+        // One buffer carries the gradient of the residual stream through all layers.
+        let stream = Operand::whole(self.builder.activation("stream.gradient", &[rows, self.what.config.hidden], 1));
         let mut tape = Tape::new(&mut self.builder, &gradients);
         tape.seed(Operand::whole(forward.normed), Operand::whole(dnormed));
+        tape.place(Operand::slot(forward.hidden, layers), stream);
         for op in forward.last.iter().rev() {
             tape.derive(&op.kind);
         }
-        let stream = tape.gradient(Operand::slot(forward.hidden, layers)).expect("the norm passes a gradient on");
         blocks.push(Block::once("final_norm", tape.into_ops()));
-        // One buffer carries the gradient of the residual stream through all layers.
-        let stream_id = self.builder.activation("stream.gradient", &[rows, self.what.config.hidden], 1);
-        let unneeded = stream.tensor;
-        for op in &mut blocks.last_mut().expect("just pushed").ops {
-            *op = op.with_tensors(&|id| if id == unneeded { stream_id } else { id });
-        }
-        self.builder.set.tensors[unneeded.0 as usize].slots = 0;
-        let stream = Operand::whole(stream_id);
 
         let mut tape = Tape::new(&mut self.builder, &gradients);
         tape.seed(Operand::layer(forward.hidden, 1), stream);
@@ -571,7 +569,9 @@ impl<'a> Decoder<'a> {
         let backward = self.push(WorkName::Backward, "backward", vec![], vec![], blocks);
         self.phase(vec![forward, backward]);
         self.update(&training.optimizer, &gradients);
-        self.save(&training.optimizer);
+        if self.what.files {
+            self.save(&training.optimizer);
+        }
     }
 
     fn update(&mut self, optimizer: &Optimizer, gradients: &HashMap<TensorId, TensorId>) {
@@ -589,7 +589,7 @@ impl<'a> Decoder<'a> {
             begin.push(over_slots(OpKind::Fill { into: gradient, value: 0.0, elements }));
             norm.push(over_slots(OpKind::SquaredNorm { x: gradient, metrics, elements }));
             let matrices_only = |decay: f64| if shape.len() == 2 { decay } else { 0.0 };
-            let mut state = |builder: &mut Builder, kind: &str| {
+            let state = |builder: &mut Builder, kind: &str| {
                 let id = builder.persistent(&format!("{name}.{kind}"), &shape, self.what.precision, Category::Optimizer, slots);
                 Operand::layer(id, 0)
             };
@@ -704,7 +704,7 @@ impl<'a> Decoder<'a> {
     // ---- files ----
 
     fn weight_tensor(&self, parameter: &Parameter) -> TensorId {
-        self.builder.set.find(parameter.tensor).expect("every parameter has its tensor")
+        self.builder.find(parameter.tensor).expect("every parameter has its tensor")
     }
 
     fn place_of(tensor: TensorId, parameter: &Parameter) -> Operand {
@@ -714,7 +714,7 @@ impl<'a> Decoder<'a> {
     /// A staging buffer for elements of `dtype`, no larger than the largest parameter.
     fn staging(&mut self, program: &str, dtype: DType) -> TensorId {
         let name = format!("{program}.staging.{dtype}");
-        if let Some(id) = self.builder.set.find(&name) {
+        if let Some(id) = self.builder.find(&name) {
             return id;
         }
         let largest = self.what.config.hf_parameters().iter().map(Parameter::elements).max().unwrap_or(1);
@@ -723,7 +723,7 @@ impl<'a> Decoder<'a> {
     }
 
     fn file(&mut self, name: &str, shape: &[u64], dtype: DType) -> TensorId {
-        match self.builder.set.find(name) {
+        match self.builder.find(name) {
             Some(id) => id,
             None => self.builder.tensor(Tensor {
                 name: name.into(),
@@ -833,7 +833,7 @@ impl<'a> Decoder<'a> {
                         None => (weight, format!("{group}:{}", parameter.hf_name)),
                         Some(state) => {
                             let name = format!("{}.{state}", parameter.tensor);
-                            let tensor = self.builder.set.find(&name).expect("the optimizer's state has been made");
+                            let tensor = self.builder.find(&name).expect("the optimizer's state has been made");
                             (tensor, format!("{group}:{state}.{}", parameter.hf_name))
                         }
                     };
@@ -846,12 +846,4 @@ impl<'a> Decoder<'a> {
             self.phase(vec![program]);
         }
     }
-}
-
-/// The metric that an evaluation or a step sums up.
-pub const LOSS: Metric = Metric::LossSum;
-
-#[expect(dead_code, reason = "kept beside the layer's slots")]
-fn outside(tensor: TensorId) -> Operand {
-    own(tensor, false)
 }

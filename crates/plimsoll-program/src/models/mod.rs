@@ -1,6 +1,7 @@
 //! Models of the Llama family: what they are, and the names of their weights.
 
 pub mod config;
+pub mod decoder;
 mod json;
 pub mod presets;
 pub mod weights;

@@ -1,0 +1,577 @@
+//! The closed set of ops. Each says in one place what it reads and writes, what may share a
+//! buffer, how much it computes and moves; its derivative is in [`crate::derivative`].
+//!
+//! Legend: N rows (tokens of a micro-batch, B sequences × T), D hidden, H heads, K kv heads, E head
+//! dim, F ffn, V vocabulary, C = (H + 2K)·E columns of the fused queries | keys | values.
+//! Matrices are row-major; weights are [out, in] as in Hugging Face files.
+
+use crate::tensor::{Operand, TensorId};
+use plimsoll_core::DType;
+
+/// The queue an op runs on. Order between queues follows from hazards on arena ranges.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Queue {
+    /// Arithmetic.
+    #[default]
+    Compute,
+    /// Copies into the device.
+    CopyIn,
+    /// Copies out of the device.
+    CopyOut,
+    /// Collectives.
+    Communication,
+}
+
+/// An op and the queue it runs on.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Op {
+    /// What it does.
+    pub kind: OpKind,
+    /// Where it is queued.
+    pub queue: Queue,
+}
+
+impl From<OpKind> for Op {
+    fn from(kind: OpKind) -> Op {
+        Op { kind, queue: Queue::Compute }
+    }
+}
+
+/// How RoPE's frequencies are stretched.
+pub use crate::models::config::RopeScaling;
+
+/// The shape of an attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Heads {
+    /// H, query heads.
+    pub heads: u64,
+    /// K, key and value heads.
+    pub kv_heads: u64,
+    /// E, elements of a head.
+    pub head_dim: u64,
+}
+
+impl Heads {
+    /// C, columns of the fused queries | keys | values.
+    pub fn columns(self) -> u64 {
+        (self.heads + 2 * self.kv_heads) * self.head_dim
+    }
+
+    /// H·E, columns of the attention's output.
+    pub fn query_columns(self) -> u64 {
+        self.heads * self.head_dim
+    }
+
+    /// Heads that are normed and rotated: queries and keys.
+    pub fn rotated(self) -> u64 {
+        self.heads + self.kv_heads
+    }
+}
+
+/// Collectives between the devices of a team.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Collective {
+    /// Everybody gets the sum.
+    AllReduce,
+    /// Everybody gets its part of the sum.
+    ReduceScatter,
+    /// Everybody gets everybody's part.
+    AllGather,
+    /// To one peer.
+    Send,
+    /// From one peer.
+    Receive,
+}
+
+/// What an op does, with its operands and sizes.
+#[derive(Clone, Debug, PartialEq)]
+#[expect(missing_docs, reason = "fields are the letters of the legend and operands named by role")]
+pub enum OpKind {
+    /// out[m,n] = a·b (+ bias[n]) (+ residual[m,n]), or out += a·b. `a` is [m,k] ([k,m] if transposed), `b` is [k,n] ([n,k]).
+    Product {
+        a: Operand,
+        b: Operand,
+        out: Operand,
+        bias: Option<Operand>,
+        residual: Option<Operand>,
+        m: u64,
+        n: u64,
+        k: u64,
+        a_transposed: bool,
+        b_transposed: bool,
+        accumulate: bool,
+    },
+    /// out[N,D] = rows of table[V,D].
+    Embed { tokens: Operand, table: Operand, out: Operand, rows: u64, hidden: u64, vocab: u64 },
+    /// dtable[V,D] += rows of dout[N,D].
+    EmbedGrad { tokens: Operand, dout: Operand, dtable: Operand, rows: u64, hidden: u64, vocab: u64 },
+    /// out = x / rms(x) · weight; rstd[R] = 1 / rms.
+    RmsNorm { x: Operand, weight: Operand, out: Operand, rstd: Operand, rows: u64, dim: u64, eps: f64 },
+    /// dx = or +=, dweight +=.
+    RmsNormGrad {
+        x: Operand,
+        weight: Operand,
+        rstd: Operand,
+        dout: Operand,
+        dx: Operand,
+        dweight: Operand,
+        workspace: Operand,
+        rows: u64,
+        dim: u64,
+        accumulate: bool,
+    },
+    /// RMS norm of each query and key head; values are copied. rstd[N, H+K].
+    HeadNorm { x: Operand, q_weight: Operand, k_weight: Operand, out: Operand, rstd: Operand, rows: u64, shape: Heads, eps: f64 },
+    /// Turns dout into dx in place; dq_weight, dk_weight +=.
+    HeadNormGrad {
+        x: Operand,
+        q_weight: Operand,
+        k_weight: Operand,
+        rstd: Operand,
+        dx: Operand,
+        dq_weight: Operand,
+        dk_weight: Operand,
+        workspace: Operand,
+        rows: u64,
+        shape: Heads,
+    },
+    /// Rotates query and key heads of qkv[N,C] in place by positions[N]; table[P,E] is cos | sin.
+    Rope { qkv: Operand, table: Operand, positions: Operand, rows: u64, table_rows: u64, shape: Heads, inverse: bool },
+    /// Fills table[P,E].
+    RopeTable { table: Operand, table_rows: u64, head_dim: u64, theta: f64, scaling: RopeScaling },
+    /// Causal attention within documents: query i of a sequence sees keys document_start[i] ..= i.
+    /// out[N, H·E], stats[B,H,T] = log-sum-exp of the scores.
+    Attention {
+        qkv: Operand,
+        document_start: Operand,
+        out: Operand,
+        stats: Operand,
+        workspace: Operand,
+        batch: u64,
+        sequence: u64,
+        shape: Heads,
+    },
+    /// dqkv[N,C] is written whole.
+    AttentionGrad {
+        qkv: Operand,
+        out: Operand,
+        dout: Operand,
+        stats: Operand,
+        document_start: Operand,
+        dqkv: Operand,
+        workspace: Operand,
+        batch: u64,
+        sequence: u64,
+        shape: Heads,
+    },
+    /// Attention of n new tokens over a cache that holds them already; the length before is a scalar.
+    CachedAttention {
+        qkv: Operand,
+        keys: Operand,
+        values: Operand,
+        scalars: Operand,
+        out: Operand,
+        workspace: Operand,
+        rows: u64,
+        capacity: u64,
+        shape: Heads,
+    },
+    /// Keys and values of n tokens into the cache, after those it holds.
+    AppendCache { qkv: Operand, keys: Operand, values: Operand, scalars: Operand, rows: u64, capacity: u64, shape: Heads },
+    /// out[N,F] = silu(gate) · up of gate_up[N,2F].
+    SwiGlu { gate_up: Operand, out: Operand, rows: u64, ffn: u64 },
+    /// dgate_up[N,2F]; may stand where gate_up stood.
+    SwiGluGrad { gate_up: Operand, dout: Operand, dgate_up: Operand, rows: u64, ffn: u64 },
+    /// Adds Σ weight · nll to the metrics; with `gradient`, logits become their gradient (scaled by
+    /// 1 / labelled tokens of the step); with `correct`, whether the largest logit was the label's.
+    CrossEntropy {
+        logits: Operand,
+        labels: Operand,
+        weights: Operand,
+        scalars: Operand,
+        metrics: Operand,
+        correct: Option<Operand>,
+        workspace: Operand,
+        rows: u64,
+        vocab: u64,
+        gradient: bool,
+    },
+    /// into[n] += Σ rows of x[m,n].
+    SumRows { x: Operand, into: Operand, workspace: Operand, rows: u64, columns: u64 },
+    /// out[D] = the row of x[N,D] that the scalars name.
+    PickRow { x: Operand, scalars: Operand, out: Operand, rows: u64, columns: u64 },
+    /// into += x.
+    Add { x: Operand, into: Operand, elements: u64 },
+    /// All elements.
+    Fill { into: Operand, value: f64, elements: u64 },
+    /// Adds Σ x² to the metrics.
+    SquaredNorm { x: Operand, metrics: Operand, elements: u64 },
+    /// The scalar that gradients are multiplied with: min(1, clip / (norm + 1e-6)), as in PyTorch.
+    ClipFactor { metrics: Operand, scalars: Operand },
+    /// Decoupled weight decay (Loshchilov and Hutter), bias-corrected.
+    AdamW {
+        weight: Operand,
+        gradient: Operand,
+        first: Operand,
+        second: Operand,
+        scalars: Operand,
+        elements: u64,
+        betas: [f64; 2],
+        eps: f64,
+        decay: f64,
+    },
+    /// Stochastic gradient descent, with momentum where there is a buffer for it.
+    Sgd { weight: Operand, gradient: Operand, momentum_buffer: Option<Operand>, scalars: Operand, elements: u64, momentum: f64, decay: f64 },
+    /// Element by element to another type.
+    Cast { from: Operand, to: Operand, elements: u64 },
+    /// Normal numbers, a function of (seed, number, first + element).
+    InitNormal { into: Operand, seed: u64, number: u64, std: f64, elements: u64 },
+    /// Starts a copy between spaces; both ends live until the wait.
+    TransferStart { from: Operand, to: Operand, elements: u64, sequence: u64 },
+    /// The copy of that number is complete.
+    TransferWait { from: Operand, to: Operand, elements: u64, sequence: u64 },
+    /// Starts a collective; all ranks of a Schedule start the same ones with the same counts.
+    CollectiveStart { collective: Collective, input: Operand, output: Operand, counts: Vec<u64>, rank: u32, peer: Option<u32>, sequence: u64 },
+    /// The collective of that number is complete.
+    CollectiveWait { collective: Collective, input: Operand, output: Operand, counts: Vec<u64>, rank: u32, peer: Option<u32>, sequence: u64 },
+}
+
+/// Whether an op reads or writes a place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// Only reads.
+    Read,
+    /// Writes every element without reading.
+    Write,
+    /// Reads and writes, or writes in part.
+    Update,
+}
+
+/// A place that an op touches.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Access {
+    /// Where.
+    pub operand: Operand,
+    /// How many elements from there on.
+    pub elements: u64,
+    /// How.
+    pub mode: Mode,
+}
+
+/// How much an op computes.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Cost {
+    /// Floating-point operations in matrix products.
+    pub product_flops: f64,
+    /// The (m, n, k) of the product, or of each of the products inside attention.
+    pub product_shape: Option<(u64, u64, u64)>,
+    /// Other floating-point operations.
+    pub other_flops: f64,
+}
+
+impl Op {
+    /// The name of the op's kind as it is written in plans.
+    pub fn name(&self) -> &'static str {
+        use OpKind::*;
+        match &self.kind {
+            Product { .. } => "product",
+            Embed { .. } => "embed",
+            EmbedGrad { .. } => "embed_grad",
+            RmsNorm { .. } => "rms_norm",
+            RmsNormGrad { .. } => "rms_norm_grad",
+            HeadNorm { .. } => "head_norm",
+            HeadNormGrad { .. } => "head_norm_grad",
+            Rope { .. } => "rope",
+            RopeTable { .. } => "rope_table",
+            Attention { .. } => "attention",
+            AttentionGrad { .. } => "attention_grad",
+            CachedAttention { .. } => "cached_attention",
+            AppendCache { .. } => "append_cache",
+            SwiGlu { .. } => "swi_glu",
+            SwiGluGrad { .. } => "swi_glu_grad",
+            CrossEntropy { .. } => "cross_entropy",
+            SumRows { .. } => "sum_rows",
+            PickRow { .. } => "pick_row",
+            Add { .. } => "add",
+            Fill { .. } => "fill",
+            SquaredNorm { .. } => "squared_norm",
+            ClipFactor { .. } => "clip_factor",
+            AdamW { .. } => "adam_w",
+            Sgd { .. } => "sgd",
+            Cast { .. } => "cast",
+            InitNormal { .. } => "init_normal",
+            TransferStart { .. } => "transfer_start",
+            TransferWait { .. } => "transfer_wait",
+            CollectiveStart { .. } => "collective_start",
+            CollectiveWait { .. } => "collective_wait",
+        }
+    }
+
+    /// Every place the op touches. The elements of workspaces are the whole tensor's, so they are
+    /// found by `workspace_elements`.
+    pub fn accesses(&self, elements_of: &dyn Fn(TensorId) -> u64) -> Vec<Access> {
+        use Mode::{Read, Update, Write};
+        let mut list = Vec::with_capacity(8);
+        let mut touch = |operand: Operand, elements: u64, mode: Mode| list.push(Access { operand, elements, mode });
+        let scratch = |operand: &Operand| elements_of(operand.tensor);
+        match &self.kind {
+            OpKind::Product { a, b, out, bias, residual, m, n, k, accumulate, .. } => {
+                touch(*a, m * k, Read);
+                touch(*b, k * n, Read);
+                if let Some(bias) = bias {
+                    touch(*bias, *n, Read);
+                }
+                if let Some(residual) = residual {
+                    touch(*residual, m * n, Read);
+                }
+                touch(*out, m * n, if *accumulate { Update } else { Write });
+            }
+            OpKind::Embed { tokens, table, out, rows, hidden, vocab } => {
+                touch(*tokens, *rows, Read);
+                touch(*table, vocab * hidden, Read);
+                touch(*out, rows * hidden, Write);
+            }
+            OpKind::EmbedGrad { tokens, dout, dtable, rows, hidden, vocab } => {
+                touch(*tokens, *rows, Read);
+                touch(*dout, rows * hidden, Read);
+                touch(*dtable, vocab * hidden, Update);
+            }
+            OpKind::RmsNorm { x, weight, out, rstd, rows, dim, .. } => {
+                touch(*x, rows * dim, Read);
+                touch(*weight, *dim, Read);
+                touch(*out, rows * dim, Write);
+                touch(*rstd, *rows, Write);
+            }
+            OpKind::RmsNormGrad { x, weight, rstd, dout, dx, dweight, workspace, rows, dim, accumulate } => {
+                touch(*x, rows * dim, Read);
+                touch(*weight, *dim, Read);
+                touch(*rstd, *rows, Read);
+                touch(*dout, rows * dim, Read);
+                touch(*dx, rows * dim, if *accumulate { Update } else { Write });
+                touch(*dweight, *dim, Update);
+                touch(*workspace, scratch(workspace), Write);
+            }
+            OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, rows, shape, .. } => {
+                touch(*x, rows * shape.columns(), Read);
+                touch(*q_weight, shape.head_dim, Read);
+                touch(*k_weight, shape.head_dim, Read);
+                touch(*out, rows * shape.columns(), Write);
+                touch(*rstd, rows * shape.rotated(), Write);
+            }
+            OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dq_weight, dk_weight, workspace, rows, shape } => {
+                touch(*x, rows * shape.columns(), Read);
+                touch(*q_weight, shape.head_dim, Read);
+                touch(*k_weight, shape.head_dim, Read);
+                touch(*rstd, rows * shape.rotated(), Read);
+                touch(*dx, rows * shape.columns(), Update);
+                touch(*dq_weight, shape.head_dim, Update);
+                touch(*dk_weight, shape.head_dim, Update);
+                touch(*workspace, scratch(workspace), Write);
+            }
+            OpKind::Rope { qkv, table, positions, rows, table_rows, shape, .. } => {
+                touch(*table, table_rows * shape.head_dim, Read);
+                touch(*positions, *rows, Read);
+                touch(*qkv, rows * shape.columns(), Update);
+            }
+            OpKind::RopeTable { table, table_rows, head_dim, .. } => touch(*table, table_rows * head_dim, Write),
+            OpKind::Attention { qkv, document_start, out, stats, workspace, batch, sequence, shape } => {
+                let rows = batch * sequence;
+                touch(*qkv, rows * shape.columns(), Read);
+                touch(*document_start, rows, Read);
+                touch(*out, rows * shape.query_columns(), Write);
+                touch(*stats, rows * shape.heads, Write);
+                touch(*workspace, scratch(workspace), Write);
+            }
+            OpKind::AttentionGrad { qkv, out, dout, stats, document_start, dqkv, workspace, batch, sequence, shape } => {
+                let rows = batch * sequence;
+                touch(*qkv, rows * shape.columns(), Read);
+                touch(*out, rows * shape.query_columns(), Read);
+                touch(*dout, rows * shape.query_columns(), Read);
+                touch(*stats, rows * shape.heads, Read);
+                touch(*document_start, rows, Read);
+                touch(*dqkv, rows * shape.columns(), Write);
+                touch(*workspace, scratch(workspace), Write);
+            }
+            OpKind::CachedAttention { qkv, keys, values, scalars, out, workspace, rows, capacity, shape } => {
+                touch(*qkv, rows * shape.columns(), Read);
+                touch(*keys, capacity * shape.kv_heads * shape.head_dim, Read);
+                touch(*values, capacity * shape.kv_heads * shape.head_dim, Read);
+                touch(*scalars, scratch(scalars), Read);
+                touch(*out, rows * shape.query_columns(), Write);
+                touch(*workspace, scratch(workspace), Write);
+            }
+            OpKind::AppendCache { qkv, keys, values, scalars, rows, capacity, shape } => {
+                touch(*qkv, rows * shape.columns(), Read);
+                touch(*scalars, scratch(scalars), Read);
+                touch(*keys, capacity * shape.kv_heads * shape.head_dim, Update);
+                touch(*values, capacity * shape.kv_heads * shape.head_dim, Update);
+            }
+            OpKind::SwiGlu { gate_up, out, rows, ffn } => {
+                touch(*gate_up, rows * 2 * ffn, Read);
+                touch(*out, rows * ffn, Write);
+            }
+            OpKind::SwiGluGrad { gate_up, dout, dgate_up, rows, ffn } => {
+                touch(*gate_up, rows * 2 * ffn, Read);
+                touch(*dout, rows * ffn, Read);
+                touch(*dgate_up, rows * 2 * ffn, Write);
+            }
+            OpKind::CrossEntropy {
+                logits, labels, weights, scalars, metrics, correct, workspace, rows, vocab, gradient,
+            } => {
+                touch(*logits, rows * vocab, if *gradient { Update } else { Read });
+                touch(*labels, *rows, Read);
+                touch(*weights, *rows, Read);
+                touch(*scalars, scratch(scalars), Read);
+                touch(*metrics, scratch(metrics), Update);
+                if let Some(correct) = correct {
+                    touch(*correct, *rows, Write);
+                }
+                touch(*workspace, scratch(workspace), Write);
+            }
+            OpKind::SumRows { x, into, workspace, rows, columns } => {
+                touch(*x, rows * columns, Read);
+                touch(*into, *columns, Update);
+                touch(*workspace, scratch(workspace), Write);
+            }
+            OpKind::PickRow { x, scalars, out, rows, columns } => {
+                touch(*x, rows * columns, Read);
+                touch(*scalars, scratch(scalars), Read);
+                touch(*out, *columns, Write);
+            }
+            OpKind::Add { x, into, elements } => {
+                touch(*x, *elements, Read);
+                touch(*into, *elements, Update);
+            }
+            OpKind::Fill { into, elements, .. } | OpKind::InitNormal { into, elements, .. } => {
+                touch(*into, *elements, Write);
+            }
+            OpKind::SquaredNorm { x, metrics, elements } => {
+                touch(*x, *elements, Read);
+                touch(*metrics, scratch(metrics), Update);
+            }
+            OpKind::ClipFactor { metrics, scalars } => {
+                touch(*metrics, scratch(metrics), Read);
+                touch(*scalars, scratch(scalars), Update);
+            }
+            OpKind::AdamW { weight, gradient, first, second, scalars, elements, .. } => {
+                touch(*gradient, *elements, Read);
+                touch(*scalars, scratch(scalars), Read);
+                touch(*first, *elements, Update);
+                touch(*second, *elements, Update);
+                touch(*weight, *elements, Update);
+            }
+            OpKind::Sgd { weight, gradient, momentum_buffer, scalars, elements, .. } => {
+                touch(*gradient, *elements, Read);
+                touch(*scalars, scratch(scalars), Read);
+                if let Some(buffer) = momentum_buffer {
+                    touch(*buffer, *elements, Update);
+                }
+                touch(*weight, *elements, Update);
+            }
+            OpKind::Cast { from, to, elements } => {
+                touch(*from, *elements, Read);
+                touch(*to, *elements, Write);
+            }
+            OpKind::TransferStart { from, to, elements, .. } | OpKind::TransferWait { from, to, elements, .. } => {
+                touch(*from, *elements, Read);
+                touch(*to, *elements, Write);
+            }
+            OpKind::CollectiveStart { collective, input, output, counts, rank, .. }
+            | OpKind::CollectiveWait { collective, input, output, counts, rank, .. } => {
+                let total: u64 = counts.iter().sum();
+                let own = counts[*rank as usize];
+                let (read, written) = match collective {
+                    Collective::AllReduce => (total, total),
+                    Collective::ReduceScatter => (total, own),
+                    Collective::AllGather => (own, total),
+                    Collective::Send => (own, 0),
+                    Collective::Receive => (0, own),
+                };
+                if read > 0 {
+                    touch(*input, read, Read);
+                }
+                if written > 0 {
+                    touch(*output, written, Write);
+                }
+            }
+        }
+        list
+    }
+
+    /// (read, written) operands that may stand in the same bytes when the read one dies here and
+    /// both are equally large.
+    pub fn in_place(&self) -> Option<(Operand, Operand)> {
+        match &self.kind {
+            OpKind::SwiGluGrad { gate_up, dgate_up, .. } => Some((*gate_up, *dgate_up)),
+            OpKind::Product { residual: Some(residual), out, .. } => Some((*residual, *out)),
+            _ => None,
+        }
+    }
+
+    /// How much the op computes, the worst case where that depends on data.
+    pub fn cost(&self) -> Cost {
+        let flops = |product: u64, other: u64| Cost {
+            product_flops: product as f64,
+            product_shape: None,
+            other_flops: other as f64,
+        };
+        match &self.kind {
+            OpKind::Product { m, n, k, .. } => {
+                Cost { product_flops: 2.0 * (*m as f64) * (*n as f64) * (*k as f64), product_shape: Some((*m, *n, *k)), other_flops: 0.0 }
+            }
+            OpKind::EmbedGrad { rows, hidden, .. } => flops(0, rows * hidden),
+            OpKind::RmsNorm { rows, dim, .. } => flops(0, 4 * rows * dim),
+            OpKind::RmsNormGrad { rows, dim, .. } => flops(0, 9 * rows * dim),
+            OpKind::HeadNorm { rows, shape, .. } => flops(0, 4 * rows * shape.columns()),
+            OpKind::HeadNormGrad { rows, shape, .. } => flops(0, 9 * rows * shape.columns()),
+            OpKind::Rope { rows, shape, .. } => flops(0, 3 * rows * shape.rotated() * shape.head_dim),
+            OpKind::RopeTable { table_rows, head_dim, .. } => flops(0, 40 * table_rows * head_dim),
+            OpKind::Attention { batch, sequence, shape, .. } => {
+                // Half of the T × T scores are visible; two products over them, and the softmax.
+                let scores = batch * shape.heads * sequence * (sequence + 1) / 2;
+                Cost { product_shape: Some((64, *sequence, shape.head_dim)), ..flops(4 * scores * shape.head_dim, 12 * scores) }
+            }
+            OpKind::AttentionGrad { batch, sequence, shape, .. } => {
+                let scores = batch * shape.heads * sequence * (sequence + 1) / 2;
+                Cost { product_shape: Some((64, *sequence, shape.head_dim)), ..flops(10 * scores * shape.head_dim, 14 * scores) }
+            }
+            OpKind::CachedAttention { rows, capacity, shape, .. } => {
+                let scores = rows * capacity * shape.heads;
+                Cost { product_shape: Some((*rows, *capacity, shape.head_dim)), ..flops(4 * scores * shape.head_dim, 12 * scores) }
+            }
+            OpKind::SwiGlu { rows, ffn, .. } => flops(0, 14 * rows * ffn),
+            OpKind::SwiGluGrad { rows, ffn, .. } => flops(0, 20 * rows * ffn),
+            OpKind::CrossEntropy { rows, vocab, gradient, .. } => flops(0, (12 + 14 * u64::from(*gradient)) * rows * vocab),
+            OpKind::SumRows { rows, columns, .. } => flops(0, rows * columns),
+            OpKind::Add { elements, .. } => flops(0, *elements),
+            OpKind::SquaredNorm { elements, .. } => flops(0, 2 * elements),
+            OpKind::AdamW { elements, .. } => flops(0, 14 * elements),
+            OpKind::Sgd { elements, .. } => flops(0, 5 * elements),
+            OpKind::InitNormal { elements, .. } => flops(0, 60 * elements),
+            _ => Cost::default(),
+        }
+    }
+
+    /// Bytes read and written, each place once (an update counts twice).
+    pub fn bytes_moved(&self, elements_of: &dyn Fn(TensorId) -> u64, dtype_of: &dyn Fn(TensorId) -> DType) -> u64 {
+        if matches!(self.kind, OpKind::TransferWait { .. } | OpKind::CollectiveWait { .. }) {
+            return 0;
+        }
+        let gathered = |access: &Access| match &self.kind {
+            // Only the rows that tokens name are touched.
+            OpKind::Embed { table, rows, hidden, .. } if access.operand == *table => rows * hidden,
+            OpKind::EmbedGrad { dtable, rows, hidden, .. } if access.operand == *dtable => rows * hidden,
+            OpKind::AppendCache { keys, values, rows, shape, .. }
+                if access.operand == *keys || access.operand == *values =>
+            {
+                rows * shape.kv_heads * shape.head_dim
+            }
+            OpKind::PickRow { x, columns, .. } if access.operand == *x => *columns,
+            _ => access.elements,
+        };
+        self.accesses(elements_of)
+            .iter()
+            .map(|a| gathered(a) * dtype_of(a.operand.tensor).bytes() * if a.mode == Mode::Update { 2 } else { 1 })
+            .sum()
+    }
+}

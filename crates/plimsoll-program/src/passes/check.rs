@@ -1,0 +1,127 @@
+//! Checks a set of Programs: every operand lies within its tensor, nothing is read before it is
+//! written, every start has its wait.
+
+use crate::op::{Mode, OpKind};
+use crate::program::ProgramSet;
+use crate::tensor::{Lifetime, TensorId};
+use plimsoll_core::Space;
+use std::collections::HashSet;
+
+/// A Program that must not run.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Malformed {
+    /// An operand reaches beyond its tensor.
+    #[error("{program}: {op} touches elements {first}..{end} of `{tensor}`, which has {elements}")]
+    OutOfRange {
+        /// The Program.
+        program: String,
+        /// The op.
+        op: String,
+        /// The tensor.
+        tensor: String,
+        /// First element touched.
+        first: i64,
+        /// Just past the last one.
+        end: i64,
+        /// How many there are.
+        elements: u64,
+    },
+    /// An op reads what nobody has written in this phase.
+    #[error("{program}: {op} reads `{tensor}` (slot {slot}) before anything wrote it")]
+    ReadBeforeWrite {
+        /// The Program.
+        program: String,
+        /// The op.
+        op: String,
+        /// The tensor.
+        tensor: String,
+        /// Its slot.
+        slot: u32,
+    },
+    /// A transfer or collective that starts and is not awaited in the same Program, or the other way.
+    #[error("{program}: sequence number {sequence} is not both started and awaited")]
+    Unpaired {
+        /// The Program.
+        program: String,
+        /// The number.
+        sequence: u64,
+    },
+    /// A Program stands in no phase, or in two.
+    #[error("program {program} stands in {phases} phases")]
+    Phases {
+        /// The Program.
+        program: String,
+        /// In how many.
+        phases: usize,
+    },
+}
+
+/// Checks all Programs of a set.
+pub fn check(set: &ProgramSet) -> Result<(), Malformed> {
+    for (i, program) in set.programs.iter().enumerate() {
+        let phases = set.phases.iter().filter(|p| p.programs.contains(&i)).count();
+        if phases != 1 {
+            return Err(Malformed::Phases { program: program.name.clone(), phases });
+        }
+    }
+    let elements_of = |id: TensorId| set.tensor(id).elements();
+    for phase in &set.phases {
+        let mut written: HashSet<(TensorId, u32)> = HashSet::new();
+        for &number in &phase.programs {
+            let program = &set.programs[number];
+            written.extend(program.inputs.iter().map(|&id| (id, 0)));
+            let mut open: Vec<u64> = Vec::new();
+            for (op, variable) in program.trace() {
+                let start = match &op.kind {
+                    OpKind::TransferStart { sequence, .. } | OpKind::CollectiveStart { sequence, .. } => Some((true, *sequence)),
+                    OpKind::TransferWait { sequence, .. } | OpKind::CollectiveWait { sequence, .. } => Some((false, *sequence)),
+                    _ => None,
+                };
+                match start {
+                    Some((true, sequence)) => open.push(sequence),
+                    Some((false, sequence)) => match open.iter().position(|s| *s == sequence) {
+                        Some(at) => {
+                            open.swap_remove(at);
+                        }
+                        None => return Err(Malformed::Unpaired { program: program.name.clone(), sequence }),
+                    },
+                    None => {}
+                }
+                let accesses = op.accesses(&elements_of);
+                for access in &accesses {
+                    let tensor = set.tensor(access.operand.tensor);
+                    let slot = access.operand.slot.at(variable, 0).rem_euclid(i64::from(tensor.slots)) as u32;
+                    let first = access.operand.offset.at(variable, 0);
+                    let end = first + access.elements as i64;
+                    if first < 0 || end > tensor.elements() as i64 {
+                        return Err(Malformed::OutOfRange {
+                            program: program.name.clone(),
+                            op: op.name().into(),
+                            tensor: tensor.name.clone(),
+                            first,
+                            end,
+                            elements: tensor.elements(),
+                        });
+                    }
+                    let alive = tensor.lifetime != Lifetime::Transient || tensor.space == Space::File;
+                    if access.mode != Mode::Write && !alive && !written.contains(&(access.operand.tensor, slot)) {
+                        return Err(Malformed::ReadBeforeWrite {
+                            program: program.name.clone(),
+                            op: op.name().into(),
+                            tensor: tensor.name.clone(),
+                            slot,
+                        });
+                    }
+                }
+                for access in accesses.iter().filter(|a| a.mode != Mode::Read) {
+                    let slots = i64::from(set.tensor(access.operand.tensor).slots);
+                    written.insert((access.operand.tensor, access.operand.slot.at(variable, 0).rem_euclid(slots) as u32));
+                }
+            }
+            if let Some(&sequence) = open.first() {
+                return Err(Malformed::Unpaired { program: program.name.clone(), sequence });
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,5 @@
+//! Passes over Programs: what turns a plain Program into the one a recipe asks for, and checks.
+
+pub mod check;
+pub mod collectives;
+pub mod recompute;
