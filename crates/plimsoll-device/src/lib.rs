@@ -1,1 +1,8 @@
-//! plimsoll-device
+//! What runs: probes of hardware, sealed arenas, executors, and how fast they are.
+//!
+//! The only crate with `unsafe` code. What is computed comes from `plimsoll-program`; what fits is decided in
+//! `plimsoll-plan`, which knows nothing of this crate.
+
+pub mod arena;
+pub mod probe;
+pub mod process;

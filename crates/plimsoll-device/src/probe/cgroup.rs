@@ -1,0 +1,203 @@
+//! The control groups that hold this process (containers, batch systems, systemd slices): their limits on memory and
+//! on processor time, versions 1 and 2, this group's and all its ancestors'.
+
+use super::memory::Limit;
+use super::text;
+use plimsoll_core::Bytes;
+use std::path::{Path, PathBuf};
+
+/// A folder of a control group, and the version of its files.
+struct Group {
+    folder: PathBuf,
+    version: u8,
+}
+
+/// All limits on memory that hold for this process.
+pub fn memory_limits(root: &Path) -> Vec<Limit> {
+    groups(root, "memory").iter().filter_map(memory_limit).collect()
+}
+
+/// The least processor time, in cores, that a group allows this process.
+pub fn cpu_quota(root: &Path) -> Option<f64> {
+    groups(root, "cpu").iter().filter_map(quota).min_by(f64::total_cmp)
+}
+
+fn memory_limit(group: &Group) -> Option<Limit> {
+    let (limit, used, cache) = match group.version {
+        1 => ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        _ => ("memory.max", "memory.current", "inactive_file"),
+    };
+    let number = |file: &str| text(group.folder.join(file))?.trim().parse::<u64>().ok();
+    // `max` (version 2) is no number; version 1 writes "none" as the largest whole page.
+    let limit = number(limit).filter(|&limit| limit < 1 << 62)?;
+    let used = number(used).unwrap_or(0);
+    let reclaimable = text(group.folder.join("memory.stat")).and_then(|stat| stat_field(&stat, cache)).unwrap_or(0);
+    Some(Limit {
+        by: format!("control group {}", group.folder.display()),
+        limit: Bytes(limit),
+        used: Bytes(used.saturating_sub(reclaimable)),
+    })
+}
+
+fn quota(group: &Group) -> Option<f64> {
+    let (quota, period) = match group.version {
+        1 => (text(group.folder.join("cpu.cfs_quota_us"))?, text(group.folder.join("cpu.cfs_period_us"))?),
+        _ => {
+            let max = text(group.folder.join("cpu.max"))?;
+            let (quota, period) = max.trim().split_once(' ')?;
+            (quota.to_owned(), period.to_owned())
+        }
+    };
+    // Without a quota version 1 has -1 and version 2 has `max`.
+    let (quota, period): (f64, f64) = (quota.trim().parse().ok()?, period.trim().parse().ok()?);
+    (quota > 0.0 && period > 0.0).then(|| quota / period)
+}
+
+fn stat_field(stat: &str, field: &str) -> Option<u64> {
+    stat.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(' ')?.trim().parse().ok())
+}
+
+/// The folders of the groups of `controller` that this process is in, innermost first.
+fn groups(root: &Path, controller: &str) -> Vec<Group> {
+    let memberships = text(root.join("proc/self/cgroup")).unwrap_or_default();
+    let mounts = text(root.join("proc/self/mountinfo")).unwrap_or_default();
+    let mut groups = Vec::new();
+    for Mount { at, shows, version } in mounts.lines().filter_map(|line| mount(line, controller)) {
+        let Some(member) = memberships.lines().find_map(|line| membership(line, controller, version)) else { continue };
+        // Inside a container the mount shows only the container's own part of the tree: its `shows` is the start of the
+        // path, or the path names nothing below the mount. Folders that are not there are passed over when read.
+        let below = Path::new(member).strip_prefix(shows).unwrap_or(Path::new(""));
+        let top = root.join(at.strip_prefix('/').unwrap_or(at));
+        let below = below.strip_prefix("/").unwrap_or(below);
+        groups.extend(below.ancestors().map(|part| Group { folder: top.join(part), version }));
+    }
+    groups
+}
+
+/// A mount of a tree of control groups.
+struct Mount<'a> {
+    at: &'a str,
+    shows: &'a str,
+    version: u8,
+}
+
+/// A line of `/proc/self/mountinfo`, where it mounts the tree that `controller` is in:
+/// `35 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory`.
+fn mount<'a>(line: &'a str, controller: &str) -> Option<Mount<'a>> {
+    let (place, kind) = line.split_once(" - ")?;
+    let mut place = place.split(' ').skip(3);
+    let (shows, at) = (place.next()?, place.next()?);
+    let mut kind = kind.split(' ');
+    match kind.next()? {
+        "cgroup2" => Some(Mount { at, shows, version: 2 }),
+        "cgroup" if kind.nth(1)?.split(',').any(|option| option == controller) => Some(Mount { at, shows, version: 1 }),
+        _ => None,
+    }
+}
+
+/// The path in a line of `/proc/self/cgroup`, where it is of the tree asked for: `4:memory:/docker/1f`, or `0::/user`.
+fn membership<'a>(line: &'a str, controller: &str, version: u8) -> Option<&'a str> {
+    let mut parts = line.splitn(3, ':');
+    let (id, controllers, path) = (parts.next()?, parts.next()?, parts.next()?);
+    let of_tree = match version {
+        1 => controllers.split(',').any(|name| name == controller),
+        _ => id == "0" && controllers.is_empty(),
+    };
+    of_tree.then_some(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    /// A root with these files.
+    fn machine(files: &[(&str, &str)]) -> tempfile::TempDir {
+        let root = tempfile::tempdir().unwrap();
+        for (path, content) in files {
+            let path = root.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, content).unwrap();
+        }
+        root
+    }
+
+    const V2: &str = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n";
+
+    #[test]
+    fn a_service_of_version_2_is_bound_by_all_its_ancestors() {
+        let root = machine(&[
+            ("proc/self/cgroup", "0::/user.slice/job.scope\n"),
+            ("proc/self/mountinfo", V2),
+            ("sys/fs/cgroup/user.slice/job.scope/memory.max", "max\n"),
+            ("sys/fs/cgroup/user.slice/job.scope/memory.current", "1000\n"),
+            ("sys/fs/cgroup/user.slice/job.scope/cpu.max", "400000 100000\n"),
+            ("sys/fs/cgroup/user.slice/memory.max", "1073741824\n"),
+            ("sys/fs/cgroup/user.slice/memory.current", "536870912\n"),
+            ("sys/fs/cgroup/user.slice/memory.stat", "anon 5\nfile 9\ninactive_file 268435456\n"),
+            ("sys/fs/cgroup/user.slice/cpu.max", "150000 100000\n"),
+        ]);
+        let limits = memory_limits(root.path());
+        assert_eq!(limits.len(), 1);
+        // What the page cache would give up counts as free.
+        assert_eq!((limits[0].limit, limits[0].used), (Bytes::gib(1), Bytes::mib(256)));
+        assert!(limits[0].by.ends_with("user.slice"), "{}", limits[0].by);
+        assert_eq!(cpu_quota(root.path()), Some(1.5));
+    }
+
+    #[test]
+    fn a_container_of_version_2_sees_its_limit_at_the_top() {
+        let root = machine(&[
+            ("proc/self/cgroup", "0::/\n"),
+            ("proc/self/mountinfo", V2),
+            ("sys/fs/cgroup/memory.max", "536870912\n"),
+            ("sys/fs/cgroup/memory.current", "1048576\n"),
+            ("sys/fs/cgroup/cpu.max", "max 100000\n"),
+        ]);
+        assert_eq!(memory_limits(root.path())[0].limit, Bytes::mib(512));
+        assert_eq!(cpu_quota(root.path()), None);
+    }
+
+    #[test]
+    fn a_container_of_version_1_sees_its_limit_under_the_mount() {
+        let mounts = "31 23 0:28 / /sys/fs/cgroup rw - tmpfs tmpfs rw,mode=755\n\
+             32 31 0:29 /docker/1f /sys/fs/cgroup/cpu,cpuacct ro - cgroup cgroup rw,cpu,cpuacct\n\
+             35 31 0:32 /docker/1f /sys/fs/cgroup/memory ro master:9 - cgroup cgroup rw,memory\n\
+             41 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n";
+        let root = machine(&[
+            ("proc/self/cgroup", "4:memory:/docker/1f\n2:cpu,cpuacct:/docker/1f\n1:name=systemd:/docker/1f\n0::/\n"),
+            ("proc/self/mountinfo", mounts),
+            ("sys/fs/cgroup/memory/memory.limit_in_bytes", "2147483648\n"),
+            ("sys/fs/cgroup/memory/memory.usage_in_bytes", "1073741824\n"),
+            ("sys/fs/cgroup/memory/memory.stat", "cache 1\ninactive_file 7\ntotal_inactive_file 1073741824\n"),
+            ("sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us", "-1\n"),
+            ("sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us", "100000\n"),
+        ]);
+        let limits = memory_limits(root.path());
+        assert_eq!(limits.len(), 1);
+        assert_eq!((limits[0].limit, limits[0].used), (Bytes::gib(2), Bytes::ZERO));
+        assert_eq!(cpu_quota(root.path()), None);
+    }
+
+    #[test]
+    fn version_1_without_a_limit_is_no_limit() {
+        let root = machine(&[
+            ("proc/self/cgroup", "4:memory:/a/b\n"),
+            ("proc/self/mountinfo", "35 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"),
+            ("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n"),
+            ("sys/fs/cgroup/memory/a/memory.limit_in_bytes", "4096\n"),
+            ("sys/fs/cgroup/memory/a/b/memory.limit_in_bytes", "9223372036854771712\n"),
+        ]);
+        let limits = memory_limits(root.path());
+        assert_eq!(limits.len(), 1);
+        assert_eq!(limits[0].limit, Bytes(4096));
+    }
+
+    #[test]
+    fn without_control_groups_there_are_no_limits() {
+        let root = machine(&[("proc/self/cgroup", "garbage\n::\n"), ("proc/self/mountinfo", " - \nx\n - cgroup\n")]);
+        assert!(memory_limits(root.path()).is_empty());
+        assert!(memory_limits(Path::new("/nowhere")).is_empty());
+        assert_eq!(cpu_quota(root.path()), None);
+    }
+}

@@ -1,0 +1,286 @@
+//! The processor: its cores as far as this process may use them, instruction sets, caches, and how busy it is.
+
+use super::{cgroup, text};
+use plimsoll_core::{Bytes, Failure};
+use serde::Serialize;
+use std::collections::BTreeSet;
+use std::path::Path;
+
+/// The processor as this process sees it.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Cpu {
+    /// The maker's name for it.
+    pub model: String,
+    /// Physical cores that this process may run on (affinity and cpusets honoured).
+    pub cores: u32,
+    /// Hardware threads that this process may run on.
+    pub threads: u32,
+    /// Cores' worth of time that a control group allows, where one does.
+    pub quota: Option<f64>,
+    /// Instruction sets that the kernels may choose by.
+    pub features: Vec<String>,
+    /// The caches that the first core sees, nearest first; instruction caches left out.
+    pub caches: Vec<Cache>,
+}
+
+/// A cache of the processor.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Cache {
+    /// 1 is nearest to the core.
+    pub level: u32,
+    /// Its size.
+    pub bytes: Bytes,
+    /// Hardware threads that share it.
+    pub shared_by: u32,
+}
+
+impl Cpu {
+    /// As it is now.
+    pub fn read() -> Cpu {
+        Cpu { features: features(), ..Cpu::of(Path::new("/")) }
+    }
+
+    /// What the files under `root` say.
+    fn of(root: &Path) -> Cpu {
+        let cpus = root.join("sys/devices/system/cpu");
+        let info = text(root.join("proc/cpuinfo")).unwrap_or_default();
+        let online = text(cpus.join("online")).and_then(|list| cpu_list(&list));
+        let status = text(root.join("proc/self/status")).unwrap_or_default();
+        // The affinity of the process, which cpusets have narrowed already.
+        let allowed = field(&status, "Cpus_allowed_list").and_then(cpu_list);
+        let usable: BTreeSet<u32> = match (online, allowed) {
+            (Some(online), Some(allowed)) => online.intersection(&allowed).copied().collect(),
+            (Some(cpus), None) | (None, Some(cpus)) => cpus,
+            (None, None) => BTreeSet::from([0]),
+        };
+        // Threads of one core name the same set of siblings; where the system does not say, each is its own core.
+        let siblings = |cpu: &u32| {
+            text(cpus.join(format!("cpu{cpu}/topology/thread_siblings_list"))).unwrap_or_else(|| cpu.to_string())
+        };
+        let cores: BTreeSet<String> = usable.iter().map(siblings).collect();
+        Cpu {
+            model: field(&info, "model name").or(field(&info, "Model")).unwrap_or("unknown processor").to_owned(),
+            cores: (cores.len() as u32).max(1),
+            threads: (usable.len() as u32).max(1),
+            quota: cgroup::cpu_quota(root),
+            features: Vec::new(),
+            caches: caches(&cpus.join(format!("cpu{}/cache", usable.first().unwrap_or(&0)))),
+        }
+    }
+
+    /// Cores' worth of time that this process can use.
+    pub fn usable_cores(&self) -> f64 {
+        f64::from(self.cores).min(self.quota.unwrap_or(f64::INFINITY))
+    }
+
+    /// The threads that compute: as many as asked for, or [`auto_threads`] of the usable cores.
+    ///
+    /// # Errors
+    /// Where more are asked for than this process has hardware threads: they would only wait for each other.
+    pub fn threads_for(&self, asked: Option<u32>) -> Result<u32, TooManyThreads> {
+        match asked {
+            None => Ok(auto_threads(self.usable_cores()).min(self.threads)),
+            Some(asked) if asked > self.threads => Err(TooManyThreads { asked, usable: self.threads }),
+            Some(asked) => Ok(asked.max(1)),
+        }
+    }
+
+    /// Size of the largest cache; 32 MiB where the system does not say.
+    pub fn last_cache(&self) -> Bytes {
+        self.caches.iter().map(|cache| cache.bytes).max().unwrap_or(Bytes::mib(32))
+    }
+}
+
+/// 80 % of the cores, rounded to the nearest whole number (2 cores give 2, 4 give 3, 8 give 6), and at least one: the
+/// machine stays usable.
+pub fn auto_threads(cores: f64) -> u32 {
+    ((cores * 0.8).round() as u32).max(1)
+}
+
+/// More threads were asked for than this process may use.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{asked} threads are more than the {usable} that this process may use")]
+pub struct TooManyThreads {
+    /// What was asked for.
+    pub asked: u32,
+    /// Hardware threads of this process.
+    pub usable: u32,
+}
+
+impl From<TooManyThreads> for Failure {
+    fn from(error: TooManyThreads) -> Failure {
+        Failure::input(error.to_string()).hint("leave run.threads at \"auto\": 80 % of the physical cores")
+    }
+}
+
+/// What the processor has done since it was started, in ticks; two of them give how busy it was between.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Load {
+    busy: u64,
+    all: u64,
+}
+
+impl Load {
+    /// As it is now; `None` where the system does not say.
+    pub fn read() -> Option<Load> {
+        Load::of(&text("/proc/stat")?)
+    }
+
+    /// From `cpu user nice system idle iowait irq softirq steal ...`, proc(5).
+    fn of(stat: &str) -> Option<Load> {
+        let line = stat.lines().find_map(|line| line.strip_prefix("cpu "))?;
+        let ticks: Vec<u64> = line.split_whitespace().take(8).map(|tick| tick.parse().unwrap_or(0)).collect();
+        let idle = ticks.get(3)? + ticks.get(4)?;
+        let all = ticks.iter().sum::<u64>();
+        Some(Load { busy: all - idle, all })
+    }
+
+    /// The share of the processor's time, of all cores, that was spent working since `earlier`.
+    pub fn since(self, earlier: Load) -> f64 {
+        let all = self.all.saturating_sub(earlier.all);
+        if all == 0 { 0.0 } else { self.busy.saturating_sub(earlier.busy) as f64 / all as f64 }
+    }
+}
+
+/// The value of a `name   : value` line.
+fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
+    let value = text.lines().find_map(|line| line.strip_prefix(name)?.trim_start().strip_prefix(':'))?;
+    Some(value.trim())
+}
+
+/// A list of processors as the kernel writes it: `0-3,8,10-11`.
+fn cpu_list(text: &str) -> Option<BTreeSet<u32>> {
+    let mut cpus = BTreeSet::new();
+    for part in text.trim().split(',') {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        let (first, last): (u32, u32) = (first.trim().parse().ok()?, last.trim().parse().ok()?);
+        // More than any machine has: a file that lies must not fill the memory.
+        if last > 1 << 16 {
+            return None;
+        }
+        cpus.extend(first..=last);
+    }
+    Some(cpus)
+}
+
+fn caches(folder: &Path) -> Vec<Cache> {
+    let cache = |index: u32| {
+        let file = |name: &str| text(folder.join(format!("index{index}/{name}")));
+        let kind = file("type")?;
+        let bytes: Bytes = file("size")?.trim().parse().ok()?;
+        let level = file("level")?.trim().parse().ok()?;
+        let shared_by = cpu_list(&file("shared_cpu_list")?)?.len() as u32;
+        Some((kind.trim() != "Instruction").then_some(Cache { level, bytes, shared_by }))
+    };
+    (0..).map_while(cache).flatten().collect()
+}
+
+/// The instruction sets of this processor that the kernels choose by.
+fn features() -> Vec<String> {
+    #[cfg(target_arch = "x86_64")]
+    let known = [
+        ("avx2", is_x86_feature_detected!("avx2")),
+        ("fma", is_x86_feature_detected!("fma")),
+        ("avx512f", is_x86_feature_detected!("avx512f")),
+        ("avx512bf16", is_x86_feature_detected!("avx512bf16")),
+    ];
+    #[cfg(target_arch = "aarch64")]
+    let known = [
+        ("neon", std::arch::is_aarch64_feature_detected!("neon")),
+        ("bf16", std::arch::is_aarch64_feature_detected!("bf16")),
+    ];
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+    let known: [(&str, bool); 0] = [];
+    known.into_iter().filter(|(_, has)| *has).map(|(name, _)| name.to_owned()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::fs;
+
+    fn machine(files: &[(String, String)]) -> tempfile::TempDir {
+        let root = tempfile::tempdir().unwrap();
+        for (path, content) in files {
+            let path = root.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, content).unwrap();
+        }
+        root
+    }
+
+    /// 4 cores of 2 threads, siblings n and n + 4.
+    fn laptop(allowed: &str) -> tempfile::TempDir {
+        let mut files = vec![
+            ("proc/cpuinfo".to_owned(), "processor\t: 0\nmodel name\t: Example 4000\nflags\t\t: fpu\n".to_owned()),
+            ("proc/self/status".to_owned(), format!("Name:\tx\nCpus_allowed:\tff\nCpus_allowed_list:\t{allowed}\n")),
+            ("sys/devices/system/cpu/online".to_owned(), "0-7\n".to_owned()),
+        ];
+        for cpu in 0..8 {
+            let siblings = format!("{},{}\n", cpu % 4, cpu % 4 + 4);
+            files.push((format!("sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"), siblings));
+        }
+        for (index, (level, kind, size)) in
+            [("1", "Data", "48K"), ("1", "Instruction", "32K"), ("3", "Unified", "8192K")].into_iter().enumerate()
+        {
+            let folder = format!("sys/devices/system/cpu/cpu0/cache/index{index}");
+            files.push((format!("{folder}/level"), format!("{level}\n")));
+            files.push((format!("{folder}/type"), format!("{kind}\n")));
+            files.push((format!("{folder}/size"), format!("{size}\n")));
+            files.push((format!("{folder}/shared_cpu_list"), "0-7\n".to_owned()));
+        }
+        machine(&files)
+    }
+
+    #[test]
+    fn two_threads_of_a_core_are_one_core() {
+        let cpu = Cpu::of(laptop("0-7").path());
+        assert_eq!((cpu.model.as_str(), cpu.cores, cpu.threads), ("Example 4000", 4, 8));
+        assert_eq!(cpu.caches.len(), 2);
+        assert_eq!((cpu.caches[1].level, cpu.caches[1].bytes, cpu.caches[1].shared_by), (3, Bytes::mib(8), 8));
+        assert_eq!(cpu.last_cache(), Bytes::mib(8));
+    }
+
+    #[test]
+    fn only_cores_that_the_process_may_use_count() {
+        let cpu = Cpu::of(laptop("1,5,6").path());
+        assert_eq!((cpu.cores, cpu.threads), (2, 3));
+        // Processors that are allowed but switched off do not count.
+        assert_eq!(Cpu::of(laptop("6-200").path()).threads, 2);
+    }
+
+    #[test]
+    fn a_system_that_says_nothing_has_one_core() {
+        let cpu = Cpu::of(Path::new("/nowhere"));
+        assert_eq!((cpu.cores, cpu.threads, cpu.model.as_str()), (1, 1, "unknown processor"));
+        assert_eq!(cpu.last_cache(), Bytes::mib(32));
+    }
+
+    #[test]
+    fn automatic_threads_leave_a_fifth_of_the_cores() {
+        let threads = [1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0, 64.0, 0.5, 2.5].map(auto_threads);
+        assert_eq!(threads, [1, 2, 2, 3, 5, 6, 13, 51, 1, 2]);
+        let cpu = Cpu { cores: 8, threads: 16, quota: Some(2.0), ..Cpu::default() };
+        assert_eq!(cpu.threads_for(None), Ok(2));
+        assert_eq!(cpu.threads_for(Some(16)), Ok(16));
+        assert_eq!(cpu.threads_for(Some(17)), Err(TooManyThreads { asked: 17, usable: 16 }));
+    }
+
+    #[test]
+    fn load_is_the_busy_share_of_the_time_between() {
+        let earlier = Load::of("cpu  100 0 100 700 100 0 0 0 0 0\ncpu0 1 2\n").unwrap();
+        let later = Load::of("cpu  150 0 125 800 125 0 0 0 9 9\n").unwrap();
+        assert_eq!(later.since(earlier), 75.0 / 200.0);
+        assert_eq!(later.since(later), 0.0);
+        assert_eq!(Load::of("intr 5\n"), None);
+        assert_eq!(Load::of("cpu  1 2\n"), None);
+    }
+
+    proptest! {
+        #[test]
+        fn any_list_of_processors_is_read_or_refused(text in "[0-9,\\- ]{0,20}") {
+            let _ = cpu_list(&text);
+        }
+    }
+}
