@@ -1,1 +1,6 @@
-//! plimsoll-plan
+//! What fits: packing, prices, the search for the fastest recipe under the load line, and what devices there are on
+//! paper. Pure: nothing here touches a device, a file or a clock.
+
+pub mod packing;
+pub mod paper;
+pub mod request;

@@ -1,0 +1,332 @@
+//! What the user asks for with `--devices` or `run.devices`: the text, read. Whether such devices are here, and what
+//! is free on them, is for others to find out.
+
+use crate::paper;
+use plimsoll_core::{Budget, Failure, ParseBudgetError};
+use std::fmt;
+use std::str::FromStr;
+
+/// One device asked for. A budget that was not given is the run's (`memory.budget`).
+#[derive(Clone, Debug, PartialEq)]
+pub enum DeviceRequest {
+    /// `cpu`, `cpu=6GiB`.
+    Cpu {
+        /// Its load line.
+        budget: Option<Budget>,
+    },
+    /// `cuda:0`, `cuda:0=6GiB`.
+    Cuda {
+        /// The driver's number of it.
+        index: u32,
+        /// Its load line.
+        budget: Option<Budget>,
+    },
+    /// `virtual:a=600MiB@0.5`.
+    Virtual {
+        /// The name after the colon.
+        name: String,
+        /// Its load line.
+        budget: Budget,
+        /// Its pace, in cores of this processor.
+        pace: f64,
+    },
+    /// A device of [`paper::names`], for plans: `rtx3090`, `rtx3090=20GiB`.
+    Paper {
+        /// The name in the table.
+        name: String,
+        /// Its load line.
+        budget: Option<Budget>,
+    },
+}
+
+/// The devices and the host asked for. Printed as it is read.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct DevicesRequest {
+    /// The devices in order; none means `auto`: what is here is looked at, and taken if it helps.
+    pub devices: Vec<DeviceRequest>,
+    /// The host's memory, where it was given: `host=64GiB`.
+    pub host: Option<Budget>,
+}
+
+impl DevicesRequest {
+    /// Whether devices on paper are among them: such a request can be planned, not run.
+    pub fn on_paper(&self) -> bool {
+        self.devices.iter().any(|device| matches!(device, DeviceRequest::Paper { .. }))
+    }
+}
+
+/// Why a text names no devices.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum RequestError {
+    /// Nothing between two commas, or nothing at all.
+    #[error("a device is missing in `{text}`")]
+    Missing {
+        /// The whole text.
+        text: String,
+    },
+    /// A name that nothing is known by.
+    #[error("`{name}` is no known device")]
+    Unknown {
+        /// What was given.
+        name: String,
+    },
+    /// A budget that cannot be read.
+    #[error("device `{device}`: {source}")]
+    Budget {
+        /// The device it was for.
+        device: String,
+        /// What is wrong with it.
+        source: ParseBudgetError,
+    },
+    /// A virtual device or the host without a budget.
+    #[error("`{device}` needs a budget, as in `{device}=600MiB`")]
+    NoBudget {
+        /// The device.
+        device: String,
+    },
+    /// A pace that cannot be read.
+    #[error("device `{device}`: `{pace}` is no pace: expected a number of cores above 0, such as `0.5`")]
+    Pace {
+        /// The device.
+        device: String,
+        /// What was given.
+        pace: String,
+    },
+    /// A device twice.
+    #[error("device `{device}` is named twice")]
+    Twice {
+        /// The device.
+        device: String,
+    },
+    /// `auto` beside devices.
+    #[error("`auto` stands alone (or with `host=`): it cannot be joined with other devices")]
+    AutoAndOthers,
+    /// Devices that are here and devices that are not.
+    #[error("`{paper}` is a device on paper: it cannot be joined with devices of this machine")]
+    PaperAndReal {
+        /// One of those on paper.
+        paper: String,
+    },
+}
+
+impl From<RequestError> for Failure {
+    fn from(error: RequestError) -> Failure {
+        let failure = Failure::input(error.to_string());
+        match error {
+            RequestError::Unknown { .. } | RequestError::Missing { .. } => failure
+                .hint("known devices: auto, cpu, cuda:0, virtual:NAME=600MiB@0.5, host=64GiB")
+                .hint(format!("on paper, for plans: {}", paper::names().collect::<Vec<_>>().join(", "))),
+            _ => failure,
+        }
+    }
+}
+
+impl FromStr for DevicesRequest {
+    type Err = RequestError;
+
+    fn from_str(text: &str) -> Result<DevicesRequest, RequestError> {
+        let mut request = DevicesRequest::default();
+        let mut auto = false;
+        for part in text.split(',').map(str::trim) {
+            let (name, value) = match part.split_once('=') {
+                Some((name, value)) => (name.trim(), Some(value.trim())),
+                None => (part, None),
+            };
+            let budget =
+                |value: &str| value.parse().map_err(|source| RequestError::Budget { device: name.to_owned(), source });
+            let twice = || RequestError::Twice { device: name.to_owned() };
+            match name {
+                "" => return Err(RequestError::Missing { text: text.to_owned() }),
+                "auto" if auto => return Err(twice()),
+                "auto" if value.is_none() => auto = true,
+                "host" if request.host.is_some() => return Err(twice()),
+                "host" => {
+                    let value = value.ok_or_else(|| RequestError::NoBudget { device: name.to_owned() })?;
+                    request.host = Some(budget(value)?);
+                }
+                _ => {
+                    let device = device(name, value, budget)?;
+                    // Several cards of a kind on paper are several cards.
+                    let again = request.devices.iter().any(|other| other.name() == device.name());
+                    if again && !matches!(device, DeviceRequest::Paper { .. }) {
+                        return Err(twice());
+                    }
+                    request.devices.push(device);
+                }
+            }
+        }
+        if auto && !request.devices.is_empty() {
+            return Err(RequestError::AutoAndOthers);
+        }
+        if !auto && request.devices.is_empty() {
+            return Err(RequestError::Missing { text: text.to_owned() });
+        }
+        let real = request.devices.iter().any(|device| !matches!(device, DeviceRequest::Paper { .. }));
+        match request.devices.iter().find(|device| matches!(device, DeviceRequest::Paper { .. })) {
+            Some(paper) if real => Err(RequestError::PaperAndReal { paper: paper.name() }),
+            _ => Ok(request),
+        }
+    }
+}
+
+/// One device by its name and what stands after the `=`.
+fn device(
+    name: &str,
+    value: Option<&str>,
+    budget: impl Fn(&str) -> Result<Budget, RequestError>,
+) -> Result<DeviceRequest, RequestError> {
+    let unknown = || RequestError::Unknown { name: name.to_owned() };
+    if name == "cpu" {
+        return Ok(DeviceRequest::Cpu { budget: value.map(budget).transpose()? });
+    }
+    if let Some(index) = name.strip_prefix("cuda:") {
+        // `+1` and `01` are numbers for Rust, but no names of devices.
+        let index: u32 = index.parse().ok().filter(|number: &u32| number.to_string() == index).ok_or_else(unknown)?;
+        return Ok(DeviceRequest::Cuda { index, budget: value.map(budget).transpose()? });
+    }
+    if let Some(own) = name.strip_prefix("virtual:") {
+        if own.is_empty() || !own.chars().all(|c| c.is_ascii_alphanumeric() || c == '-' || c == '_') {
+            return Err(unknown());
+        }
+        let value = value.ok_or_else(|| RequestError::NoBudget { device: name.to_owned() })?;
+        let (amount, pace) = value.split_once('@').unwrap_or((value, "1.0"));
+        let pace = pace.trim();
+        let bad_pace = || RequestError::Pace { device: name.to_owned(), pace: pace.to_owned() };
+        let cores: f64 = pace.parse().map_err(|_| bad_pace())?;
+        if !(cores > 0.0 && cores.is_finite()) {
+            return Err(bad_pace());
+        }
+        return Ok(DeviceRequest::Virtual { name: own.to_owned(), budget: budget(amount)?, pace: cores });
+    }
+    if paper::names().any(|known| known == name) {
+        return Ok(DeviceRequest::Paper { name: name.to_owned(), budget: value.map(budget).transpose()? });
+    }
+    Err(unknown())
+}
+
+impl DeviceRequest {
+    /// The device's name, as in plans: `cpu`, `cuda:0`, `virtual:a`, `rtx3090`.
+    pub fn name(&self) -> String {
+        match self {
+            DeviceRequest::Cpu { .. } => "cpu".to_owned(),
+            DeviceRequest::Cuda { index, .. } => format!("cuda:{index}"),
+            DeviceRequest::Virtual { name, .. } => format!("virtual:{name}"),
+            DeviceRequest::Paper { name, .. } => name.clone(),
+        }
+    }
+}
+
+impl fmt::Display for DeviceRequest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name())?;
+        match self {
+            DeviceRequest::Virtual { budget, pace, .. } => write!(f, "={budget}@{pace}"),
+            DeviceRequest::Cpu { budget: Some(budget) }
+            | DeviceRequest::Cuda { budget: Some(budget), .. }
+            | DeviceRequest::Paper { budget: Some(budget), .. } => write!(f, "={budget}"),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl fmt::Display for DevicesRequest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut parts: Vec<String> = self.devices.iter().map(DeviceRequest::to_string).collect();
+        if parts.is_empty() {
+            parts.push("auto".to_owned());
+        }
+        parts.extend(self.host.map(|host| format!("host={host}")));
+        f.write_str(&parts.join(","))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use plimsoll_core::Bytes;
+    use proptest::prelude::*;
+
+    fn read(text: &str) -> DevicesRequest {
+        text.parse().unwrap_or_else(|error| panic!("{text}: {error}"))
+    }
+
+    #[test]
+    fn every_form_of_the_book_is_read() {
+        assert_eq!(read("auto"), DevicesRequest::default());
+        let cpu = |budget: Option<Budget>| DeviceRequest::Cpu { budget };
+        assert_eq!(read("cpu").devices, [cpu(None)]);
+        assert_eq!(read("cpu=80%").devices, [cpu(Some(Budget::Share(0.8)))]);
+        let request = read("cpu=6GiB, host=2GiB");
+        assert_eq!(request.devices, [cpu(Some(Budget::Amount(Bytes::gib(6))))]);
+        assert_eq!(request.host, Some(Budget::Amount(Bytes::gib(2))));
+        assert_eq!(read("cuda:0,cuda:1").devices.len(), 2);
+        let part = |name: &str, mib: u64, pace: f64| DeviceRequest::Virtual {
+            name: name.to_owned(),
+            budget: Budget::Amount(Bytes::mib(mib)),
+            pace,
+        };
+        assert_eq!(
+            read("virtual:a=600MiB@1.0,virtual:b=200MiB@0.5").devices,
+            [part("a", 600, 1.0), part("b", 200, 0.5)]
+        );
+        assert_eq!(read("virtual:a=600MiB").devices, [part("a", 600, 1.0)]);
+        let paper = read("rtx3090,rtx3070,host=64GiB");
+        assert!(paper.on_paper() && paper.devices.len() == 2 && paper.host.is_some());
+        assert_eq!(read("rtx3090,rtx3090").devices.len(), 2);
+    }
+
+    #[test]
+    fn what_is_no_request_says_what_was_expected() {
+        for (text, message) in [
+            ("", "a device is missing in ``"),
+            ("cpu,,cuda:0", "a device is missing in `cpu,,cuda:0`"),
+            ("host=2GiB", "a device is missing in `host=2GiB`"),
+            ("rtx9090", "`rtx9090` is no known device"),
+            ("cuda", "`cuda` is no known device"),
+            ("cuda:+1", "`cuda:+1` is no known device"),
+            ("CPU", "`CPU` is no known device"),
+            ("auto=3GiB", "`auto` is no known device"),
+            (
+                "cpu=much",
+                "device `cpu`: `much` is no budget: expected a share of what is free, such as `90%`, or an amount, such as `6GiB`",
+            ),
+            ("virtual:a", "`virtual:a` needs a budget, as in `virtual:a=600MiB`"),
+            ("virtual:=1GiB", "`virtual:` is no known device"),
+            (
+                "virtual:a=1GiB@fast",
+                "device `virtual:a`: `fast` is no pace: expected a number of cores above 0, such as `0.5`",
+            ),
+            (
+                "virtual:a=1GiB@0",
+                "device `virtual:a`: `0` is no pace: expected a number of cores above 0, such as `0.5`",
+            ),
+            ("host,cpu", "`host` needs a budget, as in `host=600MiB`"),
+            ("cpu,cpu=2GiB", "device `cpu` is named twice"),
+            ("cpu,host=1GiB,host=2GiB", "device `host` is named twice"),
+            ("auto,cpu", "`auto` stands alone (or with `host=`): it cannot be joined with other devices"),
+            ("cpu,rtx3090", "`rtx3090` is a device on paper: it cannot be joined with devices of this machine"),
+        ] {
+            let error = text.parse::<DevicesRequest>().unwrap_err();
+            assert_eq!(error.to_string(), message, "{text}");
+            assert_eq!(Failure::from(error).exit, plimsoll_core::Exit::Input);
+        }
+        let hints = Failure::from("gtx".parse::<DevicesRequest>().unwrap_err()).hints.join(" ");
+        assert!(hints.contains("cpu") && hints.contains("virtual:") && hints.contains("rtx3090"), "{hints}");
+    }
+
+    proptest! {
+        #[test]
+        fn any_text_is_read_or_refused(text in "\\PC{0,40}") {
+            let _ = text.parse::<DevicesRequest>();
+        }
+
+        #[test]
+        fn what_was_read_is_printed_as_the_same_request(
+            text in "(auto|cpu|cpu=90%|cuda:[0-9]|virtual:[ab]=[0-9]{1,3}MiB(@[0-9]\\.[0-9])?|rtx3090|h200=5GiB)(,(cpu=7|cuda:[0-9]|rtx3070|host=[0-9]GiB)){0,3}"
+        ) {
+            if let Ok(request) = text.parse::<DevicesRequest>() {
+                prop_assert_eq!(request.to_string().parse::<DevicesRequest>(), Ok(request));
+            }
+        }
+    }
+}
