@@ -78,7 +78,7 @@ pub fn paper(name: &str, budget: Budget) -> Option<DeviceSpec> {
 /// The direct link between two devices of this name, where they have one.
 pub fn peer_link(name: &str) -> Option<Link> {
     let rate = sheet(name)?.nvlink_gb_per_second;
-    (rate > 0.0).then(|| Link { bytes_per_second: LINK_SHARE * rate * 1e9, latency_seconds: 5e-6 })
+    (rate > 0.0).then_some(Link { bytes_per_second: LINK_SHARE * rate * 1e9, latency_seconds: 5e-6 })
 }
 
 /// A PCIe link, one way, at the rate to plan on; `None` for generations that are not in the table.
