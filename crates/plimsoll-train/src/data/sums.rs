@@ -1,0 +1,233 @@
+//! The built-in example: sums of two three-digit numbers. It is made, not downloaded, and complete: a folder
+//! with `train.jsonl` and `eval.jsonl` in the tokens format, `tokenizer.json`, `tokenizer_config.json` and the
+//! `config.json` of a small llama of 0.33 million parameters.
+//!
+//! A sample is `347+085=2340` and an end token: the digits of the answer stand reversed, since that is the order
+//! in which carries are found. Only the answer and the end token are labelled.
+//!
+//! Held out are the problems whose mixed hash falls into one of fifty classes. A linear hash would
+//! withhold a residue class, and a model that has never seen a class of last digits learns nothing about it.
+
+use super::error::DataError;
+use super::order::{Order, mix};
+use std::fs::{self, File};
+use std::io::{BufWriter, Write};
+use std::path::Path;
+
+/// Input positions of a sample: 13 tokens, the last of which is only a target.
+pub const SEQUENCE: u64 = 12;
+/// Tokens of the model: ten digits, `+`, `=`, the end, the unknown, and two that are never used.
+pub const VOCAB: u64 = 16;
+/// The end token's id.
+pub const END: u32 = 12;
+/// Samples written for training, all different.
+pub const TRAIN_SAMPLES: u64 = 100_000;
+/// Held-out samples written, none of which is trained on.
+pub const EVAL_SAMPLES: u64 = 1024;
+
+const PLUS: u32 = 10;
+const EQUALS: u32 = 11;
+const UNKNOWN: u32 = 13;
+const PROBLEMS: u64 = 1_000_000;
+
+/// Writes the example into `folder`, which is made where it is missing: the same files for the same `seed`.
+pub fn write(folder: &Path, seed: u64) -> Result<(), DataError> {
+    fs::create_dir_all(folder).map_err(DataError::io("make the folder", folder))?;
+    let problems = |eval: bool| {
+        let order = Order { seed, rows: PROBLEMS, shuffle: true };
+        (0..PROBLEMS).map(move |position| order.row(position)).filter(move |&problem| held_out(problem) == eval)
+    };
+    write_samples(&folder.join("train.jsonl"), problems(false).take(TRAIN_SAMPLES as usize))?;
+    write_samples(&folder.join("eval.jsonl"), problems(true).take(EVAL_SAMPLES as usize))?;
+    for (name, content) in
+        [("tokenizer.json", tokenizer()), ("tokenizer_config.json", tokenizer_config()), ("config.json", config())]
+    {
+        let file = folder.join(name);
+        fs::write(&file, format!("{content:#}\n")).map_err(DataError::io("write", &file))?;
+    }
+    Ok(())
+}
+
+/// The problem a + b, numbered a · 1000 + b, is never trained on: one in fifty.
+fn held_out(problem: u64) -> bool {
+    mix(problem).is_multiple_of(50)
+}
+
+fn write_samples(file: &Path, problems: impl Iterator<Item = u64>) -> Result<(), DataError> {
+    let write = || {
+        let mut out = BufWriter::new(File::create(file)?);
+        for problem in problems {
+            let (ids, labels) = sample(problem);
+            writeln!(out, "{}", serde_json::json!({ "input_ids": ids, "labels": labels }))?;
+        }
+        out.into_inner()?.sync_all()
+    };
+    write().map_err(DataError::io("write", file))
+}
+
+/// The tokens of a problem, and its labels: −100 on the question.
+fn sample(problem: u64) -> ([u32; 13], [i32; 13]) {
+    let digit = |number: u64, place: u32| (number / 10u64.pow(place) % 10) as u32;
+    let (a, b) = (problem / 1000, problem % 1000);
+    let sum = a + b;
+    let question = [digit(a, 2), digit(a, 1), digit(a, 0), PLUS, digit(b, 2), digit(b, 1), digit(b, 0), EQUALS];
+    let answer = [digit(sum, 0), digit(sum, 1), digit(sum, 2), digit(sum, 3), END];
+    let (mut ids, mut labels) = ([0; 13], [super::IGNORED; 13]);
+    ids[..8].copy_from_slice(&question);
+    ids[8..].copy_from_slice(&answer);
+    labels[8..].copy_from_slice(&answer.map(|id| id as i32));
+    (ids, labels)
+}
+
+/// One token a character: byte-pair encoding without merges.
+fn tokenizer() -> serde_json::Value {
+    let mut vocab: serde_json::Map<String, serde_json::Value> =
+        (0..10).map(|digit| (digit.to_string(), digit.into())).collect();
+    for (token, id) in [("+", PLUS), ("=", EQUALS), ("<end>", END), ("<unknown>", UNKNOWN)] {
+        vocab.insert(token.to_owned(), id.into());
+    }
+    let added = |id: u32, content: &str| {
+        serde_json::json!({
+            "id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true
+        })
+    };
+    serde_json::json!({
+        "version": "1.0",
+        "truncation": null,
+        "padding": null,
+        "added_tokens": [added(END, "<end>"), added(UNKNOWN, "<unknown>")],
+        "normalizer": null,
+        "pre_tokenizer": null,
+        "post_processor": null,
+        "decoder": { "type": "Fuse" },
+        "model": {
+            "type": "BPE", "dropout": null, "unk_token": "<unknown>", "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
+            "vocab": vocab, "merges": []
+        }
+    })
+}
+
+fn tokenizer_config() -> serde_json::Value {
+    serde_json::json!({
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<end>",
+        "unk_token": "<unknown>",
+        "clean_up_tokenization_spaces": false,
+        "model_max_length": 32
+    })
+}
+
+fn config() -> serde_json::Value {
+    serde_json::json!({
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 24,
+        "intermediate_size": 256,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "attention_bias": false,
+        "mlp_bias": false,
+        "tie_word_embeddings": true,
+        "initializer_range": 0.02,
+        "bos_token_id": null,
+        "eos_token_id": END,
+        "torch_dtype": "float32"
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{DataSpec, Dataset, Format, IGNORED, Long, Rows, Tokenizer, end_token};
+    use super::*;
+    use serde_json::Value;
+    use std::collections::HashSet;
+    use std::ops::ControlFlow;
+
+    fn problems(file: &Path) -> Vec<u64> {
+        let number = |digits: &[Value]| digits.iter().fold(0, |sum, digit| sum * 10 + digit.as_u64().unwrap());
+        let lines = fs::read_to_string(file).unwrap();
+        let line = |line: &str| {
+            let sample: Value = serde_json::from_str(line).unwrap();
+            let ids = sample["input_ids"].as_array().unwrap();
+            let (a, b) = (number(&ids[..3]), number(&ids[4..7]));
+            let reversed: Vec<Value> = ids[8..12].iter().rev().cloned().collect();
+            assert_eq!(number(&reversed), a + b, "{line}");
+            a * 1000 + b
+        };
+        lines.lines().map(line).collect()
+    }
+
+    #[test]
+    fn no_held_out_problem_is_trained_on() {
+        let folder = tempfile::tempdir().unwrap();
+        write(folder.path(), 1).unwrap();
+        let train: HashSet<u64> = problems(&folder.path().join("train.jsonl")).into_iter().collect();
+        let eval: HashSet<u64> = problems(&folder.path().join("eval.jsonl")).into_iter().collect();
+        assert_eq!((train.len() as u64, eval.len() as u64), (TRAIN_SAMPLES, EVAL_SAMPLES), "all different");
+        assert!(train.is_disjoint(&eval));
+        // Every last digit, carry and size is held out about as often as it is trained on.
+        for digit in 0..10 {
+            let share = eval.iter().filter(|&&problem| problem % 10 == digit).count();
+            assert!((60..150).contains(&share), "{share} of 1024 end in {digit}");
+        }
+        let held: usize = (0..PROBLEMS).filter(|&problem| held_out(problem)).count();
+        assert!((19_000..21_000).contains(&held), "{held}");
+    }
+
+    #[test]
+    fn the_example_reads_as_one_sample_a_row() {
+        let folder = tempfile::tempdir().unwrap();
+        write(folder.path(), 1).unwrap();
+        let spec = DataSpec {
+            patterns: vec![folder.path().join("eval.jsonl").display().to_string()],
+            format: Format::Tokens,
+            sequence: SEQUENCE,
+            pack: false,
+            long: Long::Refuse,
+            vocab: VOCAB,
+            end_token: None,
+        };
+        let cache = folder.path().join("cache");
+        let data = Dataset::open(&spec, None, &cache, 1, &mut |_, _| ControlFlow::Continue(())).unwrap();
+        assert_eq!(
+            (data.rows(), data.documents(), data.labelled_tokens()),
+            (EVAL_SAMPLES, EVAL_SAMPLES, EVAL_SAMPLES * 5)
+        );
+        let mut rows = Rows::new(1, SEQUENCE);
+        data.read([5], &mut rows).unwrap();
+        assert_eq!(rows.labels[..7], [IGNORED; 7]);
+        assert_eq!(rows.labels[7..11], rows.tokens[8..12]);
+        assert_eq!(rows.labels[11], END as i32);
+    }
+
+    #[test]
+    fn the_tokenizer_agrees_with_the_samples() {
+        let folder = tempfile::tempdir().unwrap();
+        write(folder.path(), 1).unwrap();
+        let tokenizer = Tokenizer::load(&folder.path().join("tokenizer.json")).unwrap();
+        let (ids, _) = sample(347_085);
+        assert_eq!(tokenizer.encode("347+085=2340<end>").unwrap(), ids);
+        assert_eq!(tokenizer.decode(&ids).unwrap(), "347+085=2340");
+        assert_eq!(tokenizer.encode("1 ?").unwrap(), [1, UNKNOWN, UNKNOWN]);
+        assert_eq!(end_token(folder.path()).unwrap(), Some(END));
+        assert!(tokenizer.vocab() <= VOCAB);
+    }
+
+    #[test]
+    fn the_same_seed_writes_the_same_files() {
+        let [one, again, other] = [1, 1, 2].map(|seed| {
+            let folder = tempfile::tempdir().unwrap();
+            write(folder.path(), seed).unwrap();
+            fs::read(folder.path().join("train.jsonl")).unwrap()
+        });
+        assert!(one == again && one != other);
+    }
+}

@@ -1,0 +1,151 @@
+//! The tokenizer of a model's folder: text to ids and back. The work is done by the `tokenizers` crate; here
+//! are its errors in our words, and what transformers keeps beside it (the end token).
+
+use super::error::DataError;
+use serde::Deserialize;
+use sha2::{Digest, Sha256};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// A loaded `tokenizer.json`.
+pub struct Tokenizer {
+    file: PathBuf,
+    inner: tokenizers::Tokenizer,
+    prefix: Vec<u32>,
+    suffix: Vec<u32>,
+}
+
+impl Tokenizer {
+    /// Reads `tokenizer.json`. Truncation and padding that it may ask for are left out: nothing is
+    /// cut silently.
+    pub fn load(file: &Path) -> Result<Tokenizer, DataError> {
+        let bytes = fs::read(file).map_err(DataError::io("read", file))?;
+        let bad =
+            |reason: tokenizers::Error| DataError::Tokenizer { file: file.to_owned(), reason: reason.to_string() };
+        let mut inner = tokenizers::Tokenizer::from_bytes(&bytes).map_err(bad)?;
+        inner.with_truncation(None).map_err(bad)?;
+        inner.with_padding(None);
+        // What the tokenizer puts around every text (a begin token, for most llamas) is seen on any text.
+        let probe = inner.encode("a", true).map_err(bad)?;
+        let added = probe.get_special_tokens_mask();
+        let before = added.iter().take_while(|&&mask| mask == 1).count();
+        let after = added[before..].iter().rev().take_while(|&&mask| mask == 1).count();
+        let ids = probe.get_ids();
+        let (prefix, suffix) = (ids[..before].to_vec(), ids[ids.len() - after..].to_vec());
+        Ok(Tokenizer { file: file.to_owned(), inner, prefix, suffix })
+    }
+
+    /// The file it was read from.
+    pub fn file(&self) -> &Path {
+        &self.file
+    }
+
+    /// The number of tokens it knows, added ones included.
+    pub fn vocab(&self) -> u64 {
+        self.inner.get_vocab_size(true) as u64
+    }
+
+    /// The id of a token by its exact name.
+    pub fn token_id(&self, token: &str) -> Option<u32> {
+        self.inner.token_to_id(token)
+    }
+
+    /// The ids of a prompt: what the tokenizer puts before a text, then the text.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>, DataError> {
+        let mut ids = self.prefix.clone();
+        ids.extend(self.encode_piece(text).map_err(|reason| DataError::Encode { place: None, reason })?);
+        Ok(ids)
+    }
+
+    /// The text of `ids`, special tokens left out.
+    pub fn decode(&self, ids: &[u32]) -> Result<String, DataError> {
+        self.inner.decode(ids, true).map_err(|reason| DataError::Encode { place: None, reason: reason.to_string() })
+    }
+
+    /// The ids of a part of a document, nothing added.
+    pub(super) fn encode_piece(&self, text: &str) -> Result<Vec<u32>, String> {
+        let encoding = self.inner.encode_fast(text, false).map_err(|reason| reason.to_string())?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    /// What begins every document.
+    pub(super) fn prefix(&self) -> &[u32] {
+        &self.prefix
+    }
+
+    /// What ends every document, before the end token.
+    pub(super) fn suffix(&self) -> &[u32] {
+        &self.suffix
+    }
+}
+
+/// The hash of a file's content, in hexadecimal.
+pub(super) fn content_hash(file: &Path) -> Result<String, DataError> {
+    let mut reader = fs::File::open(file).map_err(DataError::io("read", file))?;
+    let mut hasher = Sha256::new();
+    std::io::copy(&mut reader, &mut hasher).map_err(DataError::io("read", file))?;
+    Ok(format!("{:x}", hasher.finalize()))
+}
+
+/// The end token of the model in `folder`: `eos_token` of `tokenizer_config.json`, else
+/// `eos_token_id` of `config.json` (the first, where it is a list). None where neither names one.
+/// Errors only where a file that is there cannot be read.
+pub fn end_token(folder: &Path) -> Result<Option<u32>, DataError> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Named {
+        Plain(String),
+        Object { content: String },
+    }
+    #[derive(Deserialize)]
+    struct TokenizerConfig {
+        eos_token: Option<Named>,
+    }
+    #[derive(Deserialize)]
+    struct Added {
+        id: u32,
+        content: String,
+    }
+    #[derive(Deserialize)]
+    struct TokenizerFile {
+        #[serde(default)]
+        added_tokens: Vec<Added>,
+    }
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Ids {
+        One(u32),
+        Several(Vec<u32>),
+    }
+    #[derive(Deserialize)]
+    struct Config {
+        eos_token_id: Option<Ids>,
+    }
+
+    let config: Option<TokenizerConfig> = read_json(&folder.join("tokenizer_config.json"))?;
+    if let Some(eos) = config.and_then(|config| config.eos_token) {
+        let (Named::Plain(name) | Named::Object { content: name }) = eos;
+        // Only the short list of added tokens is read: the whole tokenizer takes tens of megabytes.
+        let file: Option<TokenizerFile> = read_json(&folder.join("tokenizer.json"))?;
+        let id = file.and_then(|file| file.added_tokens.into_iter().find(|added| added.content == name));
+        if let Some(added) = id {
+            return Ok(Some(added.id));
+        }
+    }
+    let config: Option<Config> = read_json(&folder.join("config.json"))?;
+    Ok(config.and_then(|config| config.eos_token_id).and_then(|ids| match ids {
+        Ids::One(id) => Some(id),
+        Ids::Several(ids) => ids.first().copied(),
+    }))
+}
+
+fn read_json<T: serde::de::DeserializeOwned>(file: &Path) -> Result<Option<T>, DataError> {
+    let reader = match fs::File::open(file) {
+        Ok(reader) => std::io::BufReader::new(reader),
+        Err(source) if source.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(source) => return Err(DataError::Io { doing: "read", file: file.to_owned(), source }),
+    };
+    serde_json::from_reader(reader)
+        .map(Some)
+        .map_err(|reason| DataError::Tokenizer { file: file.to_owned(), reason: reason.to_string() })
+}
