@@ -63,7 +63,7 @@ pub fn paper(name: &str, budget: Budget) -> Option<DeviceSpec> {
         budget: budget.of(usable(name)?),
         charges: ASSUMED_CHARGES,
         charges_measured: false,
-        threads: 0,
+        threads: 1,
         rates: Rates {
             f32_flops: sheet.f32_tflops * 1e12,
             bf16_flops: sheet.bf16_tflops * 1e12,

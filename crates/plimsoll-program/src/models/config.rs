@@ -224,9 +224,11 @@ impl ConfigError {
                 vec!["--ignore-config-key KEY for each that does not change what the model computes".into()]
             }
             ConfigError::Unsupported { key, .. } if key == "sliding_window" => {
-                vec!["for sequences no longer than the window, full attention is the same: set \
+                vec![
+                    "for sequences no longer than the window, full attention is the same: set \
                       max_position_embeddings to the window's size"
-                    .into()]
+                        .into(),
+                ]
             }
             _ => Vec::new(),
         }
@@ -302,7 +304,11 @@ impl ModelConfig {
         }
         // transformers refuses such a llama, whatever head_dim says.
         if self.model_type == ModelType::Llama && !self.hidden.is_multiple_of(self.heads) {
-            return Err(wrong("hidden_size", self.hidden, format!("a multiple of num_attention_heads, {}", self.heads)));
+            return Err(wrong(
+                "hidden_size",
+                self.hidden,
+                format!("a multiple of num_attention_heads, {}", self.heads),
+            ));
         }
         if self.parameters() > limit::PARAMETERS {
             return Err(wrong(

@@ -514,9 +514,9 @@ impl<'a> Decoder<'a> {
         assert_eq!(training.recompute.len() as u64, self.what.config.layers, "one level a layer");
         let rows = self.what.micro_batch * self.what.sequence;
         let layers = self.what.config.layers as i64;
-        let inputs = self.inputs("", rows);
-        let (labels, token_weights) = self.labels("", rows);
-        let forward = self.forward_over_batch("", &inputs);
+        let inputs = self.inputs("train.", rows);
+        let (labels, token_weights) = self.labels("train.", rows);
+        let forward = self.forward_over_batch("train.", &inputs);
 
         let mut gradients = HashMap::new();
         for id in self.trained() {
@@ -526,12 +526,12 @@ impl<'a> Decoder<'a> {
             gradients.insert(id, gradient);
         }
 
-        let dnormed = self.builder.activation("normed.gradient", &[rows, self.what.config.hidden], 1);
+        let dnormed = self.builder.activation("train.normed.gradient", &[rows, self.what.config.hidden], 1);
         let dhead = gradients[&self.weights.head];
-        let mut blocks = self.loss("", forward.normed, labels, token_weights, Some((dnormed, dhead)), None);
+        let mut blocks = self.loss("train.", forward.normed, labels, token_weights, Some((dnormed, dhead)), None);
 
         // One buffer carries the gradient of the residual stream through all layers.
-        let stream = Operand::whole(self.builder.activation("stream.gradient", &[rows, self.what.config.hidden], 1));
+        let stream = Operand::whole(self.builder.activation("train.stream.gradient", &[rows, self.what.config.hidden], 1));
         let mut tape = Tape::new(&mut self.builder, &gradients);
         tape.seed(Operand::whole(forward.normed), Operand::whole(dnormed));
         tape.place(Operand::slot(forward.hidden, layers), stream);

@@ -489,10 +489,14 @@ impl<'a> Keys<'a> {
         let expected = if most == 1 { "a token number or null" } else { "a token number, a list of them, or null" };
         match self.raw(key) {
             Some(Value::Null) => Ok(Some(Vec::new())),
-            _ => self.read(key, || expected.into(), |value| match value {
-                Value::Array(list) if most > 1 && list.len() <= most => list.iter().map(Value::as_i64).collect(),
-                one => one.as_i64().map(|id| vec![id]),
-            }),
+            _ => self.read(
+                key,
+                || expected.into(),
+                |value| match value {
+                    Value::Array(list) if most > 1 && list.len() <= most => list.iter().map(Value::as_i64).collect(),
+                    one => one.as_i64().map(|id| vec![id]),
+                },
+            ),
         }
     }
 
@@ -534,3 +538,6 @@ impl<'a> Keys<'a> {
         if unknown.is_empty() { Ok(()) } else { Err(ConfigError::Unknown { keys: unknown }) }
     }
 }
+
+#[cfg(test)]
+mod tests;

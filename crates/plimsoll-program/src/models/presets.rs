@@ -28,12 +28,7 @@ struct Row {
 use ModelType::{Llama, Mistral, Qwen2, Qwen3};
 
 const fn llama3(factor: f64) -> RopeScaling {
-    RopeScaling::Llama3 {
-        factor,
-        low_freq_factor: 1.0,
-        high_freq_factor: 4.0,
-        original_max_position_embeddings: 8192,
-    }
+    RopeScaling::Llama3 { factor, low_freq_factor: 1.0, high_freq_factor: 4.0, original_max_position_embeddings: 8192 }
 }
 
 const fn row(
@@ -132,4 +127,55 @@ pub fn closest_preset(name: &str) -> Option<&'static str> {
         .filter(|(alike, _)| *alike >= ALIKE)
         .max_by(|a, b| a.0.total_cmp(&b.0))
         .map(|(_, known)| known)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Printed by the publishers; a count is right when it rounds to every printed digit.
+    #[test]
+    fn parameter_counts_equal_the_published_ones() {
+        let published = [
+            ("smollm2-135m", "134.5 M"),
+            ("smollm2-360m", "361.8 M"),
+            ("tinyllama-1.1b", "1.100 B"),
+            ("llama-3.2-1b", "1.236 B"),
+            ("llama-3.2-3b", "3.213 B"),
+            ("llama-3.1-8b", "8.030 B"),
+            ("llama-2-7b", "6.738 B"),
+            ("llama-2-13b", "13.016 B"),
+            ("mistral-7b-v0.3", "7.248 B"),
+            ("qwen2.5-0.5b", "494.0 M"),
+            ("qwen2.5-1.5b", "1.544 B"),
+            ("qwen2.5-7b", "7.616 B"),
+            ("qwen2.5-14b", "14.77 B"),
+            ("qwen2.5-32b", "32.76 B"),
+            ("qwen3-0.6b", "596 M"),
+            ("qwen3-8b", "8.191 B"),
+        ];
+        assert_eq!(preset_names().collect::<Vec<_>>(), published.map(|(name, _)| name));
+        for (name, printed) in published {
+            let (digits, unit) = printed.split_once(' ').unwrap();
+            let decimals = digits.split_once('.').map_or(0, |(_, fraction)| fraction.len());
+            let scale = if unit == "M" { 1e6 } else { 1e9 };
+            let counted = preset(name).unwrap().parameters() as f64 / scale;
+            assert_eq!(format!("{counted:.decimals$}"), digits, "{name}");
+        }
+    }
+
+    #[test]
+    fn presets_are_sane() {
+        for name in preset_names() {
+            assert_eq!(preset(name).unwrap().validate(), Ok(()), "{name}");
+        }
+    }
+
+    #[test]
+    fn typos_lead_to_the_preset_that_was_meant() {
+        assert_eq!(closest_preset("meta-llama/Llama-3.2-1B"), Some("llama-3.2-1b"));
+        assert_eq!(closest_preset("qwen25-7b"), Some("qwen2.5-7b"));
+        assert_eq!(closest_preset("smolm2-135m"), Some("smollm2-135m"));
+        assert_eq!(closest_preset("gpt-2"), None);
+    }
 }

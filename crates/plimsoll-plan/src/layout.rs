@@ -1,0 +1,158 @@
+//! Where every tensor stands: the arena of a device, laid out byte by byte.
+//!
+//! Persistent tensors stand lowest, those that would leave first (optimizer state) highest among
+//! them. Above, every phase packs its own buffers: phases share those bytes.
+
+use crate::lifetimes::{Lifetimes, lifetimes};
+use crate::packing::{self, Packing};
+use plimsoll_core::{Bytes, Category, Space, WorkName};
+use plimsoll_program::{Lifetime, ProgramSet, TensorId};
+use std::collections::BTreeMap;
+
+/// Every buffer starts at a multiple of this: enough for vector loads, and for GPUs' wide ones.
+pub const ALIGNMENT: u64 = 256;
+
+/// The arena of a device.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Layout {
+    /// First byte of each slot of each tensor; `None` where a tensor is a file or is never used.
+    pub offsets: Vec<Vec<Option<u64>>>,
+    /// Just past the last byte that any Program uses.
+    pub arena_bytes: u64,
+    /// Bytes of tensors that are there for the whole run.
+    pub persistent_bytes: u64,
+    /// No packing can be smaller than this.
+    pub lower_bound_bytes: u64,
+    /// Peak of the arena while each kind of Program runs.
+    pub by_program: BTreeMap<WorkName, Bytes>,
+    /// Bytes by category at the moment the arena is fullest.
+    pub by_category: BTreeMap<Category, Bytes>,
+}
+
+impl Layout {
+    /// The first byte of a slot.
+    ///
+    /// # Panics
+    /// Where no op ever touches it: a bug of ours.
+    pub fn offset(&self, tensor: TensorId, slot: u32) -> u64 {
+        self.offsets[tensor.0 as usize][slot as usize].expect("every tensor that an op touches has its place")
+    }
+}
+
+fn aligned(bytes: u64) -> u64 {
+    bytes.next_multiple_of(ALIGNMENT)
+}
+
+/// Persistent tensors in the order in which they stand, with their first bytes; and where they end,
+/// rounded up and not.
+fn persistent(set: &ProgramSet) -> (Vec<(TensorId, u32, u64)>, u64, u64) {
+    let rank = |category: Category| match category {
+        Category::Staging | Category::Communication | Category::Activation | Category::Workspace => 0,
+        Category::Weight => 1,
+        Category::Gradient => 2,
+        Category::Optimizer => 3,
+    };
+    let mut ids: Vec<TensorId> = (0..set.tensors.len() as u32)
+        .map(TensorId)
+        .filter(|&id| set.tensor(id).lifetime == Lifetime::Persistent && set.tensor(id).space != Space::File)
+        .collect();
+    ids.sort_by_key(|&id| rank(set.tensor(id).category));
+    let mut places = Vec::new();
+    let (mut next, mut end) = (0, 0);
+    for id in ids {
+        let tensor = set.tensor(id);
+        for slot in 0..tensor.slots {
+            places.push((id, slot, next));
+            end = next + tensor.bytes();
+            next = aligned(end);
+        }
+    }
+    (places, next, end)
+}
+
+/// The least that any layout of these Programs can take, without packing them.
+pub fn lower_bound(set: &ProgramSet) -> u64 {
+    let (_, start, end) = persistent(set);
+    set.phases
+        .iter()
+        .map(|phase| lifetimes(set, phase))
+        .filter(|l| !l.buffers.is_empty())
+        .map(|l| start + packing::lower_bound(&l.buffers, ALIGNMENT))
+        .fold(end, u64::max)
+}
+
+/// Lays out all Programs of a device.
+pub fn lay_out(set: &ProgramSet) -> Layout {
+    let (places, start, end) = persistent(set);
+    let mut offsets: Vec<Vec<Option<u64>>> = set.tensors.iter().map(|t| vec![None; t.slots as usize]).collect();
+    for (id, slot, offset) in places {
+        offsets[id.0 as usize][slot as usize] = Some(offset);
+    }
+    let phases: Vec<(Lifetimes, Packing)> = set
+        .phases
+        .iter()
+        .map(|phase| {
+            let lifetimes = lifetimes(set, phase);
+            let packing = packing::pack(&lifetimes.buffers, ALIGNMENT);
+            (lifetimes, packing)
+        })
+        .collect();
+
+    let mut by_program: BTreeMap<WorkName, Bytes> = BTreeMap::new();
+    let (mut arena_bytes, mut lower_bound_bytes) = (end, end);
+    for (lifetimes, packing) in &phases {
+        if !lifetimes.buffers.is_empty() {
+            arena_bytes = arena_bytes.max(start + packing.bytes);
+            lower_bound_bytes = lower_bound_bytes.max(start + packing.lower_bound);
+        }
+        for (slots, &offset) in lifetimes.slots.iter().zip(&packing.offsets) {
+            for &(id, slot) in slots {
+                offsets[id.0 as usize][slot as usize] = Some(start + offset);
+            }
+        }
+        for &(work, first, last) in &lifetimes.programs {
+            let peak = lifetimes
+                .buffers
+                .iter()
+                .zip(&packing.offsets)
+                .filter(|(b, _)| b.first <= last && b.last >= first)
+                .map(|(b, offset)| start + offset + b.bytes)
+                .fold(end, u64::max);
+            let entry = by_program.entry(work).or_default();
+            *entry = (*entry).max(Bytes(peak));
+        }
+    }
+    let by_category = by_category(set, &phases, arena_bytes);
+    Layout { offsets, arena_bytes, persistent_bytes: end, lower_bound_bytes, by_program, by_category }
+}
+
+/// Bytes by category at the tick at which most is live, in the phase whose packing is largest.
+/// What alignment and packing leave unused is counted as workspace, so that the sum is the arena.
+fn by_category(set: &ProgramSet, phases: &[(Lifetimes, Packing)], arena_bytes: u64) -> BTreeMap<Category, Bytes> {
+    let mut sums: BTreeMap<Category, Bytes> = BTreeMap::new();
+    for tensor in set.tensors.iter().filter(|t| t.lifetime == Lifetime::Persistent && t.space != Space::File) {
+        *sums.entry(tensor.category).or_default() += Bytes(tensor.bytes() * u64::from(tensor.slots));
+    }
+    if let Some((lifetimes, _)) = phases.iter().max_by_key(|(_, packing)| packing.bytes) {
+        let mut change: BTreeMap<u32, i64> = BTreeMap::new();
+        for b in &lifetimes.buffers {
+            *change.entry(b.first).or_default() += b.bytes as i64;
+            *change.entry(b.last + 1).or_default() -= b.bytes as i64;
+        }
+        let (mut live, mut peak) = (0, (0, 0));
+        for (tick, delta) in change {
+            live += delta;
+            if live > peak.1 {
+                peak = (tick, live);
+            }
+        }
+        for (buffer, slots) in lifetimes.buffers.iter().zip(&lifetimes.slots) {
+            if buffer.first <= peak.0 && buffer.last >= peak.0 {
+                *sums.entry(set.tensor(slots[0].0).category).or_default() += Bytes(buffer.bytes);
+            }
+        }
+    }
+    let counted: Bytes = sums.values().copied().sum();
+    *sums.entry(Category::Workspace).or_default() += Bytes(arena_bytes).saturating_sub(counted);
+    sums
+}

@@ -1,0 +1,98 @@
+//! Every preset plans: its Programs are well-formed, the packing meets the bound, and what is
+//! refused fits at the budget that the refusal names.
+
+use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, Link, Rates, RecomputeLevel};
+use plimsoll_plan::search::{Pins, Question, search};
+use plimsoll_program::models::decoder::{Generation, Optimizer, Source};
+use plimsoll_program::models::{preset, preset_names};
+
+fn device(budget: Bytes) -> DeviceSpec {
+    DeviceSpec {
+        name: "paper".into(),
+        kind: DeviceKind::Paper,
+        budget,
+        charges: Bytes::mib(10),
+        charges_measured: false,
+        threads: 2,
+        rates: Rates {
+            f32_flops: 200e9,
+            bf16_flops: 400e9,
+            memory_bytes_per_second: 20e9,
+            op_seconds: 5e-6,
+            host_link: Link { bytes_per_second: 20e9, latency_seconds: 0.0 },
+            measured: false,
+        },
+    }
+}
+
+fn question<'a>(config: &'a plimsoll_program::models::ModelConfig, device: &'a DeviceSpec) -> Question<'a> {
+    Question {
+        config,
+        precision: DType::F32,
+        sequence: 1024.min(config.max_positions),
+        sequences: 64,
+        source: Source::Random { seed: 1 },
+        optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1 }),
+        evaluate: true,
+        generation: Some(Generation { capacity: 256, chunk: 64 }),
+        device,
+        pins: Pins::default(),
+    }
+}
+
+#[test]
+fn every_preset_packs_to_the_bound() {
+    for name in preset_names() {
+        let config = preset(name).expect("a listed preset exists");
+        let plenty = device(Bytes::gib(100_000));
+        let answer = search(&question(&config, &plenty));
+        assert!(answer.plan.fits, "{name}");
+        plimsoll_program::passes::check::check(&answer.set).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let plan = &answer.plan.devices[0];
+        assert_eq!(plan.arena_bytes, plan.lower_bound_bytes, "{name}: packing overhead");
+        let categories: Bytes = plan.by_category.values().copied().sum();
+        assert_eq!(categories, plan.arena_bytes, "{name}: categories add up");
+    }
+}
+
+#[test]
+fn a_budget_that_binds_is_met_by_recomputing() {
+    let config = preset("smollm2-135m").expect("listed");
+    let plenty = device(Bytes::gib(1000));
+    let free = search(&question(&config, &plenty));
+    let tight = device(Bytes::gib(4));
+    let bound = search(&question(&config, &tight));
+    assert!(bound.plan.fits);
+    assert_ne!(free.plan.recipe, bound.plan.recipe);
+    assert!(bound.plan.devices[0].peak_bytes <= Bytes::gib(4));
+    assert!(bound.plan.predicted.step_seconds >= free.plan.predicted.step_seconds);
+    assert_eq!(bound.plan.devices[0].arena_bytes, bound.plan.devices[0].lower_bound_bytes);
+}
+
+#[test]
+fn what_is_refused_fits_at_the_budget_named_and_not_at_a_mebibyte_less() {
+    for name in ["smollm2-135m", "qwen3-0.6b", "llama-3.2-1b"] {
+        let config = preset(name).expect("listed");
+        let nothing = device(Bytes::mib(64));
+        let refused = search(&question(&config, &nothing));
+        assert!(!refused.plan.fits, "{name}");
+        let need = refused.plan.needs[0].budget_bytes;
+        let enough = device(need);
+        let fits = search(&question(&config, &enough));
+        assert!(fits.plan.fits, "{name}: {need} was named");
+        assert!(fits.plan.devices[0].peak_bytes <= need);
+        let less = device(need.saturating_sub(Bytes::mib(1)));
+        assert!(!search(&question(&config, &less)).plan.fits, "{name}: less than {need} fits, too");
+    }
+}
+
+#[test]
+fn a_pinned_recipe_is_kept() {
+    let config = preset("smollm2-135m").expect("listed");
+    let plenty = device(Bytes::gib(1000));
+    let mut asked = question(&config, &plenty);
+    asked.pins = Pins { micro_batch: Some(4), recompute: Some(vec![RecomputeLevel::Block; 30]) };
+    let answer = search(&asked);
+    assert_eq!(answer.plan.recipe.micro_batch, 4);
+    assert_eq!(answer.plan.recipe.recompute, vec![RecomputeLevel::Block; 30]);
+}
