@@ -2,19 +2,22 @@
 //! this version does not do.
 
 use super::{Init, Method, Precision, RunFile};
+use plimsoll_core::Failure;
+use plimsoll_plan::request::DevicesRequest;
 
 /// What is wrong with a run file whose keys all have the right type.
 pub(super) enum Fault {
     /// The key's value is out of the range that `keys` names.
     Range(&'static str),
-    /// The key's value does not go with another one; a sentence and what to do.
-    Together(&'static str, String, String),
+    /// The key's value cannot stand; why, and what to do.
+    Cannot(&'static str, String, Vec<String>),
 }
 
 /// The first fault, or nothing.
 pub(super) fn check(file: &RunFile) -> Result<(), Fault> {
     ranges(file)?;
     together(file)?;
+    devices(file)?;
     built(file)
 }
 
@@ -46,7 +49,6 @@ fn ranges(file: &RunFile) -> Result<(), Fault> {
         ("lora.dropout", share(lora.dropout)),
         ("recipe.micro_batch", recipe.micro_batch != Some(0)),
         ("run.dir", !run.dir.trim().is_empty()),
-        ("run.devices", !run.devices.trim().is_empty()),
         ("run.threads", (1..=1024).contains(&run.threads.resolve(2))),
     ];
     match rules.into_iter().find(|(_, holds)| !holds) {
@@ -57,7 +59,7 @@ fn ranges(file: &RunFile) -> Result<(), Fault> {
 
 fn together(file: &RunFile) -> Result<(), Fault> {
     let RunFile { model, data, train, recipe, .. } = file;
-    let fault = |key, message: &str, hint: &str| Err(Fault::Together(key, message.into(), hint.into()));
+    let fault = |key, message: &str, hint: &str| Err(cannot(key, message, hint));
     match (&model.path, &model.preset) {
         (None, None) => return fault("model.path", "no model is named", "set model.path or model.preset"),
         (Some(_), Some(_)) => {
@@ -88,15 +90,29 @@ fn together(file: &RunFile) -> Result<(), Fault> {
     Ok(())
 }
 
+fn devices(file: &RunFile) -> Result<(), Fault> {
+    match file.run.devices.parse::<DevicesRequest>() {
+        Ok(_) => Ok(()),
+        Err(error) => {
+            let failure = Failure::from(error);
+            Err(Fault::Cannot("run.devices", failure.message, failure.hints))
+        }
+    }
+}
+
+fn cannot(key: &'static str, message: &str, hint: &str) -> Fault {
+    Fault::Cannot(key, message.to_owned(), vec![hint.to_owned()])
+}
+
 /// What the design has and this version has not is refused by name, so that nobody believes it on.
 fn built(file: &RunFile) -> Result<(), Fault> {
     if file.train.precision == Precision::Bf16 {
         let message = "this version trains in f32; bf16 is not built yet";
-        return Err(Fault::Together("train.precision", message.into(), "set train.precision = \"f32\"".into()));
+        return Err(cannot("train.precision", message, "set train.precision = \"f32\""));
     }
     if file.train.method == Method::Lora {
         let message = "this version trains all parameters; lora is not built yet";
-        return Err(Fault::Together("train.method", message.into(), "set train.method = \"full\"".into()));
+        return Err(cannot("train.method", message, "set train.method = \"full\""));
     }
     Ok(())
 }

@@ -10,9 +10,10 @@ mod read;
 #[cfg(test)]
 mod tests;
 
-pub use read::RunFileError;
+pub use read::{RunFileError, list_setting, model_setting, setting};
 
 use plimsoll_core::{Budget, DType, RecomputeLevel, Rung};
+use plimsoll_plan::request::DevicesRequest;
 use serde::{Deserialize, Serialize};
 
 /// Sources that start with this are made by Plimsoll itself; they are no paths.
@@ -365,6 +366,11 @@ impl RunFile {
             Precision::Bf16 => DType::Bf16,
             Precision::F64 => DType::F64,
         }
+    }
+
+    /// The devices asked for.
+    pub fn devices(&self) -> DevicesRequest {
+        self.run.devices.parse().expect("a loaded run file has devices that can be read")
     }
 
     /// The model as the user named it: its path or its preset.

@@ -60,17 +60,23 @@ pub enum RunFileError {
         /// What the key takes.
         expected: String,
     },
-    /// The value is fine alone, but not here.
+    /// The value cannot stand: it does not go with another one, or names what is not there.
     #[error("{place}: {key}: {message}")]
-    Together {
+    Cannot {
         /// File and line, or the command line.
         place: String,
         /// The key path.
         key: String,
-        /// What does not go together.
+        /// Why.
         message: String,
         /// What to do.
-        hint: String,
+        hints: Vec<String>,
+    },
+    /// A run that goes on cannot change this.
+    #[error("{key} belongs to the experiment: a run that goes on cannot change it")]
+    Experiment {
+        /// The key path.
+        key: String,
     },
     /// A run needs this key.
     #[error("{key} is not set")]
@@ -89,8 +95,11 @@ impl From<RunFileError> for Failure {
             RunFileError::UnknownKey { nearest: Some(near), .. } => failure.hint(format!("did you mean `{near}`?")),
             RunFileError::UnknownKey { key, nearest: None, .. } => failure.hint(known_keys(&key)),
             RunFileError::Setting { .. } => failure.hint("write --set section.key=value, such as --set train.steps=20"),
-            RunFileError::Together { hint, .. } => failure.hint(hint),
+            RunFileError::Cannot { hints, .. } => hints.into_iter().fold(failure, Failure::hint),
             RunFileError::Missing { hint, .. } => failure.hint(hint),
+            RunFileError::Experiment { .. } => {
+                failure.hint("leave it out, or start a run of its own with another run.dir")
+            }
             _ => failure,
         }
     }
@@ -142,6 +151,30 @@ impl RunFile {
         Ok(RunFile::parse("the command line", "", settings)?.absolute()?)
     }
 
+    /// The run file of a run that goes on: `run.toml` in its folder. Settings may move it to other
+    /// devices, budgets, pins and rhythms; what belongs to the experiment stays.
+    ///
+    /// # Errors
+    /// As [`RunFile::load`], and a setting of the experiment.
+    pub fn resume(run_dir: &Path, settings: &[String]) -> Result<RunFile, Failure> {
+        const FREE: [&str; 4] = ["train.eval_every", "train.save_every", "train.save_every_minutes", "train.keep"];
+        for key in settings.iter().filter_map(|setting| setting.split_once('=')).map(|(key, _)| key.trim()) {
+            let free = FREE.contains(&key) || ["memory", "recipe", "run"].contains(&keys::split(key).0);
+            if keys::expected(key).is_some() && !free {
+                return Err(RunFileError::Experiment { key: key.to_owned() }.into());
+            }
+        }
+        let path = run_dir.join("run.toml");
+        if !path.is_file() {
+            let message = format!("{} is no run folder: it has no run.toml", run_dir.display());
+            return Err(Failure::input(message).hint("name the folder that run.dir named when the run started"));
+        }
+        let mut file = RunFile::load(Some(&path), settings)?;
+        // The folder may have been moved since.
+        file.run.dir = run_dir.to_string_lossy().into_owned();
+        Ok(file.absolute()?)
+    }
+
     /// The run file in `text`, with the settings merged; `name` is what messages call it. Paths stay
     /// as they are written.
     ///
@@ -156,7 +189,9 @@ impl RunFile {
         let mut merged = DocumentMut::from(document.as_table().clone());
         let mut set_keys = Vec::new();
         for setting in settings {
-            set_keys.push(merge(&mut merged, setting)?);
+            let key = merge(&mut merged, setting)?;
+            give_way(&mut merged, &key, &set_keys);
+            set_keys.push(key);
         }
         let places = Places { name, text, file: &document, merged: &merged, set_keys: &set_keys };
 
@@ -168,8 +203,8 @@ impl RunFile {
         file.resolve(|key| places.found(key).is_some());
         check(&file).map_err(|fault| match fault {
             Fault::Range(key) => places.value_error(key, "out of range"),
-            Fault::Together(key, message, hint) => {
-                RunFileError::Together { place: places.place(key), key: key.to_owned(), message, hint }
+            Fault::Cannot(key, message, hints) => {
+                RunFileError::Cannot { place: places.place(key), key: key.to_owned(), message, hints }
             }
         })?;
         Ok(file)
@@ -266,6 +301,41 @@ fn merge(document: &mut DocumentMut, setting: &str) -> Result<String, RunFileErr
     let table = item.as_table_like_mut().ok_or_else(|| wrong(&format!("[{section}] is no table")))?;
     table.insert(name, Item::Value(value));
     Ok(key.to_owned())
+}
+
+/// A setting replaces what the file says in its own words and in others: another model, another
+/// measure of length. Two settings do not replace each other.
+fn give_way(document: &mut DocumentMut, key: &str, set_keys: &[String]) {
+    let others: &[&str] = match key {
+        "model.path" => &["model.preset", "model.init"],
+        "model.preset" => &["model.path", "model.init"],
+        "train.steps" => &["train.epochs", "train.hours"],
+        "train.epochs" => &["train.steps", "train.hours"],
+        "train.hours" => &["train.steps", "train.epochs"],
+        _ => &[],
+    };
+    for other in others.iter().filter(|other| !set_keys.iter().any(|set| set == *other)) {
+        let (section, name) = keys::split(other);
+        if let Some(table) = document.get_mut(section).and_then(Item::as_table_like_mut) {
+            table.remove(name);
+        }
+    }
+}
+
+/// `key="text"`, a setting whose value is text whatever it looks like.
+pub fn setting(key: &str, text: &str) -> String {
+    format!("{key}={}", Value::from(text))
+}
+
+/// `key=["text", …]`, a setting whose value is a list of texts.
+pub fn list_setting(key: &str, texts: &[String]) -> String {
+    format!("{key}={}", Value::from_iter(texts))
+}
+
+/// The setting that names a model: by its path if it looks like one or is there, else as a preset.
+pub fn model_setting(model: &str) -> String {
+    let is_path = model.contains(path::MAIN_SEPARATOR) || model.ends_with(".json") || Path::new(model).exists();
+    setting(if is_path { "model.path" } else { "model.preset" }, model)
 }
 
 /// A TOML value; what is none, and does not begin like one, is a string.

@@ -175,6 +175,54 @@ fn keys_that_do_not_go_together_are_refused() {
 }
 
 #[test]
+fn a_setting_replaces_the_files_model_and_length() {
+    let text = "[model]\npreset = \"p\"\ninit = \"random\"\n[train]\nhours = 8\n";
+    let file = parse(text, &["model.path=m", "train.steps=2"]).unwrap();
+    assert_eq!(
+        (file.model.path.as_deref(), file.model.preset.as_deref(), file.model.init),
+        (Some("m"), None, Init::Pretrained)
+    );
+    assert_eq!(file.length(), Some(Length::Steps(2)));
+    let file = parse(text, &["model.init=random", "model.path=m"]).unwrap();
+    assert_eq!(file.model.init, Init::Random);
+    assert_eq!(model_setting("llama-3.2-1b"), "model.preset=\"llama-3.2-1b\"");
+    assert_eq!(model_setting("a/b"), "model.path=\"a/b\"");
+}
+
+#[test]
+fn settings_made_of_text_survive_any_text() {
+    let odd = "a \"b\" 'c'\n#=]\\ 12".to_owned();
+    let file =
+        parse(MODEL, &[&setting("run.dir", &odd), &list_setting("data.train", &[odd.clone(), "12".into()])]).unwrap();
+    assert_eq!(file.run.dir, odd);
+    assert_eq!(file.data.train, [odd, "12".into()]);
+}
+
+#[test]
+fn devices_that_cannot_be_read_are_named() {
+    let message = refusal(MODEL, &["run.devices=gpu"]);
+    assert!(
+        message.starts_with("command line: run.devices: `gpu` is no known device\n  hint: known devices: "),
+        "{message}"
+    );
+}
+
+#[test]
+fn a_run_that_goes_on_keeps_its_experiment() {
+    let folder = tempfile::tempdir().unwrap();
+    let dir = folder.path();
+    let failure = RunFile::resume(dir, &[]).unwrap_err();
+    assert!(failure.message.ends_with("is no run folder: it has no run.toml"), "{failure}");
+    let first = parse(MODEL, &["data.train=/a.txt", "train.steps=9", "run.dir=/elsewhere"]).unwrap();
+    std::fs::write(dir.join("run.toml"), first.to_toml()).unwrap();
+    let resumed = RunFile::resume(dir, &["memory.budget=1GiB".into(), "train.keep=5".into()]).unwrap();
+    assert_eq!(resumed.run.dir, dir.to_str().unwrap());
+    assert_eq!(resumed.train, TrainSection { keep: 5, ..first.train });
+    let failure = RunFile::resume(dir, &["train.learning_rate=1".into()]).unwrap_err();
+    assert!(failure.message.starts_with("train.learning_rate belongs to the experiment"), "{failure}");
+}
+
+#[test]
 fn what_is_not_built_is_refused_by_name() {
     assert_eq!(
         refusal(MODEL, &["train.precision=bf16"]),
@@ -213,10 +261,10 @@ fn any_text() -> impl Strategy<Value = String> {
 }
 
 fn any_file() -> impl Strategy<Value = RunFile> {
-    let names = (any_text(), any_text(), any_text(), proptest::collection::vec(any_text(), 0..3));
+    let names = (any_text(), any_text(), proptest::collection::vec(any_text(), 0..3));
     let numbers = (1u32..5000, 1u64..300, any::<i64>(), 1e-12f64..1e12, 0.0f64..1.0, 0u64..1000);
     let choices = (any::<[bool; 6]>(), 0usize..3, 1u32..1024, 1u64..10_000_000);
-    (names, numbers, choices).prop_map(|((path, dir, devices, sources), numbers, choices)| {
+    (names, numbers, choices).prop_map(|((path, dir, sources), numbers, choices)| {
         let (sequence, sequences, seed, number, share, every) = numbers;
         let (flags, length, count, bytes) = choices;
         let mut file = RunFile::default();
@@ -246,6 +294,7 @@ fn any_file() -> impl Strategy<Value = RunFile> {
         file.memory.allow = if flags[4] { vec![Rung::Nf4, Rung::Bf16] } else { Vec::new() };
         file.recipe.micro_batch = flags[5].then_some(1);
         file.recipe.recompute = RecomputeLevel::ALL[..length].to_vec();
+        let devices = ["auto", "cpu=6GiB", "rtx3090,host=64GiB"][length].to_owned();
         file.run = RunSection { dir, devices, threads: if flags[1] { Threads::Auto } else { Threads::Count(count) } };
         file
     })
