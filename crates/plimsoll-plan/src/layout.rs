@@ -6,7 +6,7 @@
 use crate::lifetimes::{Lifetimes, lifetimes};
 use crate::packing::{self, Packing};
 use plimsoll_core::{Bytes, Category, Space, WorkName};
-use plimsoll_program::{Lifetime, ProgramSet, TensorId};
+use plimsoll_program::{Lifetime, Placement, ProgramSet, TensorId};
 use std::collections::BTreeMap;
 
 /// Every buffer starts at a multiple of this: enough for vector loads, and for GPUs' wide ones.
@@ -15,10 +15,8 @@ pub const ALIGNMENT: u64 = 256;
 /// The arena of a device.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Layout {
-    /// First byte of each slot of each tensor; `None` where a tensor is a file or is never used.
-    pub offsets: Vec<Vec<Option<u64>>>,
-    /// Just past the last byte that any Program uses.
-    pub arena_bytes: u64,
+    /// Where everything stands.
+    pub placement: Placement,
     /// Bytes of tensors that are there for the whole run.
     pub persistent_bytes: u64,
     /// No packing can be smaller than this.
@@ -27,16 +25,6 @@ pub struct Layout {
     pub by_program: BTreeMap<WorkName, Bytes>,
     /// Bytes by category at the moment the arena is fullest.
     pub by_category: BTreeMap<Category, Bytes>,
-}
-
-impl Layout {
-    /// The first byte of a slot.
-    ///
-    /// # Panics
-    /// Where no op ever touches it: a bug of ours.
-    pub fn offset(&self, tensor: TensorId, slot: u32) -> u64 {
-        self.offsets[tensor.0 as usize][slot as usize].expect("every tensor that an op touches has its place")
-    }
 }
 
 fn aligned(bytes: u64) -> u64 {
@@ -123,7 +111,8 @@ pub fn lay_out(set: &ProgramSet) -> Layout {
         }
     }
     let by_category = by_category(set, &phases, arena_bytes);
-    Layout { offsets, arena_bytes, persistent_bytes: end, lower_bound_bytes, by_program, by_category }
+    let placement = Placement { offsets, arena_bytes };
+    Layout { placement, persistent_bytes: end, lower_bound_bytes, by_program, by_category }
 }
 
 /// Bytes by category at the tick at which most is live, in the phase whose packing is largest.

@@ -381,8 +381,8 @@ pub fn search(question: &Question) -> Answer {
         packed += 1;
         let set = question.programs(&candidate.recipe);
         let layout = lay_out(&set);
-        tried.peak_bytes = Bytes(layout.arena_bytes) + device.charges;
-        tried.fits = layout.arena_bytes <= arena_budget;
+        tried.peak_bytes = Bytes(layout.placement.arena_bytes) + device.charges;
+        tried.fits = layout.placement.arena_bytes <= arena_budget;
         if tried.fits {
             found = Some((candidate.recipe.clone(), set, layout));
             break;
@@ -402,14 +402,14 @@ pub fn search(question: &Question) -> Answer {
 pub fn plan_of(question: &Question, recipe: &Recipe) -> Answer {
     let set = question.programs(recipe);
     let layout = lay_out(&set);
-    let fits = layout.arena_bytes <= question.device.arena_budget().0;
+    let fits = layout.placement.arena_bytes <= question.device.arena_budget().0;
     let plan = write_down(question, fits, recipe.clone(), &set, &layout);
     Answer { plan, set, layout, tried: Vec::new() }
 }
 
 fn write_down(question: &Question, fits: bool, recipe: Recipe, set: &ProgramSet, layout: &Layout) -> Plan {
     let device = question.device;
-    let peak = Bytes(layout.arena_bytes) + device.charges;
+    let peak = Bytes(layout.placement.arena_bytes) + device.charges;
     let step_seconds = question.seconds(set, recipe.micro_batch);
     let needs = if fits { vec![] } else { vec![Need { allow: vec![], budget_bytes: peak }] };
     let whole = u64::from(recipe.micro_batch) >= question.sequences;
@@ -420,7 +420,7 @@ fn write_down(question: &Question, fits: bool, recipe: Recipe, set: &ProgramSet,
             name: device.name.clone(),
             simulated: device.simulated(),
             budget_bytes: device.budget,
-            arena_bytes: Bytes(layout.arena_bytes),
+            arena_bytes: Bytes(layout.placement.arena_bytes),
             charges_bytes: device.charges,
             peak_bytes: peak,
             by_category: layout.by_category.clone(),

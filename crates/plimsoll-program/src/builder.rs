@@ -2,7 +2,8 @@
 
 use crate::op::{Op, OpKind};
 use crate::program::ProgramSet;
-use crate::tensor::{Lifetime, Operand, Tensor, TensorId};
+use crate::tensor::{Index, Lifetime, Operand, Tensor, TensorId};
+use crate::workspace;
 use plimsoll_core::{Category, DType, Space};
 use std::collections::HashMap;
 
@@ -80,21 +81,54 @@ impl Builder {
         self.tensor(tensor)
     }
 
-    /// out[m,n] = x[m,k] · weightᵀ[k,n]: a linear layer.
-    pub fn linear(x: Operand, weight: Operand, out: Operand, rows: u64, inputs: u64, outputs: u64) -> Op {
-        OpKind::Product {
-            a: x,
-            b: weight,
-            out,
-            bias: None,
-            residual: None,
-            m: rows,
-            n: outputs,
-            k: inputs,
-            a_transposed: false,
-            b_transposed: true,
-            accumulate: false,
-        }
-        .into()
+    /// Scratch for an op that writes `like`, one for each of its slots. Ops that need equally much for
+    /// the same tensor share it.
+    pub fn scratch_beside(&mut self, like: Operand, role: &str, elements: u64) -> Operand {
+        let Tensor { name, slots, .. } = self.set.tensor(like.tensor);
+        let (name, slots) = (format!("{name}.{role}_{elements}"), *slots);
+        let tensor = self.find(&name).unwrap_or_else(|| self.scratch(&name, elements, slots));
+        Operand { tensor, slot: like.slot, offset: Index::fixed(0) }
+    }
+
+    /// A matrix product with its scratch.
+    pub fn product(&mut self, product: Product) -> Op {
+        let Product { a, b, out, bias, residual, m, n, k, a_transposed, b_transposed, accumulate } = product;
+        let workspace = self.scratch_beside(out, "product", workspace::product(self.lanes, m, n, k));
+        OpKind::Product { a, b, out, bias, residual, workspace, m, n, k, a_transposed, b_transposed, accumulate }.into()
+    }
+}
+
+/// A matrix product before it has its scratch; see [`OpKind::Product`].
+#[derive(Clone, Copy, Debug)]
+pub struct Product {
+    /// [m,k], or [k,m] if transposed.
+    pub a: Operand,
+    /// [k,n], or [n,k] if transposed.
+    pub b: Operand,
+    /// [m,n].
+    pub out: Operand,
+    /// [n], added to every row.
+    pub bias: Option<Operand>,
+    /// [m,n], added.
+    pub residual: Option<Operand>,
+    /// Rows of the result.
+    pub m: u64,
+    /// Columns of the result.
+    pub n: u64,
+    /// Inner size.
+    pub k: u64,
+    /// Whether `a` is stored [k,m].
+    pub a_transposed: bool,
+    /// Whether `b` is stored [n,k].
+    pub b_transposed: bool,
+    /// Whether the result is added to what is there.
+    pub accumulate: bool,
+}
+
+impl Product {
+    /// out[m,n] = x[m,k] · weight[n,k]ᵀ: a linear layer.
+    pub fn linear(x: Operand, weight: Operand, out: Operand, m: u64, k: u64, n: u64) -> Product {
+        let (bias, residual) = (None, None);
+        Product { a: x, b: weight, out, bias, residual, m, n, k, a_transposed: false, b_transposed: true, accumulate: false }
     }
 }

@@ -5,7 +5,7 @@
 //! micro-batches. The gradient of a value that is used twice is summed in place; the gradient of a
 //! residual sum is one buffer that every layer adds to.
 
-use crate::builder::Builder;
+use crate::builder::{Builder, Product};
 use crate::op::{Op, OpKind};
 use crate::tensor::{Index, Operand, TensorId};
 use crate::workspace;
@@ -76,11 +76,9 @@ impl<'a> Tape<'a> {
         (gradient, false)
     }
 
-    fn scratch(&mut self, like: Operand, name: &str, elements: u64) -> Operand {
-        let name = format!("{}.{name}", self.builder.set.tensor(like.tensor).name);
-        let slots = self.builder.set.tensor(like.tensor).slots;
-        let tensor = self.builder.find(&name).unwrap_or_else(|| self.builder.scratch(&name, elements, slots));
-        Operand { tensor, slot: like.slot, offset: Index::fixed(0) }
+    fn product(&mut self, product: Product) {
+        let op = self.builder.product(product);
+        self.ops.push(op);
     }
 
     fn push(&mut self, kind: OpKind) {
@@ -94,12 +92,12 @@ impl<'a> Tape<'a> {
     pub fn derive(&mut self, op: &OpKind) {
         match op {
             OpKind::Product {
-                a, b, out, bias, residual, m, n, k, a_transposed: false, b_transposed: true, accumulate: false,
+                a, b, out, bias, residual, m, n, k, a_transposed: false, b_transposed: true, accumulate: false, ..
             } => {
                 let g = self.of_output(*out);
                 // dW[n,k] += gᵀ[n,m] · a[m,k]
                 let dweight = self.weight(*b);
-                self.push(OpKind::Product {
+                self.product(Product {
                     a: g,
                     b: *a,
                     out: dweight,
@@ -115,12 +113,12 @@ impl<'a> Tape<'a> {
                 if let Some(bias) = bias {
                     let into = self.weight(*bias);
                     let elements = workspace::sum_rows(*m, *n);
-                    let workspace = self.scratch(*out, "bias_sums", elements);
+                    let workspace = self.builder.scratch_beside(*out, "bias_sums", elements);
                     self.push(OpKind::SumRows { x: g, into, workspace, rows: *m, columns: *n });
                 }
                 // da[m,k] (+)= g[m,n] · W[n,k]
                 let (da, accumulate) = self.contribute(*a);
-                self.push(OpKind::Product {
+                self.product(Product {
                     a: g,
                     b: *b,
                     out: da,
@@ -150,7 +148,7 @@ impl<'a> Tape<'a> {
                 let dout = self.of_output(*out);
                 let dweight = self.weight(*weight);
                 let elements = workspace::rms_norm_grad(*rows, *dim);
-                let scratch = self.scratch(*out, "norm_sums", elements);
+                let scratch = self.builder.scratch_beside(*out, "norm_sums", elements);
                 let (dx, accumulate) = self.contribute(*x);
                 self.push(OpKind::RmsNormGrad {
                     x: *x,
@@ -169,7 +167,7 @@ impl<'a> Tape<'a> {
                 let dx = self.of_output(*out);
                 let (dq_weight, dk_weight) = (self.weight(*q_weight), self.weight(*k_weight));
                 let elements = workspace::head_norm_grad(*rows, shape.heads, shape.kv_heads, shape.head_dim);
-                let scratch = self.scratch(*out, "norm_sums", elements);
+                let scratch = self.builder.scratch_beside(*out, "norm_sums", elements);
                 self.push(OpKind::HeadNormGrad {
                     x: *x,
                     q_weight: *q_weight,
@@ -199,7 +197,7 @@ impl<'a> Tape<'a> {
             OpKind::Attention { qkv, document_start, out, stats, batch, sequence, shape, .. } => {
                 let dout = self.of_output(*out);
                 let elements = workspace::attention_grad(self.builder.lanes, *sequence, shape.head_dim);
-                let scratch = self.scratch(*out, "gradient_workspace", elements);
+                let scratch = self.builder.scratch_beside(*out, "gradient", elements);
                 let (dqkv, accumulate) = self.contribute(*qkv);
                 assert!(!accumulate, "queries, keys and values are used by attention alone");
                 self.push(OpKind::AttentionGrad {

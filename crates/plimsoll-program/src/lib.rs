@@ -10,6 +10,7 @@ pub mod models;
 pub mod op;
 mod operands;
 pub mod passes;
+pub mod placement;
 pub mod program;
 pub mod scalars;
 pub mod schedule;
@@ -17,6 +18,7 @@ pub mod tensor;
 pub mod workspace;
 
 pub use op::{Access, Mode, Op, OpKind};
+pub use placement::Placement;
 pub use program::{Block, Phase, Program, ProgramSet};
 pub use schedule::{Call, Schedule};
 pub use tensor::{Index, Lifetime, Operand, Tensor, TensorId};

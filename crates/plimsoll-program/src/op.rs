@@ -94,6 +94,7 @@ pub enum OpKind {
         out: Operand,
         bias: Option<Operand>,
         residual: Option<Operand>,
+        workspace: Operand,
         m: u64,
         n: u64,
         k: u64,
@@ -315,7 +316,7 @@ impl Op {
         let mut touch = |operand: Operand, elements: u64, mode: Mode| list.push(Access { operand, elements, mode });
         let scratch = |operand: &Operand| elements_of(operand.tensor);
         match &self.kind {
-            OpKind::Product { a, b, out, bias, residual, m, n, k, accumulate, .. } => {
+            OpKind::Product { a, b, out, bias, residual, workspace, m, n, k, accumulate, .. } => {
                 touch(*a, m * k, Read);
                 touch(*b, k * n, Read);
                 if let Some(bias) = bias {
@@ -325,6 +326,7 @@ impl Op {
                     touch(*residual, m * n, Read);
                 }
                 touch(*out, m * n, if *accumulate { Update } else { Write });
+                touch(*workspace, scratch(workspace), Write);
             }
             OpKind::Embed { tokens, table, out, rows, hidden, vocab } => {
                 touch(*tokens, *rows, Read);

@@ -17,8 +17,8 @@ impl Op {
 
 fn operands_mut(kind: &mut OpKind) -> Vec<&mut Operand> {
     match kind {
-        OpKind::Product { a, b, out, bias, residual, .. } => {
-            let mut list = vec![a, b, out];
+        OpKind::Product { a, b, out, bias, residual, workspace, .. } => {
+            let mut list = vec![a, b, out, workspace];
             list.extend(bias.as_mut());
             list.extend(residual.as_mut());
             list

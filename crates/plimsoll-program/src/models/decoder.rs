@@ -12,7 +12,7 @@
 
 use super::config::ModelConfig;
 use super::weights::Parameter;
-use crate::builder::Builder;
+use crate::builder::{Builder, Product};
 use crate::derivative::Tape;
 use crate::op::{Heads, Op, OpKind, Queue};
 use crate::passes::recompute::recompute;
@@ -294,11 +294,10 @@ impl<'a> Decoder<'a> {
             OpKind::RmsNorm { x, weight: Operand::layer(w.attention_norm, 0), out: norm1, rstd: rstd1, rows, dim: d, eps }.into(),
         );
         let product = value(b, if w.qk_norms.is_some() { "qkv_raw" } else { "qkv" }, &[rows, shape.columns()], Attention);
-        let mut op = Builder::linear(norm1, Operand::layer(w.qkv, 0), product, rows, d, shape.columns());
-        if let (OpKind::Product { bias, .. }, Some(tensor)) = (&mut op.kind, w.qkv_bias) {
-            *bias = Some(Operand::layer(tensor, 0));
-        }
-        layer.push(op);
+        layer.push(b.product(Product {
+            bias: w.qkv_bias.map(|tensor| Operand::layer(tensor, 0)),
+            ..Product::linear(norm1, Operand::layer(w.qkv, 0), product, rows, d, shape.columns())
+        }));
         let mut qkv = product;
         if let Some((q_norm, k_norm)) = w.qk_norms {
             let normed = value(b, "qkv", &[rows, shape.columns()], Norms);
@@ -334,25 +333,23 @@ impl<'a> Decoder<'a> {
         let (ops, beside) = attention(b, qkv, mixed);
         layer.extend(ops);
         let middle = value(b, "middle", &[rows, d], WholeBlock);
-        let mut op = Builder::linear(mixed, Operand::layer(w.attention_out, 0), middle, rows, shape.query_columns(), d);
-        if let OpKind::Product { residual, .. } = &mut op.kind {
-            *residual = Some(x);
-        }
-        layer.push(op);
+        layer.push(b.product(Product {
+            residual: Some(x),
+            ..Product::linear(mixed, Operand::layer(w.attention_out, 0), middle, rows, shape.query_columns(), d)
+        }));
         let norm2 = value(b, "ffn_normed", &[rows, d], Norms);
         let rstd2 = value(b, "ffn_rstd", &[rows], Norms);
         layer.push(
             OpKind::RmsNorm { x: middle, weight: Operand::layer(w.ffn_norm, 0), out: norm2, rstd: rstd2, rows, dim: d, eps }.into(),
         );
         let gate_up = value(b, "gate_up_product", &[rows, 2 * f], FeedForward);
-        layer.push(Builder::linear(norm2, Operand::layer(w.gate_up, 0), gate_up, rows, d, 2 * f));
+        layer.push(b.product(Product::linear(norm2, Operand::layer(w.gate_up, 0), gate_up, rows, d, 2 * f)));
         let gated = value(b, "gated", &[rows, f], Norms);
         layer.push(OpKind::SwiGlu { gate_up, out: gated, rows, ffn: f }.into());
-        let mut op = Builder::linear(gated, Operand::layer(w.down, 0), next, rows, f, d);
-        if let OpKind::Product { residual, .. } = &mut op.kind {
-            *residual = Some(middle);
-        }
-        layer.push(op);
+        layer.push(b.product(Product {
+            residual: Some(middle),
+            ..Product::linear(gated, Operand::layer(w.down, 0), next, rows, f, d)
+        }));
 
         let normed = b.activation(&format!("{prefix}normed"), &[rows, d], 1);
         let rstd = b.activation(&format!("{prefix}rstd"), &[rows], 1);
@@ -430,12 +427,12 @@ impl<'a> Decoder<'a> {
         let logits = self.builder.activation(&format!("{prefix}logits"), &[block_rows, v], 1);
         let scratch = self.builder.scratch(&format!("{prefix}loss_workspace"), workspace::cross_entropy(block_rows, v), 1);
         let head = Operand::whole(self.weights.head);
-        let ops = |this: &Decoder, rows: u64, first: Index, per_row: fn(Index, u64) -> Index| {
+        let ops = |this: &mut Decoder, rows: u64, first: Index, per_row: fn(Index, u64) -> Index| {
             let wide = per_row(first, d);
             let x = Operand::whole(normed).from(wide);
             let logits = Operand::whole(logits);
             let mut ops = vec![
-                Builder::linear(x, head, logits, rows, d, v),
+                this.builder.product(Product::linear(x, head, logits, rows, d, v)),
                 OpKind::CrossEntropy {
                     logits,
                     labels: Operand::whole(labels).from(first),
@@ -452,38 +449,32 @@ impl<'a> Decoder<'a> {
             ];
             if let Some((dnormed, dhead)) = gradients {
                 // dhead[V,D] += dlogitsᵀ · x ; dx[rows,D] = dlogits · head
-                ops.push(
-                    OpKind::Product {
-                        a: logits,
-                        b: x,
-                        out: Operand::whole(dhead),
-                        bias: None,
-                        residual: None,
-                        m: v,
-                        n: d,
-                        k: rows,
-                        a_transposed: true,
-                        b_transposed: false,
-                        accumulate: true,
-                    }
-                    .into(),
-                );
-                ops.push(
-                    OpKind::Product {
-                        a: logits,
-                        b: head,
-                        out: Operand::whole(dnormed).from(wide),
-                        bias: None,
-                        residual: None,
-                        m: rows,
-                        n: d,
-                        k: v,
-                        a_transposed: false,
-                        b_transposed: false,
-                        accumulate: false,
-                    }
-                    .into(),
-                );
+                ops.push(this.builder.product(Product {
+                    a: logits,
+                    b: x,
+                    out: Operand::whole(dhead),
+                    bias: None,
+                    residual: None,
+                    m: v,
+                    n: d,
+                    k: rows,
+                    a_transposed: true,
+                    b_transposed: false,
+                    accumulate: true,
+                }));
+                ops.push(this.builder.product(Product {
+                    a: logits,
+                    b: head,
+                    out: Operand::whole(dnormed).from(wide),
+                    bias: None,
+                    residual: None,
+                    m: rows,
+                    n: d,
+                    k: v,
+                    a_transposed: false,
+                    b_transposed: false,
+                    accumulate: false,
+                }));
             }
             ops
         };
@@ -681,13 +672,16 @@ impl<'a> Decoder<'a> {
             let (d, v) = (self.what.config.hidden, self.what.config.vocab);
             let picked = self.builder.activation(&format!("{prefix}picked"), &[1, d], 1);
             let logits = self.builder.activation(&format!("{prefix}logits"), &[1, v], 1);
+            let head = Operand::whole(self.weights.head);
+            let product = Product::linear(Operand::whole(picked), head, Operand::whole(logits), 1, d, v);
+            let product = self.builder.product(product);
             let mut blocks = self.forward_blocks(&forward);
             blocks.push(Block::once(
                 "logits",
                 vec![
                     OpKind::PickRow { x: Operand::whole(forward.normed), scalars, out: Operand::whole(picked), rows, columns: d }
                         .into(),
-                    Builder::linear(Operand::whole(picked), Operand::whole(self.weights.head), Operand::whole(logits), 1, d, v),
+                    product,
                 ],
             ));
             programs.push(self.push(

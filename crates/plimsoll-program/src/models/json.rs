@@ -321,9 +321,9 @@ fn refuse_windows(keys: &Keys, model_type: ModelType, layers: u64, max_positions
     };
     match active {
         Some(window) if window < max_positions => {
-            let found = if absent { json!("absent (4096)") } else { json!(window) };
+            let found = if absent { "absent, which means 4096".to_owned() } else { window.to_string() };
             let supported = format!("null, or at least max_position_embeddings, {max_positions}");
-            Err(keys.unsupported("sliding_window", &found, supported))
+            Err(ConfigError::Unsupported { key: "sliding_window".into(), found, supported })
         }
         _ => Ok(()),
     }

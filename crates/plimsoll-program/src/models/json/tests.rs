@@ -1,0 +1,299 @@
+//! What `config.json` means, checked against what transformers makes of the same file.
+
+use super::*;
+use crate::models::{preset, preset_names};
+use proptest::prelude::*;
+
+/// The public configuration of Llama 3.2 1B, as transformers 4.45 wrote it.
+const LLAMA_3_2_1B: &str = r#"{
+  "architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+  "bos_token_id": 128000, "eos_token_id": 128001, "head_dim": 64, "hidden_act": "silu",
+  "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 8192,
+  "max_position_embeddings": 131072, "mlp_bias": false, "model_type": "llama",
+  "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8,
+  "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+  "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+  "rope_theta": 500000.0, "tie_word_embeddings": true, "torch_dtype": "bfloat16",
+  "transformers_version": "4.45.0.dev0", "use_cache": true, "vocab_size": 128256 }"#;
+
+/// The public configuration of SmolLM2 135M Instruct.
+const SMOLLM2_135M: &str = r#"{
+  "architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+  "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 576,
+  "initializer_range": 0.041666666666666664, "intermediate_size": 1536, "is_llama_config": true,
+  "max_position_embeddings": 8192, "mlp_bias": false, "model_type": "llama",
+  "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3, "pad_token_id": 2,
+  "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_interleaved": false, "rope_scaling": null,
+  "rope_theta": 100000, "tie_word_embeddings": true, "torch_dtype": "bfloat16",
+  "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+  "transformers_version": "4.42.3", "use_cache": true, "vocab_size": 49152 }"#;
+
+/// The public configuration of Qwen2.5 0.5B.
+const QWEN_2_5_05B: &str = r#"{
+  "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+  "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02,
+  "intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 24,
+  "model_type": "qwen2", "num_attention_heads": 14, "num_hidden_layers": 24,
+  "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+  "sliding_window": 32768, "tie_word_embeddings": true, "torch_dtype": "bfloat16",
+  "transformers_version": "4.40.1", "use_cache": true, "use_mrope": false,
+  "use_sliding_window": false, "vocab_size": 151936 }"#;
+
+fn small(model_type: &str) -> Map<String, Value> {
+    let text = format!(
+        r#"{{"model_type": "{model_type}", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 256, "sliding_window": null}}"#
+    );
+    serde_json::from_str(&text).unwrap()
+}
+
+fn with(model_type: &str, changes: Value) -> Result<ModelConfig, ConfigError> {
+    with_ignored(model_type, changes, &[])
+}
+
+fn with_ignored(model_type: &str, changes: Value, ignored: &[&str]) -> Result<ModelConfig, ConfigError> {
+    let mut map = small(model_type);
+    map.extend(changes.as_object().unwrap().clone());
+    let ignored: Vec<String> = ignored.iter().map(|&key| key.to_owned()).collect();
+    ModelConfig::from_json(&Value::Object(map).to_string(), &ignored)
+}
+
+#[test]
+fn published_files_are_the_presets() {
+    let read = |text| ModelConfig::from_json(text, &[]).unwrap();
+    assert_eq!(read(LLAMA_3_2_1B), preset("llama-3.2-1b").unwrap());
+    assert_eq!(read(QWEN_2_5_05B), preset("qwen2.5-0.5b").unwrap());
+    let instruct = ModelConfig { bos: Some(1), eos: vec![2], ..preset("smollm2-135m").unwrap() };
+    assert_eq!(read(SMOLLM2_135M), instruct);
+}
+
+#[test]
+fn both_spellings_of_rope_and_dtype_say_the_same() {
+    let scaling = json!({"rope_type": "linear", "factor": 2.0});
+    let old = with("llama", json!({"rope_theta": 5e5, "rope_scaling": scaling, "torch_dtype": "float16"})).unwrap();
+    let older = json!({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}});
+    let new = json!({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}, "dtype": "float16"});
+    assert_eq!((old.rope_theta, old.rope_scaling), (5e5, RopeScaling::Linear { factor: 2.0 }));
+    assert_eq!(with("llama", older).unwrap(), old);
+    assert_eq!(with("llama", new).unwrap(), old);
+    let plain = json!({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}});
+    assert_eq!(with("llama", plain).unwrap().rope_scaling, RopeScaling::None);
+    let contradicting = json!({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}});
+    assert!(matches!(with("llama", contradicting), Err(ConfigError::Contradiction { .. })));
+}
+
+/// Values of `AutoConfig.for_model(type)` in transformers 5.23, for the keys that may be absent.
+#[test]
+fn absent_keys_mean_what_transformers_means() {
+    let read = |model_type: &str, absent: &[&str]| {
+        let mut map = small(model_type);
+        map.insert("num_attention_heads".into(), json!(32));
+        map.insert("max_position_embeddings".into(), json!(64));
+        for key in absent {
+            map.shift_remove(*key);
+        }
+        ModelConfig::from_json(&Value::Object(map).to_string(), &[]).unwrap()
+    };
+    let absent = ["num_key_value_heads", "max_position_embeddings"];
+    let shape = |c: &ModelConfig| (c.kv_heads, c.head_dim, c.max_positions, c.bos, c.eos.clone());
+    assert_eq!(shape(&read("llama", &absent)), (32, 2, 2048, Some(1), vec![2]));
+    assert_eq!(shape(&read("mistral", &absent)), (8, 2, 131_072, Some(1), vec![2]));
+    assert_eq!(shape(&read("qwen2", &absent)), (32, 2, 32_768, None, vec![]));
+    assert_eq!(shape(&read("qwen3", &absent)), (32, 128, 32_768, None, vec![]));
+    for model_type in ["llama", "mistral", "qwen2", "qwen3"] {
+        let config = read(model_type, &[]);
+        let rest = (config.tied, config.norm_eps, config.rope_theta, config.rope_scaling, config.init_std);
+        assert_eq!(rest, (false, 1e-6, 10_000.0, RopeScaling::None, 0.02), "{model_type}");
+    }
+    // A Mistral file without the key has a window of 4096 tokens.
+    let mut map = small("mistral");
+    map.shift_remove("sliding_window");
+    let error = ModelConfig::from_json(&Value::Object(map).to_string(), &[]).unwrap_err();
+    assert!(error.to_string().starts_with("`sliding_window` is absent, which means 4096,"), "{error}");
+}
+
+#[test]
+fn keys_that_change_the_arithmetic_are_refused_by_name() {
+    let cases = [
+        ("llama", "hidden_act", json!("gelu")),
+        ("llama", "attention_bias", json!(true)),
+        ("qwen3", "attention_bias", json!(true)),
+        ("llama", "mlp_bias", json!(true)),
+        ("llama", "attention_dropout", json!(0.1)),
+        ("llama", "pretraining_tp", json!(2)),
+        ("llama", "partial_rotary_factor", json!(0.5)),
+        ("llama", "rope_interleaved", json!(true)),
+        ("llama", "quantization_config", json!({"bits": 4})),
+        ("llama", "model_type", json!("gemma")),
+        ("llama", "layer_types", json!(["full_attention", "sliding_attention"])),
+        ("mistral", "sliding_window", json!(4096)),
+        ("qwen2", "use_mrope", json!(true)),
+        ("llama", "rope_scaling", json!({"rope_type": "yarn", "factor": 4.0})),
+        ("llama", "rope_scaling", json!({"type": "dynamic", "factor": 4.0})),
+        ("llama", "rope_scaling", json!({"rope_type": "longrope", "short_factor": [1.0]})),
+        ("qwen2", "rope_parameters", json!({"rope_type": "mrope"})),
+        ("llama", "rope_parameters", json!({"partial_rotary_factor": 0.25})),
+    ];
+    for (model_type, key, value) in cases {
+        let error = with(model_type, json!({key: value})).unwrap_err();
+        assert!(matches!(error, ConfigError::Unsupported { .. }), "{key}: {error}");
+        assert!(error.to_string().starts_with(&format!("`{key}")), "{key}: {error}");
+        assert!(with_ignored(model_type, json!({key: value}), &[key]).is_err(), "{key} was ignored");
+    }
+    let slides = json!({"use_sliding_window": true, "sliding_window": 128, "max_window_layers": 1});
+    assert!(matches!(with("qwen2", slides), Err(ConfigError::Unsupported { .. })));
+}
+
+#[test]
+fn neutral_values_pass() {
+    let plain = with("llama", json!({})).unwrap();
+    for (key, value) in [
+        ("hidden_act", json!("silu")),
+        ("attention_dropout", json!(0)),
+        ("attention_bias", json!(null)),
+        ("quantization_config", json!(null)),
+        ("layer_types", json!(["full_attention", "full_attention"])),
+        ("sliding_window", json!(2048)),
+        ("rope_scaling", json!({})),
+        ("rope_scaling", json!({"type": "default"})),
+        ("temperature", json!(0.7)),
+    ] {
+        assert_eq!(with("llama", json!({key: value})).as_ref(), Ok(&plain), "{key}");
+    }
+    let window = json!({"use_sliding_window": false, "sliding_window": 128});
+    assert_eq!(with("qwen2", window), with("qwen2", json!({})));
+    let last_layers_only = json!({"use_sliding_window": true, "sliding_window": 128, "max_window_layers": 2});
+    assert_eq!(with("qwen2", last_layers_only), with("qwen2", json!({})));
+}
+
+#[test]
+fn unknown_keys_are_refused_unless_the_user_ignores_them() {
+    let changes = json!({"logit_scale": 2.0, "rope_scaling": {"type": "linear", "factor": 2.0, "twist": 1}});
+    let error = with("llama", changes.clone()).unwrap_err();
+    assert_eq!(error.to_string(), "unknown keys: `logit_scale`, `rope_scaling.twist`");
+    assert!(error.hints()[0].ends_with("--ignore-config-key logit_scale --ignore-config-key rope_scaling.twist"));
+    assert!(with_ignored("llama", changes, &["logit_scale", "rope_scaling.twist"]).is_ok());
+    let error = with_ignored("llama", json!({}), &["hidden_size"]).unwrap_err();
+    assert_eq!(error, ConfigError::CannotIgnore { key: "hidden_size".into() });
+}
+
+#[test]
+fn nonsense_is_named_with_what_was_expected() {
+    let cases = [
+        (json!({"hidden_size": 0}), "`hidden_size` is 0, expected a whole number from 1 to 262144"),
+        (json!({"hidden_size": -64}), "`hidden_size` is -64, expected a whole number from 1 to 262144"),
+        (json!({"vocab_size": 1e30}), "`vocab_size` is 1e+30, expected a whole number from 1 to 67108864"),
+        (json!({"hidden_size": 64.0}), "`hidden_size` is 64.0, expected a whole number from 1 to 262144"),
+        (json!({"hidden_size": "64"}), "`hidden_size` is \"64\", expected a whole number from 1 to 262144"),
+        (json!({"hidden_size": null}), "`hidden_size` is missing, expected a whole number from 1 to 262144"),
+        (json!({"num_key_value_heads": 3}), "`num_key_value_heads` is 3, expected a divisor of num_attention_heads, 4"),
+        (json!({"head_dim": 15}), "`head_dim` is 15, expected an even number (its halves are rotated)"),
+        (json!({"tie_word_embeddings": "yes"}), "`tie_word_embeddings` is \"yes\", expected true or false"),
+        (json!({"rope_theta": 0}), "`rope_theta` is 0, expected a number from 1 to 1e30"),
+        (
+            json!({"rope_scaling": {"type": "linear"}}),
+            "`rope_scaling.factor` is missing, expected a number (for linear)",
+        ),
+        (json!({"rope_scaling": "linear"}), "`rope_scaling` is \"linear\", expected an object or null"),
+        (json!({"bos_token_id": [1]}), "`bos_token_id` is [1], expected a token number or null"),
+    ];
+    for (changes, expected) in cases {
+        assert_eq!(with("llama", changes).unwrap_err().to_string(), expected);
+    }
+    for text in ["", "[]", "{", "{\"a\": 1e999}", "nul"] {
+        assert!(matches!(ModelConfig::from_json(text, &[]), Err(ConfigError::Json { .. })), "{text}");
+    }
+    let huge =
+        json!({"hidden_size": 1 << 18, "head_dim": 64, "num_hidden_layers": 1 << 12, "intermediate_size": 1 << 22});
+    assert!(with("llama", huge).unwrap_err().to_string().contains("parameters together"));
+}
+
+#[test]
+fn what_is_written_reads_back_the_same() {
+    for name in preset_names() {
+        let config = preset(name).unwrap();
+        let written = config.to_json(None, DType::Bf16);
+        assert_eq!(ModelConfig::from_json(&written.to_string(), &[]), Ok(config.clone()), "{name}");
+        let again = config.to_json(Some(&written), DType::Bf16);
+        assert_eq!(again, written, "{name}");
+    }
+}
+
+#[test]
+fn writing_keeps_what_the_base_says_besides() {
+    let base = json!({
+        "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}, "torch_dtype": "float16",
+        "pad_token_id": 7, "own_key": {"deep": [1]}, "eos_token_id": [3, 4],
+    });
+    let mut map = small("mistral");
+    map.extend(base.as_object().unwrap().clone());
+    let base = Value::Object(map);
+    let config = ModelConfig::from_json(&base.to_string(), &["own_key".into()]).unwrap();
+    let written = config.to_json(Some(&base), DType::F32);
+    assert_eq!((&written["pad_token_id"], &written["own_key"]), (&json!(7), &json!({"deep": [1]})));
+    assert_eq!((&written["dtype"], written.get("torch_dtype")), (&json!("float32"), None));
+    assert_eq!((&written["rope_theta"], written.get("rope_parameters")), (&json!(5e5), None));
+    assert_eq!((&written["eos_token_id"], &written["sliding_window"]), (&json!([3, 4]), &Value::Null));
+    assert_eq!(ModelConfig::from_json(&written.to_string(), &["own_key".into()]), Ok(config));
+}
+
+/// Any JSON that is not too deep, with keys that matter more often than not.
+fn any_json() -> impl Strategy<Value = Value> {
+    let leaf = prop_oneof![
+        Just(Value::Null),
+        any::<bool>().prop_map(Value::from),
+        any::<i64>().prop_map(Value::from),
+        any::<u64>().prop_map(Value::from),
+        (0u64..300).prop_map(Value::from),
+        any::<f64>().prop_map(Value::from),
+        prop_oneof![Just("llama3"), Just("linear"), Just("default"), Just("é\u{10ffff}")].prop_map(Value::from),
+    ];
+    leaf.prop_recursive(3, 32, 8, |inner| {
+        prop_oneof![
+            prop::collection::vec(inner.clone(), 0..8).prop_map(Value::from),
+            prop::collection::vec((any_key(), inner), 0..8)
+                .prop_map(|pairs| Value::Object(pairs.into_iter().collect())),
+        ]
+    })
+}
+
+fn any_key() -> impl Strategy<Value = String> {
+    let known: Vec<String> = preset("llama-3.2-1b")
+        .unwrap()
+        .to_json(None, DType::F32)
+        .as_object()
+        .unwrap()
+        .keys()
+        .map(String::from)
+        .chain(["rope_parameters", "sliding_window", "layer_types", "factor", "rope_type", "type"].map(String::from))
+        .chain(["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"].map(String::from))
+        .collect();
+    prop_oneof![9 => prop::sample::select(known), 1 => ".{0,20}"]
+}
+
+proptest! {
+    /// What is believed is sane: later arithmetic on it stays inside 64 bits.
+    #[test]
+    fn any_values_are_read_or_refused(
+        changes in prop::collection::vec((any_key(), any_json()), 0..6),
+        model_type in prop::sample::select(vec!["llama", "mistral", "qwen2", "qwen3"]),
+    ) {
+        let mut map = small(model_type);
+        map.extend(changes);
+        if let Ok(config) = ModelConfig::from_json(&Value::Object(map).to_string(), &[]) {
+            prop_assert!(config.parameters() <= limit::PARAMETERS);
+            let written = config.to_json(None, DType::F32).to_string();
+            prop_assert_eq!(ModelConfig::from_json(&written, &[]), Ok(config));
+        }
+    }
+
+    #[test]
+    fn any_text_is_read_or_refused(at in 0usize..LLAMA_3_2_1B.len(), bytes in prop::collection::vec(any::<u8>(), 1..4)) {
+        let mut text = LLAMA_3_2_1B.as_bytes().to_vec();
+        let end = (at + bytes.len()).min(text.len());
+        text.splice(at..end, bytes);
+        let _ = ModelConfig::from_json(&String::from_utf8_lossy(&text), &[]);
+        let _ = ModelConfig::from_json(&String::from_utf8_lossy(&text[..at]), &[]);
+    }
+}

@@ -1,0 +1,23 @@
+//! Where every tensor of a set stands in its device's arena: what the planner decides and the
+//! executor obeys.
+
+use crate::tensor::TensorId;
+
+/// First bytes of all tensors, and how large the arena is.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Placement {
+    /// By tensor and slot; `None` for files and for what no op touches.
+    pub offsets: Vec<Vec<Option<u64>>>,
+    /// Just past the last byte that any Program uses.
+    pub arena_bytes: u64,
+}
+
+impl Placement {
+    /// The first byte of a slot.
+    ///
+    /// # Panics
+    /// Where no op ever touches it: a bug of ours.
+    pub fn offset(&self, tensor: TensorId, slot: u32) -> u64 {
+        self.offsets[tensor.0 as usize][slot as usize].expect("every tensor that an op touches has its place")
+    }
+}
