@@ -1,0 +1,480 @@
+//! The command line as it is typed: one struct a command, one field a flag. A flag that stands for a
+//! key of the run file is nothing but a setting of that key, so that the run file stays the one place
+//! where meanings, defaults and checks live.
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use plimsoll_core::{Failure, Plan};
+use plimsoll_train::run_file::{RunFile, list_setting, model_setting, setting};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Train language models on the devices you have, under a load line, from a plan that is exact.
+#[derive(Debug, Parser)]
+#[command(name = "plimsoll", version, arg_required_else_help = true, disable_help_subcommand = true)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// What to do.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Train a model as a run file says; with no run file, the built-in example
+    Train(TrainArgs),
+    /// Show what a run would hold, Program by Program, and how fast it would be; nothing is run
+    Plan(PlanArgs),
+    /// Show the devices of this machine, what Plimsoll would take of each, and why
+    Devices(DevicesArgs),
+    /// Measure devices, or a training step
+    Bench {
+        /// What to measure.
+        #[command(subcommand)]
+        what: BenchCommand,
+    },
+    /// Measure the loss of a model on data
+    Eval(EvalArgs),
+    /// Continue a prompt with a model
+    Generate(GenerateArgs),
+}
+
+/// What to measure.
+#[derive(Debug, Subcommand)]
+pub enum BenchCommand {
+    /// Measure matrix products and memory of each device, alone and all at once; the planner's prices come from here
+    Devices(BenchDevicesArgs),
+    /// Time one training step of a model with random weights
+    Step(BenchStepArgs),
+}
+
+impl Command {
+    /// Whether the answer goes to a program.
+    pub fn json(&self) -> bool {
+        match self {
+            Command::Train(args) => args.json,
+            Command::Plan(args) => args.json,
+            Command::Devices(args) => args.json,
+            Command::Bench { what: BenchCommand::Devices(_) } => false,
+            Command::Bench { what: BenchCommand::Step(_) } => true,
+            Command::Eval(args) => args.json,
+            Command::Generate(args) => args.json,
+        }
+    }
+}
+
+/// Settings that `train` and `plan` share.
+#[derive(Debug, Args)]
+pub struct SettingArgs {
+    /// Set any key of the run file, such as train.steps=20
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    set: Vec<String>,
+    /// The devices, such as cpu=6GiB, or virtual:a=600MiB@1.0,virtual:b=200MiB@0.5, or on paper rtx3090,host=64GiB
+    #[arg(long)]
+    devices: Option<String>,
+    /// The most that a device may hold: a share of what is free, such as 90%, or an amount, such as 6GiB
+    #[arg(long)]
+    budget: Option<String>,
+    /// Lossy rungs that the planner may take: bf16, adam8bit, lora, int8, nf4, with commas
+    #[arg(long, value_name = "RUNGS")]
+    allow: Option<String>,
+    /// Accept a key of config.json that Plimsoll does not know
+    #[arg(long, value_name = "KEY")]
+    ignore_config_key: Vec<String>,
+}
+
+impl SettingArgs {
+    /// As settings; `--set` comes last and wins.
+    fn settings(&self) -> Vec<String> {
+        let mut settings: Vec<String> =
+            [("run.devices", &self.devices), ("memory.budget", &self.budget), ("memory.allow", &self.allow)]
+                .into_iter()
+                .filter_map(|(key, value)| value.as_ref().map(|value| setting(key, value)))
+                .collect();
+        if !self.ignore_config_key.is_empty() {
+            settings.push(list_setting("model.ignore_config_keys", &self.ignore_config_key));
+        }
+        settings.extend(self.set.iter().cloned());
+        settings
+    }
+}
+
+/// `plimsoll train`.
+#[derive(Debug, Args)]
+#[command(after_help = "Example:\n  plimsoll train run.toml --budget 6GiB --set train.steps=20")]
+pub struct TrainArgs {
+    /// The run file; without one, a small model learns to add numbers
+    #[arg(value_name = "RUN.toml", conflicts_with = "resume")]
+    run_file: Option<PathBuf>,
+    #[command(flatten)]
+    settings: SettingArgs,
+    /// Go on with the run in this folder, from its newest good checkpoint
+    #[arg(long, value_name = "RUN_DIR")]
+    resume: Option<PathBuf>,
+    /// Take the recipe of this plan, as `plimsoll plan --json` printed it
+    #[arg(long, value_name = "FILE", conflicts_with = "resume")]
+    plan: Option<PathBuf>,
+    /// Print events, one JSON object a line, and the result as the last
+    #[arg(long)]
+    pub json: bool,
+    /// Print nothing but what goes wrong
+    #[arg(long, short)]
+    pub quiet: bool,
+}
+
+impl TrainArgs {
+    /// Whether a run goes on (else one starts).
+    pub fn resumes(&self) -> bool {
+        self.resume.is_some()
+    }
+
+    /// The run file that all this means.
+    ///
+    /// # Errors
+    /// What is wrong with the run file, a setting or the plan's file.
+    pub fn resolve(&self) -> Result<RunFile, Failure> {
+        let mut settings = self.settings.settings();
+        if let Some(dir) = &self.resume {
+            return RunFile::resume(dir, &settings);
+        }
+        if let Some(path) = &self.plan {
+            settings.splice(0..0, recipe_settings(path)?);
+        }
+        let run_file = RunFile::load(self.run_file.as_deref(), &settings)?;
+        run_file.check_trainable()?;
+        Ok(run_file)
+    }
+}
+
+/// The recipe of a stored plan, as pins.
+fn recipe_settings(path: &Path) -> Result<Vec<String>, Failure> {
+    let name = path.display();
+    let text = std::fs::read_to_string(path)
+        .map_err(|error| Failure::input(format!("cannot read the plan {name}: {error}")))?;
+    let plan: Plan = serde_json::from_str(&text).map_err(|error| {
+        Failure::input(format!("{name} is no plan: {error}")).hint("make one with plimsoll plan RUN.toml --json")
+    })?;
+    let levels: Vec<String> = plan.recipe.recompute.iter().map(ToString::to_string).collect();
+    let micro_batch = format!("recipe.micro_batch={}", plan.recipe.micro_batch);
+    Ok(vec![micro_batch, list_setting("recipe.recompute", &levels)])
+}
+
+/// `plimsoll plan`.
+#[derive(Debug, Args)]
+#[command(after_help = "Example:\n  plimsoll plan --devices rtx3090,rtx3070,host=64GiB --model qwen2.5-7b --explain")]
+pub struct PlanArgs {
+    /// The run file; without one and without --model, the built-in example
+    #[arg(value_name = "RUN.toml")]
+    run_file: Option<PathBuf>,
+    /// The model: a Hugging Face directory, a config.json, or the name of a known shape
+    #[arg(long, value_name = "DIR|config.json|PRESET")]
+    model: Option<String>,
+    #[command(flatten)]
+    settings: SettingArgs,
+    /// Tokens of one sequence
+    #[arg(long)]
+    sequence: Option<u32>,
+    /// Tokens of one optimizer step, a multiple of the sequence
+    #[arg(long)]
+    batch_tokens: Option<u64>,
+    /// Print the plan as JSON
+    #[arg(long)]
+    pub json: bool,
+    /// Show every recipe that was tried, with its predicted bytes and seconds
+    #[arg(long)]
+    pub explain: bool,
+}
+
+impl PlanArgs {
+    /// The run file that all this means.
+    ///
+    /// # Errors
+    /// What is wrong with the run file or a setting.
+    pub fn resolve(&self) -> Result<RunFile, Failure> {
+        let sequence = self.sequence.map(|sequence| format!("data.sequence={sequence}"));
+        let batch_tokens = self.batch_tokens.map(|tokens| format!("train.batch_tokens={tokens}"));
+        let mut settings: Vec<String> = sequence.into_iter().chain(batch_tokens).collect();
+        settings.extend(self.settings.settings());
+        match (&self.run_file, &self.model) {
+            (run_file, None) => RunFile::load(run_file.as_deref(), &settings),
+            (Some(run_file), Some(model)) => {
+                settings.insert(0, model_setting(model));
+                RunFile::load(Some(run_file), &settings)
+            }
+            (None, Some(model)) => {
+                settings.insert(0, model_setting(model));
+                RunFile::from_settings(&settings)
+            }
+        }
+    }
+
+    /// The command that trains under this plan, for the hints of one that does not fit; flags may be
+    /// appended. `None` where no run file says what to train.
+    pub fn train_command(&self) -> Option<String> {
+        match (&self.run_file, &self.model) {
+            (Some(path), None) => Some(format!("plimsoll train {}", path.display())),
+            (None, None) => Some("plimsoll train".to_owned()),
+            _ => None,
+        }
+    }
+}
+
+/// `plimsoll devices`.
+#[derive(Debug, Args)]
+#[command(after_help = "Example:\n  plimsoll devices --watch")]
+pub struct DevicesArgs {
+    /// Print the devices as JSON
+    #[arg(long)]
+    pub json: bool,
+    /// Keep the table up to date until a key is pressed
+    #[arg(long, conflicts_with = "json")]
+    pub watch: bool,
+}
+
+/// `plimsoll bench devices`.
+#[derive(Debug, Args)]
+#[command(after_help = "Example:\n  plimsoll bench devices --duration 3m --json rates.json")]
+pub struct BenchDevicesArgs {
+    /// How long to measure in all, such as 30s or 3m
+    #[arg(long, default_value = "30s", value_parser = duration)]
+    pub duration: Duration,
+    /// Write the figures to this file as JSON, too
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+}
+
+/// `plimsoll bench step`: the options of the PyTorch script that it is held against.
+#[derive(Debug, Args)]
+#[command(after_help = "Example:\n  plimsoll bench step --threads 2 --sequence 512 --batch 4")]
+pub struct BenchStepArgs {
+    /// Tokens in the vocabulary
+    #[arg(long, default_value_t = 8192, value_parser = at_least_one())]
+    pub vocab: u32,
+    /// Layers
+    #[arg(long, default_value_t = 6, value_parser = at_least_one())]
+    pub layers: u32,
+    /// Width of the stream
+    #[arg(long, default_value_t = 384, value_parser = at_least_one())]
+    pub hidden: u32,
+    /// Heads of queries
+    #[arg(long, default_value_t = 6, value_parser = at_least_one())]
+    pub heads: u32,
+    /// Heads of keys and values
+    #[arg(long, default_value_t = 6, value_parser = at_least_one())]
+    pub kv_heads: u32,
+    /// Width of the feed-forward part
+    #[arg(long, default_value_t = 1024, value_parser = at_least_one())]
+    pub ffn: u32,
+    /// Tokens of one sequence
+    #[arg(long, default_value_t = 256, value_parser = at_least_one())]
+    pub sequence: u32,
+    /// Sequences of one micro-batch
+    #[arg(long, default_value_t = 8, value_parser = at_least_one())]
+    pub batch: u32,
+    /// Micro-batches of one optimizer step
+    #[arg(long, default_value_t = 1, value_parser = at_least_one())]
+    pub accumulate: u32,
+    /// Threads that compute
+    #[arg(long, default_value_t = 2, value_parser = at_least_one())]
+    pub threads: u32,
+    /// Steps that are timed
+    #[arg(long, default_value_t = 10, value_parser = at_least_one())]
+    pub steps: u32,
+    /// Steps before those
+    #[arg(long, default_value_t = 4)]
+    pub warmup: u32,
+    /// The arithmetic
+    #[arg(long, value_enum, default_value_t = StepDType::F32)]
+    pub dtype: StepDType,
+    /// The device
+    #[arg(long, default_value = "cpu")]
+    pub device: String,
+    /// Keep only each block's input, and compute the rest again
+    #[arg(long)]
+    pub checkpoint: bool,
+}
+
+/// The arithmetic of a timed step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum StepDType {
+    /// 32-bit floats
+    F32,
+}
+
+/// `plimsoll eval`.
+#[derive(Debug, Args)]
+#[command(after_help = "Example:\n  plimsoll eval runs/sums/model --data runs/sums/data/eval.jsonl --format tokens")]
+pub struct EvalArgs {
+    /// The model: a Hugging Face directory
+    #[arg(value_name = "DIR")]
+    dir: PathBuf,
+    /// The data: a file or a glob, .jsonl or .txt
+    #[arg(long, value_name = "FILE")]
+    data: String,
+    /// What a sample looks like: text or tokens
+    #[arg(long)]
+    format: Option<String>,
+    /// Tokens of one sequence; longer samples are split
+    #[arg(long)]
+    sequence: Option<u32>,
+    #[command(flatten)]
+    place: PlaceArgs,
+    /// Print loss, perplexity and tokens as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+impl EvalArgs {
+    /// The run file that all this means.
+    ///
+    /// # Errors
+    /// What is wrong with a setting.
+    pub fn resolve(&self) -> Result<RunFile, Failure> {
+        let mut settings = self.place.settings(&self.dir);
+        settings.push(setting("data.eval", &self.data));
+        settings.extend(self.format.as_ref().map(|format| setting("data.format", format)));
+        settings.extend(self.sequence.map(|sequence| format!("data.sequence={sequence}")));
+        RunFile::from_settings(&settings)
+    }
+}
+
+/// `plimsoll generate`.
+#[derive(Debug, Args)]
+#[command(after_help = "Example:\n  plimsoll generate models/my-llama --prompt \"Once upon a time\" --max-tokens 50")]
+pub struct GenerateArgs {
+    /// The model: a Hugging Face directory
+    #[arg(value_name = "DIR")]
+    dir: PathBuf,
+    /// The text to go on from
+    #[arg(long, value_name = "TEXT")]
+    pub prompt: String,
+    /// New tokens at most
+    #[arg(long, default_value_t = 64, value_parser = at_least_one())]
+    pub max_tokens: u32,
+    /// 0 takes the likeliest token each time; above, tokens are drawn
+    #[arg(long, default_value_t = 0.0, value_parser = temperature)]
+    pub temperature: f32,
+    /// Draw from the likeliest tokens only, so many
+    #[arg(long, value_parser = at_least_one())]
+    pub top_k: Option<u32>,
+    /// Draw from the likeliest tokens only, until they hold this share
+    #[arg(long, value_parser = share)]
+    pub top_p: Option<f32>,
+    /// Seed of the drawing
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
+    #[command(flatten)]
+    place: PlaceArgs,
+    /// Print the text and its tokens as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+impl GenerateArgs {
+    /// The run file that all this means.
+    ///
+    /// # Errors
+    /// What is wrong with a setting.
+    pub fn resolve(&self) -> Result<RunFile, Failure> {
+        RunFile::from_settings(&self.place.settings(&self.dir))
+    }
+}
+
+/// Where a finished model runs.
+#[derive(Debug, Args)]
+struct PlaceArgs {
+    /// The device, such as cpu
+    #[arg(long)]
+    devices: Option<String>,
+    /// The most that the device may hold: a share of what is free, such as 90%, or an amount, such as 6GiB
+    #[arg(long)]
+    budget: Option<String>,
+    /// Threads that compute
+    #[arg(long, value_parser = at_least_one())]
+    threads: Option<u32>,
+    /// Accept a key of config.json that Plimsoll does not know
+    #[arg(long, value_name = "KEY")]
+    ignore_config_key: Vec<String>,
+}
+
+impl PlaceArgs {
+    fn settings(&self, model: &Path) -> Vec<String> {
+        let mut settings = vec![setting("model.path", &model.to_string_lossy())];
+        settings.extend(self.devices.as_ref().map(|devices| setting("run.devices", devices)));
+        settings.extend(self.budget.as_ref().map(|budget| setting("memory.budget", budget)));
+        settings.extend(self.threads.map(|threads| format!("run.threads={threads}")));
+        if !self.ignore_config_key.is_empty() {
+            settings.push(list_setting("model.ignore_config_keys", &self.ignore_config_key));
+        }
+        settings
+    }
+}
+
+fn at_least_one() -> clap::builder::RangedI64ValueParser<u32> {
+    clap::value_parser!(u32).range(1..)
+}
+
+/// `90s`, `3m`, `1h`, `45`: seconds without a unit.
+fn duration(text: &str) -> Result<Duration, String> {
+    let split = text.find(|letter: char| !letter.is_ascii_digit() && letter != '.').unwrap_or(text.len());
+    let (number, unit) = text.split_at(split);
+    let scale = match unit {
+        "" | "s" => 1.0,
+        "m" => 60.0,
+        "h" => 3600.0,
+        _ => return Err("expected a duration such as 30s, 3m or 1h".to_owned()),
+    };
+    let seconds = number.parse::<f64>().unwrap_or(0.0) * scale;
+    if !(1.0..=86400.0).contains(&seconds) {
+        return Err("expected a duration from 1s to 24h, such as 30s or 3m".to_owned());
+    }
+    Ok(Duration::from_secs_f64(seconds))
+}
+
+fn temperature(text: &str) -> Result<f32, String> {
+    match text.parse::<f32>() {
+        Ok(number) if number.is_finite() && number >= 0.0 => Ok(number),
+        _ => Err("expected a number, 0 or more".to_owned()),
+    }
+}
+
+fn share(text: &str) -> Result<f32, String> {
+    match text.parse::<f32>() {
+        Ok(number) if number > 0.0 && number <= 1.0 => Ok(number),
+        _ => Err("expected a number above 0, at most 1".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_well_formed() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn flags_are_settings_of_the_run_file() {
+        let line = "plimsoll plan --model qwen2.5-7b --devices rtx3090,host=64GiB --budget 6GiB --allow 16,8,4 \
+                    --sequence 512 --batch-tokens 4096 --ignore-config-key odd";
+        let Command::Plan(args) = Cli::parse_from(line.split_whitespace()).command else { panic!("no plan") };
+        let file = args.resolve().unwrap();
+        assert_eq!(file.model.preset.as_deref(), Some("qwen2.5-7b"));
+        assert_eq!(file.run.devices, "rtx3090,host=64GiB");
+        assert_eq!(file.memory.budget.to_string(), "6GiB");
+        assert_eq!(file.memory.allow.len(), 3);
+        assert_eq!((file.data.sequence, file.train.batch_tokens), (512, 4096));
+        assert_eq!(file.model.ignore_config_keys, ["odd"]);
+    }
+
+    #[test]
+    fn durations_have_units() {
+        assert_eq!(duration("3m"), Ok(Duration::from_secs(180)));
+        assert_eq!(duration("1.5h"), Ok(Duration::from_secs(5400)));
+        assert_eq!(duration("45"), Ok(Duration::from_secs(45)));
+        for bad in ["", "m", "0s", "3 parsec", "-1s", "99999h"] {
+            assert!(duration(bad).is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,55 @@
+//! What is printed, and where: answers to stdout, failures to stderr. A reader who has gone away is
+//! no failure.
+
+use plimsoll_core::{Exit, Failure};
+use serde_json::json;
+use std::io::{self, IsTerminal, Write};
+
+/// Prints an answer.
+pub fn answer(text: &str) {
+    // A closed pipe means that nobody wants to read on; there is nobody to tell, either.
+    let mut out = io::stdout().lock();
+    let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+}
+
+/// Prints a failure for a person to stderr and, where a program listens, as an object to stdout.
+pub fn failure(failure: &Failure, json: bool) {
+    complain(failure);
+    if json {
+        let object =
+            json!({"error": {"exit": failure.exit as i32, "message": failure.message, "hints": failure.hints}});
+        answer(&format!("{object}\n"));
+    }
+}
+
+/// Prints a failure to stderr alone.
+pub fn complain(failure: &Failure) {
+    let word = if failure.exit == Exit::Stopped { "stopped" } else { "error" };
+    let word = if colours(&io::stderr()) { format!("\x1b[1;31m{word}:\x1b[0m") } else { format!("{word}:") };
+    let _ = writeln!(io::stderr(), "{word} {failure}");
+}
+
+/// Whether the output takes colours: a terminal that is not told otherwise (no-color.org).
+fn colours(output: &impl IsTerminal) -> bool {
+    let plain = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+    let dumb = std::env::var_os("TERM").is_some_and(|value| value == "dumb");
+    output.is_terminal() && !plain && !dumb
+}
+
+/// From now on a panic, in any thread, says that it is a bug of ours and ends the program with exit
+/// code 1. Files are written aside and renamed, so ending anywhere loses nothing that was saved.
+pub fn own_our_bugs() {
+    std::panic::set_hook(Box::new(|panic| {
+        let message = panic.payload_as_str().unwrap_or("no message");
+        let place = panic.location().map(|place| format!(" ({}:{})", place.file(), place.line())).unwrap_or_default();
+        let backtrace = std::backtrace::Backtrace::capture();
+        let mut bug = Failure::bug(format!("this is a bug in plimsoll: {message}{place}"));
+        if backtrace.status() == std::backtrace::BacktraceStatus::Captured {
+            let _ = writeln!(io::stderr(), "{backtrace}");
+        } else {
+            bug = bug.hint("RUST_BACKTRACE=1 shows where it comes from");
+        }
+        complain(&bug.hint(concat!("please report it: ", env!("CARGO_PKG_REPOSITORY"), "/issues")));
+        std::process::exit(Exit::Bug as i32);
+    }));
+}

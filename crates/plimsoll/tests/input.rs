@@ -1,0 +1,132 @@
+//! What the real binary says to input that is wrong: exit code 2, one clear message, no panic.
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+fn plimsoll(dir: &Path, args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_plimsoll")).args(args).current_dir(dir).env("NO_COLOR", "1").output().unwrap()
+}
+
+/// The message of a command that is refused with exit code 2 and says nothing on stdout.
+fn refusal(dir: &Path, args: &[&str]) -> String {
+    let output = plimsoll(dir, args);
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(2), "{args:?}: {stderr}");
+    assert_eq!(String::from_utf8(output.stdout).unwrap(), "", "{args:?}");
+    assert!(!stderr.contains("panic"), "{stderr}");
+    stderr
+}
+
+#[test]
+fn wrong_usage_is_refused_with_the_flag_that_was_meant() {
+    let dir = tempfile::tempdir().unwrap();
+    let message = refusal(dir.path(), &["train", "--buget", "1GiB"]);
+    assert!(message.contains("'--buget'") && message.contains("--budget"), "{message}");
+    refusal(dir.path(), &["sail"]);
+    refusal(dir.path(), &["train", "run.toml", "--resume", "runs/a"]);
+    refusal(dir.path(), &["bench", "step", "--layers", "0"]);
+    refusal(dir.path(), &["bench", "devices", "--duration", "3 moons"]);
+    refusal(dir.path(), &["generate", "model", "--prompt", "x", "--top-p", "2"]);
+    refusal(dir.path(), &["eval", "model"]);
+}
+
+#[test]
+fn help_is_an_answer() {
+    let dir = tempfile::tempdir().unwrap();
+    for args in [&["--help"][..], &["train", "--help"], &["plan", "--help"], &["bench", "step", "--help"]] {
+        let output = plimsoll(dir.path(), args);
+        assert_eq!(output.status.code(), Some(0));
+        let help = String::from_utf8(output.stdout).unwrap();
+        assert!(help.contains("Usage: plimsoll"), "{help}");
+    }
+}
+
+#[test]
+fn a_mistake_in_the_run_file_is_named_by_file_line_and_key() {
+    let dir = tempfile::tempdir().unwrap();
+    let write = |text: &str| std::fs::write(dir.path().join("run.toml"), text).unwrap();
+
+    write("[model]\npath = \"m\"\n\n[train]\nstepz = 5\n");
+    assert_eq!(
+        refusal(dir.path(), &["train", "run.toml"]),
+        "error: run.toml, line 5: unknown key `train.stepz`\n  hint: did you mean `train.steps`?\n"
+    );
+    write("[model]\npath = \"m\"\n[train]\nsteps = \"many\"\n");
+    assert_eq!(
+        refusal(dir.path(), &["plan", "run.toml"]),
+        "error: run.toml, line 4: train.steps is \"many\", expected a whole number, 1 or more\n"
+    );
+    write("[model]\npath = \"m\"\n[train]\nsteps = 5\n");
+    assert_eq!(
+        refusal(dir.path(), &["train", "run.toml"]),
+        "error: data.train is not set\n  hint: set data.train to a .jsonl or .txt file\n"
+    );
+    write("[model\n");
+    assert!(refusal(dir.path(), &["train", "run.toml"]).starts_with("error: run.toml, line 1: "));
+    std::fs::write(dir.path().join("run.toml"), [0xff, 0xfe, 0x00]).unwrap();
+    assert!(refusal(dir.path(), &["train", "run.toml"]).starts_with("error: cannot read run.toml: "));
+}
+
+#[test]
+fn files_that_are_not_there_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    assert!(refusal(dir.path(), &["train", "nowhere.toml"]).starts_with("error: cannot read nowhere.toml: "));
+    assert!(
+        refusal(dir.path(), &["train", "--resume", "nowhere"])
+            .starts_with("error: nowhere is no run folder: it has no run.toml\n  hint: ")
+    );
+    assert!(
+        refusal(dir.path(), &["train", "--plan", "nowhere.json"])
+            .starts_with("error: cannot read the plan nowhere.json: ")
+    );
+    std::fs::write(dir.path().join("plan.json"), "{}").unwrap();
+    assert!(refusal(dir.path(), &["train", "--plan", "plan.json"]).starts_with("error: plan.json is no plan: "));
+}
+
+#[test]
+fn settings_of_nonsense_are_refused_with_the_key() {
+    let dir = tempfile::tempdir().unwrap();
+    assert_eq!(
+        refusal(dir.path(), &["train", "--set", "train.stepz=5"]),
+        "error: command line: unknown key `train.stepz`\n  hint: did you mean `train.steps`?\n"
+    );
+    assert_eq!(
+        refusal(dir.path(), &["train", "--set", "train.steps=lots"]),
+        "error: command line: train.steps is \"lots\", expected a whole number, 1 or more\n"
+    );
+    let hint = "  hint: write --set section.key=value, such as --set train.steps=20\n";
+    assert_eq!(
+        refusal(dir.path(), &["plan", "--set", "train.steps"]),
+        format!("error: --set train.steps: no `=` between key and value\n{hint}")
+    );
+    for nonsense in
+        ["", "=", "=5", ".=5", "train=5", "train.=5", "a.b.c=5", "train.steps=[", "train.steps=\u{7}", "✓=✓"]
+    {
+        refusal(dir.path(), &["train", "--set", nonsense]);
+    }
+    assert!(
+        refusal(dir.path(), &["train", "--budget", "lots"])
+            .starts_with("error: command line: memory.budget is \"lots\", expected ")
+    );
+    assert!(
+        refusal(dir.path(), &["train", "--devices", "gpu"])
+            .starts_with("error: command line: run.devices: `gpu` is no known device\n  hint: ")
+    );
+    assert!(refusal(dir.path(), &["train", "--allow", "16,2"]).starts_with("error: command line: memory.allow is "));
+}
+
+#[test]
+fn programs_get_the_failure_as_an_object_too() {
+    let dir = tempfile::tempdir().unwrap();
+    let output = plimsoll(dir.path(), &["plan", "--json", "--set", "train.stepz=5"]);
+    assert_eq!(output.status.code(), Some(2));
+    let object: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(
+        object,
+        serde_json::json!({"error": {
+            "exit": 2,
+            "message": "command line: unknown key `train.stepz`",
+            "hints": ["did you mean `train.steps`?"],
+        }})
+    );
+}
