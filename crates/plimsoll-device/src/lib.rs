@@ -4,5 +4,7 @@
 //! `plimsoll-plan`, which knows nothing of this crate.
 
 pub mod arena;
+pub mod cpu;
+pub mod device;
 pub mod probe;
 pub mod process;

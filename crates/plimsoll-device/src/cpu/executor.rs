@@ -1,0 +1,481 @@
+//! Runs Programs on the CPU: every operand is a range of the one arena, every op a kernel.
+
+use super::kernels::{self, Real};
+use super::pool::Pool;
+use crate::arena::Arena;
+use crate::device::{Device, DeviceError, FileSpace, Observer, Stats};
+use bytemuck::bytes_of;
+use plimsoll_core::{DType, Space};
+use plimsoll_program::scalars::{Metric, Scalar};
+use plimsoll_program::{Op, OpKind, Operand, Placement, ProgramSet, TensorId};
+use std::marker::PhantomData;
+
+/// Opens the CPU as a device: takes the arena, whole and at once, and starts the threads.
+///
+/// # Errors
+/// [`DeviceError::Arena`] where the machine does not give that much memory.
+///
+/// # Panics
+/// For a precision that the CPU does not compute in: the caller resolves it before.
+pub fn open(
+    set: ProgramSet,
+    placement: Placement,
+    precision: DType,
+    threads: usize,
+) -> Result<Box<dyn Device>, DeviceError> {
+    match precision {
+        DType::F32 => Ok(Box::new(CpuDevice::<f32>::open(set, placement, threads)?)),
+        DType::F64 => Ok(Box::new(CpuDevice::<f64>::open(set, placement, threads)?)),
+        other => panic!("the CPU does not compute in {other}"),
+    }
+}
+
+struct CpuDevice<T> {
+    arena: Arena,
+    pool: Pool,
+    set: ProgramSet,
+    placement: Placement,
+    precision: PhantomData<T>,
+}
+
+impl<T: Real> CpuDevice<T> {
+    fn open(set: ProgramSet, placement: Placement, threads: usize) -> Result<CpuDevice<T>, DeviceError> {
+        let pool = Pool::new(threads)?;
+        let mut arena = Arena::map(placement.arena_bytes)?;
+        arena.fill_pattern();
+        Ok(CpuDevice { arena, pool, set, placement, precision: PhantomData })
+    }
+}
+
+impl<T: Real> Device for CpuDevice<T> {
+    fn run_observed(
+        &mut self,
+        program: &str,
+        micro_batch: u32,
+        files: &mut dyn FileSpace,
+        observer: &mut dyn Observer,
+    ) -> Result<(), DeviceError> {
+        let missing = || DeviceError::NoProgram { program: program.to_owned() };
+        let program = self.set.program(program).ok_or_else(missing)?;
+        let (arena, pool, set, placement) = (&mut self.arena, &self.pool, &self.set, &self.placement);
+        pool.enter(|| {
+            for (tick, (op, variable)) in program.trace().enumerate() {
+                let tick = tick as u32 + 1;
+                observer.before(tick, op, arena)?;
+                let micro_batch = i64::from(micro_batch);
+                let frame = Frame::<T> { arena, pool, set, placement, variable, micro_batch, precision: PhantomData };
+                frame.run(op, files)?;
+                observer.after(tick, op, arena);
+            }
+            Ok(())
+        })
+    }
+
+    fn write(&mut self, tensor: TensorId, slot: u32, bytes: &[u8]) {
+        assert!(bytes.len() as u64 <= self.set.tensor(tensor).bytes(), "{} is smaller", self.set.tensor(tensor).name);
+        let offset = self.placement.offset(tensor, slot);
+        // SAFETY: no Program runs while the device is borrowed mutably, so nothing else looks at the arena.
+        unsafe { self.arena.slice_mut::<u8>(offset, bytes.len()) }.copy_from_slice(bytes);
+    }
+
+    fn read(&mut self, tensor: TensorId, slot: u32, bytes: &mut [u8]) {
+        assert!(bytes.len() as u64 <= self.set.tensor(tensor).bytes(), "{} is smaller", self.set.tensor(tensor).name);
+        let offset = self.placement.offset(tensor, slot);
+        // SAFETY: as in `write`.
+        bytes.copy_from_slice(unsafe { self.arena.slice::<u8>(offset, bytes.len()) });
+    }
+
+    fn stats(&mut self) -> Stats {
+        Stats { arena_bytes: self.arena.bytes(), arena_measured_bytes: self.arena.high_water() }
+    }
+}
+
+/// One op in one iteration of its block.
+struct Frame<'a, T> {
+    arena: &'a Arena,
+    pool: &'a Pool,
+    set: &'a ProgramSet,
+    placement: &'a Placement,
+    variable: i64,
+    micro_batch: i64,
+    precision: PhantomData<T>,
+}
+
+impl<'a, T: Real> Frame<'a, T> {
+    /// The operand's first byte in the arena.
+    fn offset(&self, operand: &Operand) -> u64 {
+        let tensor = self.set.tensor(operand.tensor);
+        let slot = operand.slot.at(self.variable, self.micro_batch).rem_euclid(i64::from(tensor.slots)) as u32;
+        self.placement.offset(operand.tensor, slot) + self.first_byte(operand)
+    }
+
+    fn first_byte(&self, operand: &Operand) -> u64 {
+        operand.offset.at(self.variable, self.micro_batch) as u64 * self.set.tensor(operand.tensor).dtype.bytes()
+    }
+
+    fn of<E: bytemuck::Pod>(&self, operand: &Operand, elements: u64) -> &'a [E] {
+        // SAFETY: an op's operands are disjoint ranges of the arena, or it is one of the in-place pairs
+        // that `run` handles by taking one slice for both (the layout gives tensors that live at the
+        // same time disjoint bytes; `passes::check` keeps operands inside their tensors). The arena
+        // outlives the frame, and nothing else touches it while a Program runs.
+        unsafe { self.arena.slice(self.offset(operand), elements as usize) }
+    }
+
+    #[expect(clippy::mut_from_ref, reason = "the arena hands out disjoint ranges")]
+    fn of_mut<E: bytemuck::Pod>(&self, operand: &Operand, elements: u64) -> &'a mut [E] {
+        // SAFETY: as in `of`.
+        unsafe { self.arena.slice_mut(self.offset(operand), elements as usize) }
+    }
+
+    fn read(&self, operand: &Operand, elements: u64) -> &'a [T] {
+        self.of(operand, elements)
+    }
+
+    #[expect(clippy::mut_from_ref, reason = "the arena hands out disjoint ranges")]
+    fn write(&self, operand: &Operand, elements: u64) -> &'a mut [T] {
+        self.of_mut(operand, elements)
+    }
+
+    fn integers(&self, operand: &Operand, elements: u64) -> &'a [i32] {
+        self.of(operand, elements)
+    }
+
+    #[expect(clippy::mut_from_ref, reason = "the arena hands out disjoint ranges")]
+    fn whole(&self, operand: &Operand) -> &'a mut [T] {
+        self.write(operand, self.set.tensor(operand.tensor).elements())
+    }
+
+    #[expect(clippy::mut_from_ref, reason = "the arena hands out disjoint ranges")]
+    fn metrics(&self, operand: &Operand) -> &'a mut [f64] {
+        self.of_mut(operand, self.set.tensor(operand.tensor).elements())
+    }
+
+    fn scalar(&self, operand: &Operand, which: Scalar) -> T {
+        self.read(operand, which as u64 + 1)[which as usize]
+    }
+
+    fn count(&self, operand: &Operand, which: Scalar) -> usize {
+        self.scalar(operand, which).wide() as usize
+    }
+
+    fn run(&self, op: &Op, files: &mut dyn FileSpace) -> Result<(), DeviceError> {
+        let pool = self.pool;
+        match &op.kind {
+            OpKind::Product {
+                a,
+                b,
+                out,
+                bias,
+                residual,
+                workspace,
+                m,
+                n,
+                k,
+                a_transposed,
+                b_transposed,
+                accumulate,
+            } => {
+                // Added in place where the sum stands on what it is added to.
+                let in_place = residual.is_some_and(|r| self.offset(&r) == self.offset(out));
+                let product = kernels::Product {
+                    m: *m as usize,
+                    n: *n as usize,
+                    k: *k as usize,
+                    a: self.read(a, m * k),
+                    a_transposed: *a_transposed,
+                    b: self.read(b, k * n),
+                    b_transposed: *b_transposed,
+                    bias: bias.map(|bias| self.read(&bias, *n)),
+                    residual: residual.filter(|_| !in_place).map(|residual| self.read(&residual, m * n)),
+                    accumulate: *accumulate || in_place,
+                };
+                kernels::product(pool, product, self.write(out, m * n), self.whole(workspace));
+            }
+            OpKind::Embed { tokens, table, out, rows, hidden, vocab } => {
+                let table = self.read(table, vocab * hidden);
+                kernels::embed(
+                    pool,
+                    self.integers(tokens, *rows),
+                    table,
+                    *hidden as usize,
+                    self.write(out, rows * hidden),
+                );
+            }
+            OpKind::EmbedGrad { tokens, dout, dtable, rows, hidden, vocab } => {
+                let dout = self.read(dout, rows * hidden);
+                let dtable = self.write(dtable, vocab * hidden);
+                kernels::embed_grad(pool, self.integers(tokens, *rows), dout, *hidden as usize, dtable);
+            }
+            OpKind::RmsNorm { x, weight, out, rstd, rows, dim, eps } => {
+                let (x, weight) = (self.read(x, rows * dim), self.read(weight, *dim));
+                kernels::rms_norm(pool, x, weight, *eps, self.write(out, rows * dim), self.write(rstd, *rows));
+            }
+            OpKind::RmsNormGrad { x, weight, rstd, dout, dx, dweight, workspace, rows, dim, accumulate } => {
+                kernels::rms_norm_grad(
+                    pool,
+                    self.read(x, rows * dim),
+                    self.read(weight, *dim),
+                    self.read(rstd, *rows),
+                    self.read(dout, rows * dim),
+                    self.write(dx, rows * dim),
+                    self.write(dweight, *dim),
+                    *accumulate,
+                    self.whole(workspace),
+                );
+            }
+            OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, rows, shape, eps } => {
+                let columns = rows * shape.columns();
+                kernels::head_norm(
+                    pool,
+                    *shape,
+                    self.read(x, columns),
+                    self.read(q_weight, shape.head_dim),
+                    self.read(k_weight, shape.head_dim),
+                    *eps,
+                    self.write(out, columns),
+                    self.write(rstd, rows * shape.rotated()),
+                );
+            }
+            OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dq_weight, dk_weight, workspace, rows, shape } => {
+                let columns = rows * shape.columns();
+                kernels::head_norm_grad(
+                    pool,
+                    *shape,
+                    self.read(x, columns),
+                    self.read(q_weight, shape.head_dim),
+                    self.read(k_weight, shape.head_dim),
+                    self.read(rstd, rows * shape.rotated()),
+                    self.write(dx, columns),
+                    self.write(dq_weight, shape.head_dim),
+                    self.write(dk_weight, shape.head_dim),
+                    self.whole(workspace),
+                );
+            }
+            OpKind::Rope { qkv, table, positions, rows, table_rows, shape, inverse } => {
+                let table = self.read(table, table_rows * shape.head_dim);
+                let qkv = self.write(qkv, rows * shape.columns());
+                kernels::rope(pool, *shape, table, self.integers(positions, *rows), *inverse, qkv);
+            }
+            OpKind::RopeTable { table, table_rows, head_dim, theta, scaling } => {
+                let table = self.write(table, table_rows * head_dim);
+                kernels::rope_table(pool, *head_dim as usize, *theta, scaling, table);
+            }
+            OpKind::Attention { qkv, document_start, out, stats, workspace, batch, sequence, shape } => {
+                let rows = batch * sequence;
+                kernels::attention(
+                    pool,
+                    *shape,
+                    *sequence as usize,
+                    self.read(qkv, rows * shape.columns()),
+                    self.integers(document_start, rows),
+                    self.write(out, rows * shape.query_columns()),
+                    self.write(stats, rows * shape.heads),
+                    self.whole(workspace),
+                );
+            }
+            OpKind::AttentionGrad {
+                qkv,
+                out,
+                dout,
+                stats,
+                document_start,
+                dqkv,
+                workspace,
+                batch,
+                sequence,
+                shape,
+            } => {
+                let rows = batch * sequence;
+                kernels::attention_grad(
+                    pool,
+                    *shape,
+                    *sequence as usize,
+                    self.read(qkv, rows * shape.columns()),
+                    self.read(out, rows * shape.query_columns()),
+                    self.read(dout, rows * shape.query_columns()),
+                    self.read(stats, rows * shape.heads),
+                    self.integers(document_start, rows),
+                    self.write(dqkv, rows * shape.columns()),
+                    self.whole(workspace),
+                );
+            }
+            OpKind::CachedAttention { qkv, keys, values, scalars, out, workspace, rows, capacity, shape } => {
+                let cache = capacity * shape.kv_heads * shape.head_dim;
+                kernels::cached_attention(
+                    pool,
+                    *shape,
+                    self.read(qkv, rows * shape.columns()),
+                    self.read(keys, cache),
+                    self.read(values, cache),
+                    self.count(scalars, Scalar::CacheLength),
+                    self.write(out, rows * shape.query_columns()),
+                    self.whole(workspace),
+                );
+            }
+            OpKind::AppendCache { qkv, keys, values, scalars, rows, capacity, shape } => {
+                let cache = capacity * shape.kv_heads * shape.head_dim;
+                kernels::append_cache(
+                    *shape,
+                    self.read(qkv, rows * shape.columns()),
+                    self.count(scalars, Scalar::CacheLength),
+                    self.write(keys, cache),
+                    self.write(values, cache),
+                );
+            }
+            OpKind::SwiGlu { gate_up, out, rows, ffn } => {
+                kernels::swiglu(pool, *ffn as usize, self.read(gate_up, rows * 2 * ffn), self.write(out, rows * ffn));
+            }
+            OpKind::SwiGluGrad { gate_up, dout, dgate_up, rows, ffn } => {
+                let (ffn, wide, dout) = (*ffn as usize, rows * 2 * ffn, self.read(dout, rows * ffn));
+                if self.offset(gate_up) == self.offset(dgate_up) {
+                    kernels::swiglu_grad_in_place(pool, ffn, self.write(gate_up, wide), dout);
+                } else {
+                    kernels::swiglu_grad(pool, ffn, self.read(gate_up, wide), dout, self.write(dgate_up, wide));
+                }
+            }
+            OpKind::CrossEntropy {
+                logits,
+                labels,
+                weights,
+                scalars,
+                metrics,
+                correct,
+                workspace,
+                rows,
+                vocab,
+                gradient,
+            } => {
+                let (labels, weights) = (self.integers(labels, *rows), self.read(weights, *rows));
+                let correct = correct.map(|correct| self.of_mut::<i32>(&correct, *rows));
+                let (v, scratch) = (*vocab as usize, self.whole(workspace));
+                let loss = if *gradient {
+                    let scale = self.scalar(scalars, Scalar::InverseTokens);
+                    let logits = self.write(logits, rows * vocab);
+                    kernels::cross_entropy_grad(pool, v, logits, labels, weights, scale, correct, scratch)
+                } else {
+                    kernels::cross_entropy(pool, v, self.read(logits, rows * vocab), labels, weights, correct, scratch)
+                };
+                self.metrics(metrics)[Metric::LossSum as usize] += loss;
+            }
+            OpKind::SumRows { x, into, workspace, rows, columns } => {
+                let (into, scratch) = (self.write(into, *columns), self.whole(workspace));
+                kernels::sum_rows(pool, *rows as usize, *columns as usize, self.read(x, rows * columns), into, scratch);
+            }
+            OpKind::PickRow { x, scalars, out, rows, columns } => {
+                let row = self.count(scalars, Scalar::LastRow) * *columns as usize;
+                let x = self.read(x, rows * columns);
+                self.write(out, *columns).copy_from_slice(&x[row..row + *columns as usize]);
+            }
+            OpKind::Add { x, into, elements } => {
+                kernels::add(pool, self.read(x, *elements), self.write(into, *elements));
+            }
+            OpKind::Fill { into, value, elements } => {
+                if self.set.tensor(into.tensor).dtype == DType::F64 {
+                    kernels::fill(pool, *value, self.of_mut::<f64>(into, *elements));
+                } else {
+                    kernels::fill(pool, T::of(*value), self.write(into, *elements));
+                }
+            }
+            OpKind::SquaredNorm { x, metrics, elements } => {
+                let sum = kernels::squared_norm(pool, self.read(x, *elements));
+                self.metrics(metrics)[Metric::NormSquared as usize] += sum;
+            }
+            OpKind::ClipFactor { metrics, scalars } => {
+                let norm = self.metrics(metrics)[Metric::NormSquared as usize].sqrt();
+                let clip = self.scalar(scalars, Scalar::ClipNorm).wide();
+                let factor = if clip > 0.0 { (clip / (norm + 1e-6)).min(1.0) } else { 1.0 };
+                self.whole(scalars)[Scalar::ClipFactor as usize] = T::of(factor);
+            }
+            OpKind::AdamW { weight, gradient, first, second, scalars, elements, betas, eps, decay } => {
+                let step = kernels::AdamW {
+                    rate: self.scalar(scalars, Scalar::LearningRate),
+                    betas: *betas,
+                    eps: T::of(*eps),
+                    decay: T::of(*decay),
+                    bias_corrections: [
+                        self.scalar(scalars, Scalar::BiasCorrection1),
+                        self.scalar(scalars, Scalar::BiasCorrection2),
+                    ],
+                    clip: self.scalar(scalars, Scalar::ClipFactor),
+                };
+                let n = *elements;
+                let (weight, gradient) = (self.write(weight, n), self.read(gradient, n));
+                kernels::adamw(pool, step, weight, gradient, self.write(first, n), self.write(second, n));
+            }
+            OpKind::Sgd { weight, gradient, momentum_buffer, scalars, elements, momentum, decay } => {
+                let step = kernels::Sgd {
+                    rate: self.scalar(scalars, Scalar::LearningRate),
+                    momentum: T::of(*momentum),
+                    decay: T::of(*decay),
+                    clip: self.scalar(scalars, Scalar::ClipFactor),
+                };
+                let buffer = momentum_buffer.map(|buffer| self.write(&buffer, *elements));
+                kernels::sgd(pool, step, self.write(weight, *elements), self.read(gradient, *elements), buffer);
+            }
+            OpKind::Cast { from, to, elements } => self.cast(from, to, *elements),
+            OpKind::InitNormal { into, seed, number, std, elements } => {
+                kernels::normal(pool, *seed, *number, 0, *std, self.write(into, *elements));
+            }
+            OpKind::TransferStart { from, to, elements, .. } => self.transfer(from, to, *elements, files)?,
+            // Copies on the CPU are done when they have started.
+            OpKind::TransferWait { .. } => {}
+            OpKind::CollectiveStart { .. } | OpKind::CollectiveWait { .. } => {
+                return Err(DeviceError::Unsupported { op: op.name(), device: "a single cpu" });
+            }
+        }
+        Ok(())
+    }
+
+    fn cast(&self, from: &Operand, to: &Operand, elements: u64) {
+        let (source, target) = (self.set.tensor(from.tensor).dtype, self.set.tensor(to.tensor).dtype);
+        let computing = if size_of::<T>() == 8 { DType::F64 } else { DType::F32 };
+        // One side is always in the precision that the run computes in.
+        let done = if target == computing {
+            kernels::from_bytes(self.pool, source, self.of(from, elements * source.bytes()), self.write(to, elements))
+        } else {
+            kernels::to_bytes(self.pool, target, self.read(from, elements), self.of_mut(to, elements * target.bytes()))
+        };
+        done.expect("casts are between floats, and ranges have the same length");
+    }
+
+    fn transfer(
+        &self,
+        from: &Operand,
+        to: &Operand,
+        elements: u64,
+        files: &mut dyn FileSpace,
+    ) -> Result<(), DeviceError> {
+        let (source, target) = (self.set.tensor(from.tensor), self.set.tensor(to.tensor));
+        let bytes = elements * source.dtype.bytes();
+        match (source.space, target.space) {
+            (Space::File, _) => files
+                .read(&source.name, self.first_byte(from), self.of_mut(to, bytes))
+                .map_err(|error| DeviceError::File { tensor: source.name.clone(), source: error }),
+            (_, Space::File) => files
+                .write(&target.name, self.first_byte(to), self.of(from, bytes))
+                .map_err(|error| DeviceError::File { tensor: target.name.clone(), source: error }),
+            // The CPU is its own host.
+            _ => {
+                kernels::copy::<u8>(self.pool, self.of(from, bytes), self.of_mut(to, bytes));
+                Ok(())
+            }
+        }
+    }
+}
+
+/// Numbers as the bytes that [`Device::write`] takes.
+pub fn real_bytes(precision: DType, values: &[f64]) -> Vec<u8> {
+    let narrow = |v: &f64| *v as f32;
+    match precision {
+        DType::F64 => values.iter().flat_map(|v| bytes_of(v).to_vec()).collect(),
+        _ => values.iter().map(narrow).flat_map(|v| bytes_of(&v).to_vec()).collect(),
+    }
+}
+
+/// The numbers in bytes that [`Device::read`] gave.
+pub fn real_values(precision: DType, bytes: &[u8]) -> Vec<f64> {
+    match precision {
+        DType::F64 => bytes.chunks_exact(8).map(|b| f64::from_le_bytes(b.try_into().expect("eight bytes"))).collect(),
+        _ => bytes.chunks_exact(4).map(|b| f64::from(f32::from_le_bytes(b.try_into().expect("four bytes")))).collect(),
+    }
+}

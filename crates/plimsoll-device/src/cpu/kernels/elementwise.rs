@@ -1,0 +1,75 @@
+//! Element by element: add, copy, fill; and sums over rows.
+
+use super::embed::add_to;
+use super::simd::Real;
+use crate::cpu::pool::{Pool, Shared};
+use plimsoll_program::workspace;
+use std::ops::Range;
+
+/// Elements below which a task is not worth sharing out.
+const LEAST: usize = 16384;
+
+/// into += x
+pub fn add<T: Real>(pool: &Pool, x: &[T], into: &mut [T]) {
+    assert_eq!(x.len(), into.len());
+    let shared = Shared::new(into);
+    pool.split(x.len(), LEAST, |range, _| {
+        // SAFETY: ranges of one split are disjoint.
+        add_to(unsafe { shared.part(range.clone()) }, &x[range]);
+    });
+}
+
+/// to = from
+pub fn copy<T: Copy + Send + Sync>(pool: &Pool, from: &[T], to: &mut [T]) {
+    assert_eq!(from.len(), to.len());
+    let shared = Shared::new(to);
+    pool.split(from.len(), LEAST, |range, _| {
+        // SAFETY: ranges of one split are disjoint.
+        unsafe { shared.part(range.clone()) }.copy_from_slice(&from[range]);
+    });
+}
+
+/// All elements = value.
+pub fn fill<T: Copy + Send + Sync>(pool: &Pool, value: T, to: &mut [T]) {
+    let total = to.len();
+    let shared = Shared::new(to);
+    pool.split(total, LEAST, |range, _| {
+        // SAFETY: ranges of one split are disjoint.
+        unsafe { shared.part(range) }.fill(value);
+    });
+}
+
+/// into[n] += the sum of the rows of x[m, n]. `scratch` has `workspace::sum_rows` elements.
+pub fn sum_rows<T: Real>(pool: &Pool, rows: usize, columns: usize, x: &[T], into: &mut [T], scratch: &mut [T]) {
+    assert!(x.len() >= rows * columns && into.len() == columns);
+    let sums = partial_sums(pool, rows, columns, scratch, |range, sum| {
+        for row in range {
+            add_to(sum, &x[row * columns..][..columns]);
+        }
+    });
+    for sum in scratch[..sums * columns].chunks_exact(columns.max(1)) {
+        add_to(into, sum);
+    }
+}
+
+/// Sums over rows in fixed portions: `work(rows, sum)` adds its rows to a zeroed sum[width]. Returns
+/// how many sums stand in `scratch`, one after the other, to be added up in order.
+/// `scratch` has `workspace::sum_rows(rows, width)` elements.
+pub(super) fn partial_sums<T: Real>(
+    pool: &Pool,
+    rows: usize,
+    width: usize,
+    scratch: &mut [T],
+    work: impl Fn(Range<usize>, &mut [T]) + Sync,
+) -> usize {
+    let each = workspace::rows_per_sum(rows as u64) as usize;
+    let portions = rows.div_ceil(each);
+    let shared = Shared::new(&mut scratch[..portions * width]);
+    pool.run(portions, |portion, _| {
+        // SAFETY: each portion has a sum of its own.
+        let sum = unsafe { shared.part(portion * width..(portion + 1) * width) };
+        sum.fill(T::ZERO);
+        work(portion * each..rows.min((portion + 1) * each), sum);
+    });
+    portions
+}

@@ -1,0 +1,37 @@
+//! What the CPU computes: pure functions over slices, one file per family of ops.
+//!
+//! Kernels are generic over [`Real`] (f32, or f64 for the tests' reference executor), spread their
+//! work over a [`Pool`](super::pool::Pool), and allocate nothing: scratch comes in as a slice whose
+//! size `plimsoll_program::workspace` says. Results do not depend on the number of threads.
+//! Slices shorter than the shapes say are a bug of the caller, and panic.
+//!
+//! Legend: B sequences of T tokens, N = B·T rows, D hidden, H heads, K kv heads, E head dim,
+//! F ffn, V vocabulary, C = (H + 2K)·E columns of the fused queries | keys | values, R rows,
+//! P positions. Matrices are row-major, weights are [out, in].
+
+mod attention;
+mod cast;
+mod elementwise;
+mod embed;
+mod init;
+mod loss;
+mod norm;
+mod optimizer;
+mod product;
+mod rope;
+pub(crate) mod simd;
+mod swiglu;
+
+pub use attention::{append_cache, attention, attention_grad, cached_attention};
+pub use cast::{CastError, from_bytes, to_bytes};
+pub use elementwise::{add, copy, fill, sum_rows};
+pub use embed::{embed, embed_grad};
+pub use init::normal;
+pub use loss::{IGNORED, cross_entropy, cross_entropy_grad};
+pub use norm::{head_norm, head_norm_grad, rms_norm, rms_norm_grad};
+pub use optimizer::{AdamW, Sgd, adamw, sgd, squared_norm};
+pub use plimsoll_program::op::Heads;
+pub use product::{Product, product};
+pub use rope::{rope, rope_table};
+pub use simd::{Level, Real, level};
+pub use swiglu::{swiglu, swiglu_grad, swiglu_grad_in_place};

@@ -1,0 +1,187 @@
+//! Root-mean-square norms of rows, and of each query and key head, with their gradients.
+//!
+//! y = x · r · w with r = 1 / sqrt(mean(x²) + eps). For the gradient, with g = dy · w:
+//! dx = r · (g − x · r² · mean(g · x)), dw = Σ over rows of dy · x · r.
+
+use super::elementwise::partial_sums;
+use super::embed::add_to;
+use super::simd::{Real, get, put, strips, vectorised};
+use super::{Heads, attention::Columns};
+use crate::cpu::pool::{Pool, Shared};
+
+/// Elements below which a task is not worth sharing out.
+const LEAST: usize = 8192;
+
+vectorised! {
+    /// out = x · r · weight; returns r.
+    fn norm_row<T, V>(x: &[T], weight: &[T], eps: T, out: &mut [T]) -> T {
+        let mut squares = V::splat(T::ZERO);
+        strips::<T, V>(x.len(), #[inline(always)] |at, count| {
+            let value: V = get(x, at, count);
+            squares = value.mul_add(value, squares);
+        });
+        let r = T::ONE / (squares.sum() / T::of(x.len() as f64) + eps).sqrt();
+        strips::<T, V>(x.len(), #[inline(always)] |at, count| {
+            put(out, at, count, get::<T, V>(x, at, count) * V::splat(r) * get(weight, at, count));
+        });
+        r
+    }
+}
+
+vectorised! {
+    /// dx = (or +=) the gradient; dweight +=.
+    fn norm_row_grad<T, V>(x: &[T], weight: &[T], r: T, dout: &[T], dx: &mut [T], dweight: &mut [T], accumulate: bool) {
+        let mut products = V::splat(T::ZERO);
+        strips::<T, V>(x.len(), #[inline(always)] |at, count| {
+            let g = get::<T, V>(dout, at, count) * get(weight, at, count);
+            products = g.mul_add(get(x, at, count), products);
+        });
+        let rate = V::splat(-(r * r * r * (products.sum() / T::of(x.len() as f64))));
+        let r = V::splat(r);
+        strips::<T, V>(x.len(), #[inline(always)] |at, count| {
+            let (x, dy): (V, V) = (get(x, at, count), get(dout, at, count));
+            put(dweight, at, count, (dy * x).mul_add(r, get(dweight, at, count)));
+            let mut d = x.mul_add(rate, dy * get(weight, at, count) * r);
+            if accumulate {
+                d = d + get(dx, at, count);
+            }
+            put(dx, at, count, d);
+        });
+    }
+}
+
+vectorised! {
+    /// As `norm_row_grad`, turning dout into dx in place.
+    fn norm_row_grad_in_place<T, V>(x: &[T], weight: &[T], r: T, d: &mut [T], dweight: &mut [T]) {
+        let mut products = V::splat(T::ZERO);
+        strips::<T, V>(x.len(), #[inline(always)] |at, count| {
+            let g = get::<T, V>(d, at, count) * get(weight, at, count);
+            products = g.mul_add(get(x, at, count), products);
+        });
+        let rate = V::splat(-(r * r * r * (products.sum() / T::of(x.len() as f64))));
+        let r = V::splat(r);
+        strips::<T, V>(x.len(), #[inline(always)] |at, count| {
+            let (x, dy): (V, V) = (get(x, at, count), get(d, at, count));
+            put(dweight, at, count, (dy * x).mul_add(r, get(dweight, at, count)));
+            put(d, at, count, x.mul_add(rate, dy * get(weight, at, count) * r));
+        });
+    }
+}
+
+/// out[R, D] = x / rms(x) · weight; rstd[R] = 1 / rms.
+pub fn rms_norm<T: Real>(pool: &Pool, x: &[T], weight: &[T], eps: f64, out: &mut [T], rstd: &mut [T]) {
+    let (rows, dim) = (rstd.len(), weight.len());
+    assert!(x.len() == rows * dim && out.len() == rows * dim);
+    let (out, rstd) = (Shared::new(out), Shared::new(rstd));
+    pool.split(rows, LEAST.div_ceil(dim.max(1)), |range, _| {
+        for row in range {
+            let part = row * dim..(row + 1) * dim;
+            // SAFETY: rows of one split are disjoint.
+            let (out, rstd) = unsafe { (out.part(part.clone()), rstd.part(row..row + 1)) };
+            rstd[0] = norm_row(&x[part], weight, T::of(eps), out);
+        }
+    });
+}
+
+/// dx[R, D] = (or +=, with `accumulate`) the gradient of `rms_norm`; dweight[D] +=.
+/// `scratch` has `workspace::rms_norm_grad` elements.
+pub fn rms_norm_grad<T: Real>(
+    pool: &Pool,
+    x: &[T],
+    weight: &[T],
+    rstd: &[T],
+    dout: &[T],
+    dx: &mut [T],
+    dweight: &mut [T],
+    accumulate: bool,
+    scratch: &mut [T],
+) {
+    let (rows, dim) = (rstd.len(), weight.len());
+    assert!(x.len() == rows * dim && dout.len() == rows * dim && dx.len() == rows * dim && dweight.len() == dim);
+    let dx = Shared::new(dx);
+    let sums = partial_sums(pool, rows, dim, scratch, |range, sum| {
+        for row in range {
+            let part = row * dim..(row + 1) * dim;
+            // SAFETY: portions have rows of their own.
+            let dx = unsafe { dx.part(part.clone()) };
+            norm_row_grad(&x[part.clone()], weight, rstd[row], &dout[part], dx, sum, accumulate);
+        }
+    });
+    for sum in scratch[..sums * dim].chunks_exact(dim.max(1)) {
+        add_to(dweight, sum);
+    }
+}
+
+/// out[N, C]: each query head of x[N, C] normed with q_weight[E], each key head with k_weight[E],
+/// values copied; rstd[N, H + K].
+pub fn head_norm<T: Real>(
+    pool: &Pool,
+    shape: Heads,
+    x: &[T],
+    q_weight: &[T],
+    k_weight: &[T],
+    eps: f64,
+    out: &mut [T],
+    rstd: &mut [T],
+) {
+    let c = Columns::of(shape);
+    let normed = c.heads + c.kv_heads;
+    let rows = rstd.len() / normed;
+    assert!(x.len() == rows * c.all && out.len() == rows * c.all);
+    assert!(q_weight.len() == c.head && k_weight.len() == c.head);
+    let (out, rstd) = (Shared::new(out), Shared::new(rstd));
+    pool.split(rows, LEAST.div_ceil(c.all), |range, _| {
+        for row in range {
+            // SAFETY: rows of one split are disjoint.
+            let (out, rstd) =
+                unsafe { (out.part(row * c.all..(row + 1) * c.all), rstd.part(row * normed..(row + 1) * normed)) };
+            let x = &x[row * c.all..(row + 1) * c.all];
+            for (head, r) in rstd.iter_mut().enumerate() {
+                let weight = if head < c.heads { q_weight } else { k_weight };
+                let part = head * c.head..(head + 1) * c.head;
+                *r = norm_row(&x[part.clone()], weight, T::of(eps), &mut out[part]);
+            }
+            out[c.values..].copy_from_slice(&x[c.values..]);
+        }
+    });
+}
+
+/// Turns the gradient of `head_norm`'s output, in `dx`[N, C], into that of its input, in place;
+/// dq_weight[E], dk_weight[E] +=. `scratch` has `workspace::head_norm_grad` elements.
+pub fn head_norm_grad<T: Real>(
+    pool: &Pool,
+    shape: Heads,
+    x: &[T],
+    q_weight: &[T],
+    k_weight: &[T],
+    rstd: &[T],
+    dx: &mut [T],
+    dq_weight: &mut [T],
+    dk_weight: &mut [T],
+    scratch: &mut [T],
+) {
+    let c = Columns::of(shape);
+    let normed = c.heads + c.kv_heads;
+    let rows = rstd.len() / normed;
+    assert!(x.len() == rows * c.all && dx.len() == rows * c.all);
+    assert!(q_weight.len() == c.head && k_weight.len() == c.head);
+    let dx = Shared::new(dx);
+    let each = 2 * c.head;
+    let sums = partial_sums(pool, rows, each, scratch, |range, sum| {
+        let (dq, dk) = sum.split_at_mut(c.head);
+        for row in range {
+            // SAFETY: portions have rows of their own.
+            let dx = unsafe { dx.part(row * c.all..(row + 1) * c.all) };
+            for head in 0..normed {
+                let part = head * c.head..(head + 1) * c.head;
+                let (weight, dweight) = if head < c.heads { (q_weight, &mut *dq) } else { (k_weight, &mut *dk) };
+                let x = &x[row * c.all..][part.clone()];
+                norm_row_grad_in_place(x, weight, rstd[row * normed + head], &mut dx[part], dweight);
+            }
+        }
+    });
+    for sum in scratch[..sums * each].chunks_exact(each) {
+        add_to(dq_weight, &sum[..c.head]);
+        add_to(dk_weight, &sum[c.head..]);
+    }
+}

@@ -1,0 +1,154 @@
+//! The update of weights, and the norm that clips it.
+
+use super::simd::{Real, get, put, strips, vectorised};
+use crate::cpu::pool::{Pool, Shared};
+
+/// Elements below which a task is not worth sharing out.
+const LEAST: usize = 16384;
+/// The sum of squares is taken in at most this many portions, whatever the number of threads.
+const PORTIONS: usize = 256;
+/// Squares added up in `T` before they go into an f64.
+const RUN: usize = 2048;
+
+/// Σ x². NaN and infinity carry through.
+pub fn squared_norm<T: Real>(pool: &Pool, x: &[T]) -> f64 {
+    let each = x.len().div_ceil(PORTIONS).next_multiple_of(RUN).max(LEAST);
+    let portions = x.len().div_ceil(each);
+    let mut sums = [0.0f64; PORTIONS];
+    let shared = Shared::new(&mut sums);
+    pool.run(portions, |portion, _| {
+        let part = &x[portion * each..x.len().min((portion + 1) * each)];
+        // SAFETY: each portion has a sum of its own.
+        let sum = unsafe { shared.part(portion..portion + 1) };
+        sum[0] = part.chunks(RUN).map(|run| squares(run).wide()).sum();
+    });
+    sums[..portions].iter().sum()
+}
+
+vectorised! {
+    fn squares<T, V>(x: &[T]) -> T {
+        let mut sums = [V::splat(T::ZERO); 4];
+        let mut turn = 0;
+        strips::<T, V>(x.len(), #[inline(always)] |at, count| {
+            let value: V = get(x, at, count);
+            sums[turn % 4] = value.mul_add(value, sums[turn % 4]);
+            turn += 1;
+        });
+        ((sums[0] + sums[1]) + (sums[2] + sums[3])).sum()
+    }
+}
+
+/// The numbers of one AdamW step.
+#[derive(Clone, Copy, Debug)]
+pub struct AdamW<T> {
+    /// The learning rate of this step.
+    pub rate: T,
+    /// β₁ and β₂.
+    pub betas: [f64; 2],
+    /// Added to the root of the corrected second moment.
+    pub eps: T,
+    /// Decoupled weight decay.
+    pub decay: T,
+    /// 1 − β₁ᵗ and 1 − β₂ᵗ.
+    pub bias_corrections: [T; 2],
+    /// Every gradient is multiplied with this.
+    pub clip: T,
+}
+
+/// One step of AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization"; the order of
+/// operations of PyTorch): w −= rate · decay · w; m, v are the moving averages of g and g²;
+/// w −= rate / c₁ · m / (√v / √c₂ + eps).
+pub fn adamw<T: Real>(
+    pool: &Pool,
+    step: AdamW<T>,
+    weight: &mut [T],
+    gradient: &[T],
+    first: &mut [T],
+    second: &mut [T],
+) {
+    let n = gradient.len();
+    assert!(weight.len() == n && first.len() == n && second.len() == n);
+    let (weight, first, second) = (Shared::new(weight), Shared::new(first), Shared::new(second));
+    pool.split(n, LEAST, |range, _| {
+        // SAFETY: ranges of one split are disjoint.
+        let (w, m, v) = unsafe { (weight.part(range.clone()), first.part(range.clone()), second.part(range.clone())) };
+        adamw_part(step, w, &gradient[range], m, v);
+    });
+}
+
+vectorised! {
+    fn adamw_part<T, V>(step: AdamW<T>, weight: &mut [T], gradient: &[T], first: &mut [T], second: &mut [T]) {
+        let keep = V::splat(T::ONE - step.rate * step.decay);
+        let clip = V::splat(step.clip);
+        let mix_first = V::splat(T::of(1.0 - step.betas[0]));
+        let (keep_second, mix_second) = (V::splat(T::of(step.betas[1])), V::splat(T::of(1.0 - step.betas[1])));
+        let minus_rate = V::splat(-(step.rate / step.bias_corrections[0]));
+        let root = V::splat(T::ONE / step.bias_corrections[1].sqrt());
+        let eps = V::splat(step.eps);
+        strips::<T, V>(gradient.len(), #[inline(always)] |at, count| {
+            let g = get::<T, V>(gradient, at, count) * clip;
+            let m: V = get(first, at, count);
+            let m = (g - m).mul_add(mix_first, m);
+            let v = (g * g).mul_add(mix_second, get::<T, V>(second, at, count) * keep_second);
+            let w = get::<T, V>(weight, at, count) * keep;
+            put(weight, at, count, (m / v.sqrt().mul_add(root, eps)).mul_add(minus_rate, w));
+            put(first, at, count, m);
+            put(second, at, count, v);
+        });
+    }
+}
+
+/// The numbers of one step of stochastic gradient descent.
+#[derive(Clone, Copy, Debug)]
+pub struct Sgd<T> {
+    /// The learning rate of this step.
+    pub rate: T,
+    /// How much of the buffer stays; used only where there is one.
+    pub momentum: T,
+    /// Weight decay, added to the gradient.
+    pub decay: T,
+    /// Every gradient is multiplied with this.
+    pub clip: T,
+}
+
+/// One step as in PyTorch: g += decay · w; the buffer = momentum · buffer + g (it begins as
+/// zeros); w −= rate · buffer, or rate · g without one.
+pub fn sgd<T: Real>(pool: &Pool, step: Sgd<T>, weight: &mut [T], gradient: &[T], buffer: Option<&mut [T]>) {
+    let n = gradient.len();
+    assert!(weight.len() == n && buffer.as_ref().is_none_or(|buffer| buffer.len() == n));
+    let (weight, buffer) = (Shared::new(weight), buffer.map(Shared::new));
+    pool.split(n, LEAST, |range, _| {
+        // SAFETY: ranges of one split are disjoint.
+        let weight = unsafe { weight.part(range.clone()) };
+        match &buffer {
+            // SAFETY: ranges of one split are disjoint.
+            Some(buffer) => momentum_part(step, weight, &gradient[range.clone()], unsafe { buffer.part(range) }),
+            None => sgd_part(step, weight, &gradient[range]),
+        }
+    });
+}
+
+vectorised! {
+    fn sgd_part<T, V>(step: Sgd<T>, weight: &mut [T], gradient: &[T]) {
+        let (clip, decay, minus_rate) = (V::splat(step.clip), V::splat(step.decay), V::splat(-step.rate));
+        strips::<T, V>(gradient.len(), #[inline(always)] |at, count| {
+            let w: V = get(weight, at, count);
+            let g = w.mul_add(decay, get::<T, V>(gradient, at, count) * clip);
+            put(weight, at, count, g.mul_add(minus_rate, w));
+        });
+    }
+}
+
+vectorised! {
+    fn momentum_part<T, V>(step: Sgd<T>, weight: &mut [T], gradient: &[T], buffer: &mut [T]) {
+        let (clip, decay, minus_rate) = (V::splat(step.clip), V::splat(step.decay), V::splat(-step.rate));
+        let momentum = V::splat(step.momentum);
+        strips::<T, V>(gradient.len(), #[inline(always)] |at, count| {
+            let w: V = get(weight, at, count);
+            let g = w.mul_add(decay, get::<T, V>(gradient, at, count) * clip);
+            let g = get::<T, V>(buffer, at, count).mul_add(momentum, g);
+            put(buffer, at, count, g);
+            put(weight, at, count, g.mul_add(minus_rate, w));
+        });
+    }
+}

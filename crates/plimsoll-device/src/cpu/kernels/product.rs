@@ -1,0 +1,460 @@
+//! Matrix products: out[m, n] (=|+=) a · b (+ bias) (+ residual), with either operand transposed.
+//!
+//! The right-hand side is packed, slice by slice, into panels as wide as a register tile; then
+//! tasks of rows × panels run through `tile`, which keeps GROUP × PANEL vectors of the result in
+//! registers over a whole slice of k. Every element is summed over k in one order, whatever the
+//! tasks, so the result does not depend on the number of threads.
+//!
+//! `small_product` is the unpacked, single-threaded core, which attention uses, too.
+
+use super::simd::{Real, Vector, vectorised};
+use crate::cpu::pool::{Pool, Shared};
+use plimsoll_program::workspace::{self, PRODUCT_COLUMNS, PRODUCT_FEW_ROWS, PRODUCT_ROWS};
+use std::ops::Range;
+
+/// Rows of a register tile.
+const GROUP: usize = workspace::PRODUCT_GROUP as usize;
+
+/// out[m, n] = a · b (+ bias) (+ residual), or out += a · b (…).
+#[derive(Clone, Copy)]
+pub struct Product<'a, T> {
+    /// Rows of the result.
+    pub m: usize,
+    /// Columns of the result.
+    pub n: usize,
+    /// The inner size.
+    pub k: usize,
+    /// [m, k], or [k, m] if transposed.
+    pub a: &'a [T],
+    /// Whether `a` is stored as [k, m].
+    pub a_transposed: bool,
+    /// [k, n], or [n, k] if transposed (as weights are).
+    pub b: &'a [T],
+    /// Whether `b` is stored as [n, k].
+    pub b_transposed: bool,
+    /// [n], added to every row.
+    pub bias: Option<&'a [T]>,
+    /// [m, n]. Where the residual is the output itself, use `accumulate`.
+    pub residual: Option<&'a [T]>,
+    /// Adds to the output instead of overwriting it.
+    pub accumulate: bool,
+}
+
+/// The left-hand side as tiles read it: groups of GROUP rows, `group` elements apart; inside a
+/// group, element (i, p) lies at `i * row + p * column`. One of `row` and `column` is 1.
+#[derive(Clone, Copy)]
+pub(super) struct Left<T> {
+    pub at: *const T,
+    pub group: usize,
+    pub row: usize,
+    pub column: usize,
+}
+
+impl<T> Left<T> {
+    /// A matrix whose rows are contiguous, `row` elements apart.
+    pub fn rows(at: *const T, row: usize) -> Self {
+        Left { at, group: GROUP * row, row, column: 1 }
+    }
+
+    /// A matrix stored transposed: element (i, p) lies at `i + p * column`.
+    pub fn columns(at: *const T, column: usize) -> Self {
+        Left { at, group: GROUP, row: 1, column }
+    }
+
+    /// Packed groups of GROUP rows over `depth`, each group one contiguous [depth, GROUP].
+    fn packed(at: *const T, depth: usize) -> Self {
+        Left { at, group: GROUP * depth, row: 1, column: GROUP }
+    }
+}
+
+/// Where tiles are written, and what is added to them. Null pointers add nothing.
+#[derive(Clone, Copy)]
+pub(super) struct Target<T> {
+    pub at: *mut T,
+    pub row: usize,
+    pub accumulate: bool,
+    pub bias: *const T,
+    pub residual: *const T,
+}
+
+impl<T> Target<T> {
+    /// A plain result whose rows are `row` elements apart.
+    pub fn new(at: *mut T, row: usize, accumulate: bool) -> Self {
+        Target { at, row, accumulate, bias: std::ptr::null(), residual: std::ptr::null() }
+    }
+
+    /// The same from (i, j) on.
+    ///
+    /// # Safety
+    /// (i, j) must be inside the target.
+    unsafe fn from(self, i: usize, j: usize) -> Self {
+        let shift = i * self.row + j;
+        // SAFETY: the caller's promise; bias has the target's columns, residual its shape.
+        unsafe {
+            Target {
+                at: self.at.add(shift),
+                bias: if self.bias.is_null() { self.bias } else { self.bias.add(j) },
+                residual: if self.residual.is_null() { self.residual } else { self.residual.add(shift) },
+                ..self
+            }
+        }
+    }
+}
+
+/// An M × (N vectors) tile of the result over all of `k`, `columns` of it valid: all N · LANES,
+/// or, for N = 1 and PART, fewer. ROWS: the left-hand rows are contiguous (`stride` apart), else
+/// its columns are.
+///
+/// # Safety
+/// a must be readable for M × k, b for k × columns (`b_row` apart), the target for M × columns.
+#[inline(always)]
+unsafe fn tile<T: Real, V: Vector<T>, const M: usize, const N: usize, const ROWS: bool, const PART: bool>(
+    k: usize,
+    a: *const T,
+    stride: usize,
+    b: *const T,
+    b_row: usize,
+    columns: usize,
+    target: Target<T>,
+) {
+    let zero = V::splat(T::ZERO);
+    let mut sums = [[zero; N]; M];
+    for p in 0..k {
+        let mut right = [zero; N];
+        for v in 0..N {
+            // SAFETY: inside b by the contract.
+            unsafe {
+                let from = b.add(p * b_row + v * V::LANES);
+                right[v] = if PART { V::load_part(from, columns, zero) } else { V::load(from) };
+            }
+        }
+        for i in 0..M {
+            // SAFETY: inside a by the contract.
+            let left = V::splat(unsafe { *a.add(if ROWS { i * stride + p } else { p * stride + i }) });
+            for v in 0..N {
+                sums[i][v] = left.mul_add(right[v], sums[i][v]);
+            }
+        }
+    }
+    for i in 0..M {
+        for v in 0..N {
+            let mut sum = sums[i][v];
+            let shift = v * V::LANES;
+            // SAFETY: inside the target, the bias and the residual by the contract.
+            unsafe {
+                let read = |from: *const T| if PART { V::load_part(from, columns, zero) } else { V::load(from) };
+                if !target.bias.is_null() {
+                    sum = sum + read(target.bias.add(shift));
+                }
+                if !target.residual.is_null() {
+                    sum = sum + read(target.residual.add(i * target.row + shift));
+                }
+                let to = target.at.add(i * target.row + shift);
+                if target.accumulate {
+                    sum = sum + read(to);
+                }
+                if PART { sum.store_part(to, columns) } else { sum.store(to) }
+            }
+        }
+    }
+}
+
+/// All rows of one panel of columns.
+///
+/// # Safety
+/// As `tile`, for m rows.
+#[inline(always)]
+unsafe fn panel<T: Real, V: Vector<T>, const N: usize, const PART: bool>(
+    m: usize,
+    k: usize,
+    a: Left<T>,
+    b: *const T,
+    b_row: usize,
+    columns: usize,
+    target: Target<T>,
+) {
+    let mut i = 0;
+    while i < m {
+        let left = m - i;
+        // SAFETY: rows i.. of a and of the target, inside both by the contract.
+        unsafe {
+            let at = a.at.add(i / GROUP * a.group + i % GROUP * a.row);
+            let to = target.from(i, 0);
+            macro_rules! rows {
+                ($M:expr) => {{
+                    if a.column == 1 {
+                        tile::<T, V, { $M }, N, true, PART>(k, at, a.row, b, b_row, columns, to)
+                    } else {
+                        tile::<T, V, { $M }, N, false, PART>(k, at, a.column, b, b_row, columns, to)
+                    }
+                    $M
+                }};
+            }
+            i += match left {
+                1 => rows!(1),
+                2..GROUP => rows!(2),
+                _ => rows!(GROUP),
+            };
+        }
+    }
+}
+
+vectorised! {
+    /// target[m, n] = a · b on this thread, nothing packed; b is [k, n] with rows `b_row` apart.
+    ///
+    /// The pointers must be good for these shapes: a for m × k, b for k × n, the target for m × n,
+    /// and nobody else may write b, a or the target meanwhile.
+    pub(super) fn small_product<T, V>(m: usize, n: usize, k: usize, a: Left<T>, b: *const T, b_row: usize, target: Target<T>) {
+        let wide = V::PANEL * V::LANES;
+        let mut j = 0;
+        while j < n {
+            // SAFETY: columns j.. of b and of the target, inside both by the contract.
+            unsafe {
+                let from = b.add(j);
+                let to = target.from(0, j);
+                if n - j >= wide {
+                    match V::PANEL {
+                        4 => panel::<T, V, 4, false>(m, k, a, from, b_row, wide, to),
+                        2 => panel::<T, V, 2, false>(m, k, a, from, b_row, wide, to),
+                        _ => unreachable!("a panel is 2 or 4 vectors wide"),
+                    }
+                    j += wide;
+                } else {
+                    let columns = (n - j).min(V::LANES);
+                    panel::<T, V, 1, true>(m, k, a, from, b_row, columns, to);
+                    j += columns;
+                }
+            }
+        }
+    }
+}
+
+vectorised! {
+    /// How many columns a register tile has.
+    fn panel_columns<T, V>(_of: &[T]) -> usize {
+        V::PANEL * V::LANES
+    }
+}
+
+/// out = a · b as `product` says. `scratch` has `workspace::product` elements.
+pub fn product<T: Real>(pool: &Pool, p: Product<T>, out: &mut [T], scratch: &mut [T]) {
+    let Product { m, n, k, .. } = p;
+    assert!(p.a.len() >= m * k && p.b.len() >= k * n && out.len() >= m * n, "operands of a {m} x {n} x {k} product");
+    assert!(p.bias.is_none_or(|bias| bias.len() >= n) && p.residual.is_none_or(|residual| residual.len() >= m * n));
+    if m == 0 || n == 0 {
+        return;
+    }
+    if m <= PRODUCT_FEW_ROWS as usize && p.b_transposed && !p.a_transposed {
+        return few_rows(pool, p, out);
+    }
+    packed(pool, p, out, scratch);
+}
+
+fn packed<T: Real>(pool: &Pool, p: Product<T>, out: &mut [T], scratch: &mut [T]) {
+    let Product { m, n, k, .. } = p;
+    let depth = workspace::product_depth(k as u64).max(1) as usize;
+    let rows = m.min(PRODUCT_ROWS as usize);
+    let left_size = rows.next_multiple_of(GROUP) * depth;
+    let wide = panel_columns::<T>(&[]);
+    let columns = n.min(PRODUCT_COLUMNS as usize);
+    let (right, left) = scratch.split_at_mut(columns.next_multiple_of(workspace::PRODUCT_PANEL as usize) * depth);
+    let left = Shared::new(&mut left[..pool.threads() * left_size]);
+    let target = Target {
+        at: out.as_mut_ptr(),
+        row: n,
+        accumulate: p.accumulate,
+        bias: p.bias.map_or(std::ptr::null(), <[T]>::as_ptr),
+        residual: p.residual.map_or(std::ptr::null(), <[T]>::as_ptr),
+    };
+    let target = Sendable(target);
+
+    let row_tasks = m.div_ceil(rows);
+    for first in (0..n).step_by(columns) {
+        let panels = (n - first).min(columns).div_ceil(wide);
+        // Few rows: share out the columns, too.
+        let column_tasks = (4 * pool.threads()).div_ceil(row_tasks).min(panels);
+        let panels_each = panels.div_ceil(column_tasks);
+        // A product over nothing is one slice of no depth: the epilogue must still be written.
+        for from in (0..k.max(1)).step_by(depth) {
+            let slice = from..k.min(from + depth);
+            let part = slice.len();
+            let shared = Shared::new(&mut right[..]);
+            pool.split(panels, 4, |range, _| {
+                for index in range {
+                    let column = first + index * wide;
+                    // SAFETY: each panel is packed by one task.
+                    let panel = unsafe { shared.part(index * wide * depth..(index + 1) * wide * depth) };
+                    pack_right(&p, slice.clone(), column..n.min(column + wide), wide, panel);
+                }
+            });
+            let right = &right[..];
+            pool.run(row_tasks * column_tasks, |task, lane| {
+                let (i, j) = (task / column_tasks * rows, task % column_tasks * panels_each);
+                let count = rows.min(m - i);
+                let a = if p.a_transposed {
+                    // SAFETY: each lane has its own part.
+                    let block = unsafe { left.part(lane * left_size..(lane + 1) * left_size) };
+                    pack_left(&p, slice.clone(), i..i + count, block);
+                    Left::packed(block.as_ptr(), part)
+                } else {
+                    Left::rows(p.a[i * k + slice.start..].as_ptr(), k)
+                };
+                for index in j..panels.min(j + panels_each) {
+                    let column = first + index * wide;
+                    // SAFETY: (i, column) is inside the output; tasks write disjoint tiles of it.
+                    let mut to = unsafe { target.get().from(i, column) };
+                    if from > 0 {
+                        to = Target::new(to.at, to.row, true);
+                    }
+                    let b = right[index * wide * depth..].as_ptr();
+                    small_product(count, wide.min(n - column), part, a, b, wide, to);
+                }
+            });
+        }
+    }
+}
+
+/// Lets tasks share a target whose disjoint parts they write.
+struct Sendable<T>(Target<T>);
+// SAFETY: the pointers come from borrows that outlive the parallel region; tasks write disjoint
+// parts of the target and only read the others.
+unsafe impl<T: Sync> Sync for Sendable<T> {}
+impl<T> Sendable<T> {
+    fn get(&self) -> Target<T>
+    where
+        T: Copy,
+    {
+        self.0
+    }
+}
+
+/// Packs rows `slice` × `columns` of b as [slice, wide].
+fn pack_right<T: Real>(p: &Product<T>, slice: Range<usize>, columns: Range<usize>, wide: usize, panel: &mut [T]) {
+    if p.b_transposed {
+        for (j, column) in columns.enumerate() {
+            let from = &p.b[column * p.k..][slice.clone()];
+            for (q, &value) in from.iter().enumerate() {
+                panel[q * wide + j] = value;
+            }
+        }
+    } else {
+        for (row, to) in slice.zip(panel.chunks_exact_mut(wide)) {
+            to[..columns.len()].copy_from_slice(&p.b[row * p.n..][columns.clone()]);
+        }
+    }
+}
+
+/// Packs `rows` × `slice` of a transposed a as groups [slice, GROUP].
+fn pack_left<T: Real>(p: &Product<T>, slice: Range<usize>, rows: Range<usize>, block: &mut [T]) {
+    let depth = slice.len();
+    for (group, row) in rows.clone().step_by(GROUP).enumerate() {
+        let to = &mut block[group * GROUP * depth..][..GROUP * depth];
+        if row + GROUP <= rows.end {
+            for (q, to) in slice.clone().zip(to.chunks_exact_mut(GROUP)) {
+                to.copy_from_slice(&p.a[q * p.m + row..][..GROUP]);
+            }
+        } else {
+            for (q, to) in slice.clone().zip(to.chunks_exact_mut(GROUP)) {
+                to[..rows.end - row].copy_from_slice(&p.a[q * p.m + row..q * p.m + rows.end]);
+            }
+        }
+    }
+}
+
+/// A product with few rows reads b once, as it lies: one dot product per element.
+fn few_rows<T: Real>(pool: &Pool, p: Product<T>, out: &mut [T]) {
+    let Product { m, n, k, .. } = p;
+    let shared = Shared::new(out);
+    // At least 64 Ki multiplications a task.
+    pool.split(n, (65536 / (m * k).max(1)).max(4), |range, _| {
+        for j in range.clone().step_by(4) {
+            let rows = j..range.end.min(j + 4);
+            let mut sums = [[T::ZERO; 4]; PRODUCT_FEW_ROWS as usize];
+            let b = &p.b[j * k..rows.end * k];
+            match m {
+                1 => dots_1(k, p.a, b, &mut sums),
+                2 => dots_2(k, p.a, b, &mut sums),
+                3 => dots_3(k, p.a, b, &mut sums),
+                _ => dots_4(k, p.a, b, &mut sums),
+            }
+            for i in 0..m {
+                // SAFETY: columns of one split are disjoint.
+                let to = unsafe { shared.part(i * n + rows.start..i * n + rows.end) };
+                for (column, to) in to.iter_mut().enumerate() {
+                    let mut sum = sums[i][column];
+                    if let Some(bias) = p.bias {
+                        sum += bias[j + column];
+                    }
+                    if let Some(residual) = p.residual {
+                        sum += residual[i * n + j + column];
+                    }
+                    *to = if p.accumulate { *to + sum } else { sum };
+                }
+            }
+        }
+    });
+}
+
+macro_rules! dots {
+    ($name:ident, $M:literal) => {
+        vectorised! {
+            fn $name<T, V>(k: usize, a: &[T], b: &[T], sums: &mut [[T; 4]; PRODUCT_FEW_ROWS as usize]) {
+                dot_tile::<T, V, $M>(k, a, b, sums)
+            }
+        }
+    };
+}
+dots!(dots_1, 1);
+dots!(dots_2, 2);
+dots!(dots_3, 3);
+dots!(dots_4, 4);
+
+/// sums[i][j] = a[i] · b[j] for M rows of a and up to 4 rows of b, all of length k.
+#[inline(always)]
+fn dot_tile<T: Real, V: Vector<T>, const M: usize>(
+    k: usize,
+    a: &[T],
+    b: &[T],
+    sums: &mut [[T; 4]; PRODUCT_FEW_ROWS as usize],
+) {
+    use super::simd::{get, strips};
+    let rows = if k == 0 { 0 } else { b.len() / k };
+    let zero = V::splat(T::ZERO);
+    let mut totals = [[zero; 4]; M];
+    if rows == 4 {
+        strips::<T, V>(
+            k,
+            #[inline(always)]
+            |at, count| {
+                let mut right = [zero; 4];
+                for j in 0..4 {
+                    right[j] = get(b, j * k + at, count);
+                }
+                for i in 0..M {
+                    let left: V = get(a, i * k + at, count);
+                    for j in 0..4 {
+                        totals[i][j] = left.mul_add(right[j], totals[i][j]);
+                    }
+                }
+            },
+        );
+    } else {
+        for j in 0..rows {
+            strips::<T, V>(
+                k,
+                #[inline(always)]
+                |at, count| {
+                    let right: V = get(b, j * k + at, count);
+                    for i in 0..M {
+                        totals[i][j] = get::<T, V>(a, i * k + at, count).mul_add(right, totals[i][j]);
+                    }
+                },
+            );
+        }
+    }
+    for i in 0..M {
+        for j in 0..rows {
+            sums[i][j] = totals[i][j].sum();
+        }
+    }
+}

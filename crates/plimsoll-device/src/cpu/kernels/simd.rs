@@ -1,0 +1,816 @@
+//! Numbers and vectors: the two floats that kernels compute in (`Real`), vectors of them in three
+//! widths (`Vector`), and `vectorised!`, which compiles a function for each width and picks the
+//! widest one that the processor has.
+//!
+//! Kernels are written once, over `T: Real` and `V: Vector<T>`. `PLIMSOLL_VECTORS` (`portable`,
+//! `avx2`, `avx512`) narrows the choice: to reproduce another machine's bits, or to test.
+
+use bytemuck::Pod;
+use std::fmt::Debug;
+use std::ops::{Add, AddAssign, Div, Mul, Neg, Sub};
+use std::sync::OnceLock;
+
+/// A float that kernels compute in: `f32`, or `f64` for the reference executor of the tests.
+pub trait Real:
+    Pod
+    + Default
+    + PartialOrd
+    + Send
+    + Sync
+    + Debug
+    + Add<Output = Self>
+    + Sub<Output = Self>
+    + Mul<Output = Self>
+    + Div<Output = Self>
+    + Neg<Output = Self>
+    + AddAssign
+{
+    /// Vectors for any processor.
+    type Portable: Vector<Self>;
+    /// Vectors of 256 bits with fused multiply-add.
+    type Avx2: Vector<Self>;
+    /// Vectors of 512 bits.
+    type Avx512: Vector<Self>;
+    /// 0
+    const ZERO: Self;
+    /// 1
+    const ONE: Self;
+    /// The lowest finite number.
+    const LOWEST: Self;
+    /// Minus infinity.
+    const MINUS_INFINITY: Self;
+    /// The nearest number to `x`.
+    fn of(x: f64) -> Self;
+    /// The same number in 64 bits.
+    fn wide(self) -> f64;
+    /// Square root.
+    fn sqrt(self) -> Self;
+    /// e to the power of `self`, by the algorithm of the vectors.
+    fn exp(self) -> Self;
+    /// Natural logarithm.
+    fn ln(self) -> Self;
+    /// `self` to the power of `exponent`.
+    fn powf(self, exponent: Self) -> Self;
+    /// Sine of radians.
+    fn sin(self) -> Self;
+    /// Cosine of radians.
+    fn cos(self) -> Self;
+}
+
+/// `LANES` numbers side by side.
+///
+/// The methods of the AVX types use instructions that not every processor has. Values of these
+/// types are made only in functions under `vectorised!`, which asks the processor first; that is
+/// what their `SAFETY` comments mean by "the dispatcher". The module is private for that reason.
+pub trait Vector<T>: Copy + Add<Output = Self> + Sub<Output = Self> + Mul<Output = Self> + Div<Output = Self> {
+    /// How many numbers.
+    const LANES: usize;
+    /// How many vectors wide the tile of a matrix product is: as many as fill the registers.
+    const PANEL: usize;
+    /// `x` in all lanes.
+    fn splat(x: T) -> Self;
+    /// Reads `LANES` numbers.
+    ///
+    /// # Safety
+    /// `from` must be readable for `LANES` numbers; alignment does not matter beyond that of `T`.
+    unsafe fn load(from: *const T) -> Self;
+    /// Writes all lanes.
+    ///
+    /// # Safety
+    /// `to` must be writable for `LANES` numbers.
+    unsafe fn store(self, to: *mut T);
+    /// Reads `count` (`<= LANES`) numbers; the other lanes are those of `fill`.
+    ///
+    /// # Safety
+    /// `from` must be readable for `count` numbers.
+    unsafe fn load_part(from: *const T, count: usize, fill: Self) -> Self;
+    /// Writes the first `count` (`<= LANES`) lanes.
+    ///
+    /// # Safety
+    /// `to` must be writable for `count` numbers.
+    unsafe fn store_part(self, to: *mut T, count: usize);
+    /// `self * factor + term`, fused where the processor can.
+    fn mul_add(self, factor: Self, term: Self) -> Self;
+    /// The larger of each pair; `other` where they cannot be compared.
+    fn max(self, other: Self) -> Self;
+    /// Square root.
+    fn sqrt(self) -> Self;
+    /// e to the power of each lane: within 2 units in the last place for f32, infinity above the range, 0 below it,
+    /// NaN for NaN.
+    fn exp(self) -> Self;
+    /// `yes` where `self <= other`, else `no`.
+    fn where_le(self, other: Self, yes: Self, no: Self) -> Self;
+    /// The sum of all lanes, in an order fixed by the type.
+    fn sum(self) -> T;
+    /// The largest lane.
+    fn largest(self) -> T;
+}
+
+/// Which vectors are used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Level {
+    /// Arrays of numbers; whatever the compiler makes of them.
+    Portable,
+    /// AVX2 and FMA.
+    Avx2,
+    /// AVX-512 F.
+    Avx512,
+}
+
+/// The widest vectors of this processor, or fewer if `PLIMSOLL_VECTORS` says so.
+pub fn level() -> Level {
+    static LEVEL: OnceLock<Level> = OnceLock::new();
+    *LEVEL.get_or_init(|| {
+        let limit = match std::env::var("PLIMSOLL_VECTORS").as_deref() {
+            Ok("portable") => Level::Portable,
+            Ok("avx2") => Level::Avx2,
+            _ => Level::Avx512,
+        };
+        widest().min(limit)
+    })
+}
+
+#[cfg(target_arch = "x86_64")]
+fn widest() -> Level {
+    let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
+    match (avx2 && is_x86_feature_detected!("avx512f"), avx2) {
+        (true, _) => Level::Avx512,
+        (_, true) => Level::Avx2,
+        _ => Level::Portable,
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn widest() -> Level {
+    Level::Portable
+}
+
+/// Defines `fn name<T: Real>(…)` whose body, written over `T` and `V: Vector<T>`, is compiled for
+/// each width of vectors and called at the widest that the processor has.
+macro_rules! vectorised {
+    ($(#[$meta:meta])* $vis:vis fn $name:ident<$T:ident, $V:ident>($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
+        $(#[$meta])*
+        $vis fn $name<$T: $crate::cpu::kernels::simd::Real>($($arg: $ty),*) $(-> $ret)? {
+            #[inline(always)]
+            fn body<$T: $crate::cpu::kernels::simd::Real, $V: $crate::cpu::kernels::simd::Vector<$T>>($($arg: $ty),*) $(-> $ret)? $body
+            #[cfg(target_arch = "x86_64")]
+            {
+                use $crate::cpu::kernels::simd::{Level, level};
+                #[target_feature(enable = "avx512f,avx2,fma")]
+                fn avx512<$T: $crate::cpu::kernels::simd::Real>($($arg: $ty),*) $(-> $ret)? {
+                    body::<$T, $T::Avx512>($($arg),*)
+                }
+                #[target_feature(enable = "avx2,fma")]
+                fn avx2<$T: $crate::cpu::kernels::simd::Real>($($arg: $ty),*) $(-> $ret)? {
+                    body::<$T, $T::Avx2>($($arg),*)
+                }
+                match level() {
+                    // SAFETY: `level` has asked this processor for these features.
+                    Level::Avx512 => return unsafe { avx512($($arg),*) },
+                    // SAFETY: as above.
+                    Level::Avx2 => return unsafe { avx2($($arg),*) },
+                    Level::Portable => {}
+                }
+            }
+            body::<$T, $T::Portable>($($arg),*)
+        }
+    };
+}
+pub(crate) use vectorised;
+
+/// Calls `work(at, count)` for each strip of `LANES` elements of `0..n`; the last may have fewer.
+#[inline(always)]
+pub fn strips<T, V: Vector<T>>(n: usize, mut work: impl FnMut(usize, usize)) {
+    let mut at = 0;
+    while at + V::LANES <= n {
+        work(at, V::LANES);
+        at += V::LANES;
+    }
+    if at < n {
+        work(at, n - at);
+    }
+}
+
+/// The strip of `count` elements at `at`, filled up with `fill`.
+#[inline(always)]
+pub fn get_or<T, V: Vector<T>>(slice: &[T], at: usize, count: usize, fill: V) -> V {
+    assert!(count <= V::LANES && at + count <= slice.len());
+    // SAFETY: the range is inside the slice.
+    unsafe {
+        if count == V::LANES {
+            V::load(slice.as_ptr().add(at))
+        } else {
+            V::load_part(slice.as_ptr().add(at), count, fill)
+        }
+    }
+}
+
+/// The strip of `count` elements at `at`, filled up with zeros.
+#[inline(always)]
+pub fn get<T: Real, V: Vector<T>>(slice: &[T], at: usize, count: usize) -> V {
+    get_or(slice, at, count, V::splat(T::ZERO))
+}
+
+/// Writes the first `count` lanes at `at`.
+#[inline(always)]
+pub fn put<T, V: Vector<T>>(slice: &mut [T], at: usize, count: usize, value: V) {
+    assert!(count <= V::LANES && at + count <= slice.len());
+    // SAFETY: the range is inside the slice.
+    unsafe {
+        if count == V::LANES {
+            value.store(slice.as_mut_ptr().add(at))
+        } else {
+            value.store_part(slice.as_mut_ptr().add(at), count)
+        }
+    }
+}
+
+/// Above this, e^x is infinite in f32 (ln 2^128 = 88.72…; the scaling overflows by itself).
+const EXP_MOST: f32 = 90.0;
+/// Below this, e^x is zero in f32 (half the smallest subnormal is e^-103.97…).
+const EXP_LEAST: f32 = -105.0;
+/// ln 2 in two parts; the first has so few bits that its product with any exponent is exact.
+const LN2_HIGH: f32 = 0.693_359_375;
+const LN2_LOW: f32 = -2.121_944_4e-4;
+/// 1/k! for k = 7 … 1. After the reduction |r| <= ln 2 / 2, where the next term of the series
+/// is below 5e-9: less than a tenth of the rounding.
+const EXP_TERMS: [f32; 6] = [1.0 / 5040.0, 1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5];
+/// Adding and subtracting 1.5 · 2^23 rounds to the nearest integer, ties to even.
+const ROUNDER: f32 = 12_582_912.0;
+
+/// One lane of the vectors' `exp`, for processors without wide vectors.
+#[inline(always)]
+fn exp_f32(x: f32) -> f32 {
+    // Comparisons are false for NaN: it is kept.
+    let x = if x > EXP_MOST { EXP_MOST } else { x };
+    let x = if x < EXP_LEAST { EXP_LEAST } else { x };
+    let n = (x * std::f32::consts::LOG2_E + ROUNDER) - ROUNDER;
+    let r = x - n * LN2_HIGH - n * LN2_LOW;
+    let mut p = EXP_TERMS[0];
+    for term in &EXP_TERMS[1..] {
+        p = p * r + term;
+    }
+    let p = p * r * r + r + 1.0;
+    // Two factors: 2^n alone would overflow before e^x does, or lose the subnormals.
+    let n = n as i32;
+    let half = n >> 1;
+    let power = |n: i32| f32::from_bits(((n + 127) as u32) << 23);
+    p * power(half) * power(n - half)
+}
+
+macro_rules! real {
+    ($T:ident, $lanes:literal, $avx2:ty, $avx512:ty, $exp:expr) => {
+        impl Real for $T {
+            type Portable = Lanes<$T, $lanes>;
+            #[cfg(target_arch = "x86_64")]
+            type Avx2 = $avx2;
+            #[cfg(target_arch = "x86_64")]
+            type Avx512 = $avx512;
+            #[cfg(not(target_arch = "x86_64"))]
+            type Avx2 = Lanes<$T, $lanes>;
+            #[cfg(not(target_arch = "x86_64"))]
+            type Avx512 = Lanes<$T, $lanes>;
+            const ZERO: Self = 0.0;
+            const ONE: Self = 1.0;
+            const LOWEST: Self = $T::MIN;
+            const MINUS_INFINITY: Self = $T::NEG_INFINITY;
+            #[inline(always)]
+            fn of(x: f64) -> Self {
+                x as $T
+            }
+            #[inline(always)]
+            fn wide(self) -> f64 {
+                self as f64
+            }
+            #[inline(always)]
+            fn sqrt(self) -> Self {
+                self.sqrt()
+            }
+            #[inline(always)]
+            fn exp(self) -> Self {
+                $exp(self)
+            }
+            #[inline(always)]
+            fn ln(self) -> Self {
+                self.ln()
+            }
+            fn powf(self, exponent: Self) -> Self {
+                self.powf(exponent)
+            }
+            fn sin(self) -> Self {
+                self.sin()
+            }
+            fn cos(self) -> Self {
+                self.cos()
+            }
+        }
+    };
+}
+
+real!(f32, 8, x86::F32x8, x86::F32x16, exp_f32);
+real!(f64, 4, x86::F64x4, x86::F64x8, f64::exp);
+
+/// Vectors for any processor.
+#[derive(Clone, Copy)]
+pub struct Lanes<T, const N: usize>([T; N]);
+
+impl<T: Real, const N: usize> Lanes<T, N> {
+    #[inline(always)]
+    fn zip(self, other: Self, f: impl Fn(T, T) -> T) -> Self {
+        let mut out = self.0;
+        for lane in 0..N {
+            out[lane] = f(self.0[lane], other.0[lane]);
+        }
+        Lanes(out)
+    }
+}
+
+macro_rules! lanes_operator {
+    ($trait:ident, $method:ident, $op:tt) => {
+        impl<T: Real, const N: usize> $trait for Lanes<T, N> {
+            type Output = Self;
+            #[inline(always)]
+            fn $method(self, other: Self) -> Self {
+                self.zip(other, #[inline(always)] |a, b| a $op b)
+            }
+        }
+    };
+}
+lanes_operator!(Add, add, +);
+lanes_operator!(Sub, sub, -);
+lanes_operator!(Mul, mul, *);
+lanes_operator!(Div, div, /);
+
+impl<T: Real, const N: usize> Vector<T> for Lanes<T, N> {
+    const LANES: usize = N;
+    const PANEL: usize = 2;
+    #[inline(always)]
+    fn splat(x: T) -> Self {
+        Lanes([x; N])
+    }
+    #[inline(always)]
+    unsafe fn load(from: *const T) -> Self {
+        // SAFETY: the caller's promise; an array of T has T's alignment.
+        Lanes(unsafe { from.cast::<[T; N]>().read() })
+    }
+    #[inline(always)]
+    unsafe fn store(self, to: *mut T) {
+        // SAFETY: the caller's promise; an array of T has T's alignment.
+        unsafe { to.cast::<[T; N]>().write(self.0) }
+    }
+    #[inline(always)]
+    unsafe fn load_part(from: *const T, count: usize, fill: Self) -> Self {
+        let mut out = fill;
+        for lane in 0..count.min(N) {
+            // SAFETY: the caller's promise.
+            out.0[lane] = unsafe { *from.add(lane) };
+        }
+        out
+    }
+    #[inline(always)]
+    unsafe fn store_part(self, to: *mut T, count: usize) {
+        for lane in 0..count.min(N) {
+            // SAFETY: the caller's promise.
+            unsafe { *to.add(lane) = self.0[lane] };
+        }
+    }
+    #[inline(always)]
+    fn mul_add(self, factor: Self, term: Self) -> Self {
+        // Not the fused one: without the instruction it is a call of a hundred times the cost.
+        self * factor + term
+    }
+    #[inline(always)]
+    fn max(self, other: Self) -> Self {
+        self.zip(
+            other,
+            #[inline(always)]
+            |a, b| if a > b { a } else { b },
+        )
+    }
+    #[inline(always)]
+    fn sqrt(self) -> Self {
+        self.zip(
+            self,
+            #[inline(always)]
+            |a, _| a.sqrt(),
+        )
+    }
+    #[inline(always)]
+    fn exp(self) -> Self {
+        self.zip(
+            self,
+            #[inline(always)]
+            |a, _| a.exp(),
+        )
+    }
+    #[inline(always)]
+    fn where_le(self, other: Self, yes: Self, no: Self) -> Self {
+        let mut out = no.0;
+        for lane in 0..N {
+            if self.0[lane] <= other.0[lane] {
+                out[lane] = yes.0[lane];
+            }
+        }
+        Lanes(out)
+    }
+    #[inline(always)]
+    fn sum(self) -> T {
+        let mut out = self.0;
+        let mut width = N / 2;
+        while width > 0 {
+            for lane in 0..width {
+                out[lane] += out[lane + width];
+            }
+            width /= 2;
+        }
+        out[0]
+    }
+    #[inline(always)]
+    fn largest(self) -> T {
+        let mut out = self.0[0];
+        for lane in 1..N {
+            out = if out > self.0[lane] { out } else { self.0[lane] };
+        }
+        out
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    //! AVX2 and AVX-512. `SAFETY` throughout: see `Vector`: values of these types exist only where
+    //! the dispatcher has found the processor able; pointers are as good as the caller promised.
+
+    use super::{EXP_LEAST, EXP_MOST, EXP_TERMS, LN2_HIGH, LN2_LOW, Vector};
+    use std::arch::x86_64::*;
+    use std::ops::{Add, Div, Mul, Sub};
+
+    macro_rules! operator {
+        ($name:ident, $trait:ident, $method:ident, $intrinsic:ident) => {
+            impl $trait for $name {
+                type Output = Self;
+                #[inline(always)]
+                fn $method(self, other: Self) -> Self {
+                    // SAFETY: the dispatcher.
+                    $name(unsafe { $intrinsic(self.0, other.0) })
+                }
+            }
+        };
+    }
+
+    macro_rules! vector {
+        ($name:ident, $T:ident, $raw:ident, $lanes:literal, $panel:literal,
+         $set:ident, $load:ident, $store:ident, $add:ident, $sub:ident, $mul:ident, $div:ident,
+         $fma:ident, $max:ident, $sqrt:ident,
+         |$from:ident, $count:ident, $fill:ident| $load_part:expr,
+         |$to:ident, $places:ident, $value:ident| $store_part:expr,
+         |$a:ident, $b:ident, $yes:ident, $no:ident| $where_le:expr,
+         |$s:ident| $sum:expr, |$l:ident| $largest:expr, |$x:ident| $exp:expr) => {
+            /// Numbers in one register.
+            #[derive(Clone, Copy)]
+            pub struct $name($raw);
+            operator!($name, Add, add, $add);
+            operator!($name, Sub, sub, $sub);
+            operator!($name, Mul, mul, $mul);
+            operator!($name, Div, div, $div);
+            impl Vector<$T> for $name {
+                const LANES: usize = $lanes;
+                const PANEL: usize = $panel;
+                #[inline(always)]
+                fn splat(x: $T) -> Self {
+                    // SAFETY: the dispatcher.
+                    $name(unsafe { $set(x) })
+                }
+                #[inline(always)]
+                unsafe fn load(from: *const $T) -> Self {
+                    // SAFETY: the dispatcher; the caller's promise.
+                    $name(unsafe { $load(from) })
+                }
+                #[inline(always)]
+                unsafe fn store(self, to: *mut $T) {
+                    // SAFETY: the dispatcher; the caller's promise.
+                    unsafe { $store(to, self.0) }
+                }
+                #[inline(always)]
+                unsafe fn load_part($from: *const $T, $count: usize, $fill: Self) -> Self {
+                    let $fill = $fill.0;
+                    // SAFETY: the dispatcher; the caller's promise; lanes masked off are not touched.
+                    $name(unsafe { $load_part })
+                }
+                #[inline(always)]
+                unsafe fn store_part(self, $to: *mut $T, $places: usize) {
+                    let $value = self.0;
+                    // SAFETY: the dispatcher; the caller's promise; lanes masked off are not touched.
+                    unsafe { $store_part }
+                }
+                #[inline(always)]
+                fn mul_add(self, factor: Self, term: Self) -> Self {
+                    // SAFETY: the dispatcher.
+                    $name(unsafe { $fma(self.0, factor.0, term.0) })
+                }
+                #[inline(always)]
+                fn max(self, other: Self) -> Self {
+                    // SAFETY: the dispatcher.
+                    $name(unsafe { $max(self.0, other.0) })
+                }
+                #[inline(always)]
+                fn sqrt(self) -> Self {
+                    // SAFETY: the dispatcher.
+                    $name(unsafe { $sqrt(self.0) })
+                }
+                #[inline(always)]
+                fn exp(self) -> Self {
+                    let $x = self.0;
+                    // SAFETY: the dispatcher.
+                    $name(unsafe { $exp })
+                }
+                #[inline(always)]
+                fn where_le(self, other: Self, yes: Self, no: Self) -> Self {
+                    let ($a, $b, $yes, $no) = (self.0, other.0, yes.0, no.0);
+                    // SAFETY: the dispatcher.
+                    $name(unsafe { $where_le })
+                }
+                #[inline(always)]
+                fn sum(self) -> $T {
+                    let $s = self.0;
+                    // SAFETY: the dispatcher.
+                    unsafe { $sum }
+                }
+                #[inline(always)]
+                fn largest(self) -> $T {
+                    let $l = self.0;
+                    // SAFETY: the dispatcher.
+                    unsafe { $largest }
+                }
+            }
+        };
+    }
+
+    vector!(
+        F32x16,
+        f32,
+        __m512,
+        16,
+        4,
+        _mm512_set1_ps,
+        _mm512_loadu_ps,
+        _mm512_storeu_ps,
+        _mm512_add_ps,
+        _mm512_sub_ps,
+        _mm512_mul_ps,
+        _mm512_div_ps,
+        _mm512_fmadd_ps,
+        _mm512_max_ps,
+        _mm512_sqrt_ps,
+        |from, count, fill| _mm512_mask_loadu_ps(fill, first16(count), from),
+        |to, count, value| _mm512_mask_storeu_ps(to, first16(count), value),
+        |a, b, yes, no| _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_LE_OQ>(a, b), no, yes),
+        |x| _mm512_reduce_add_ps(x),
+        |x| _mm512_reduce_max_ps(x),
+        |x| exp512(x)
+    );
+    vector!(
+        F64x8,
+        f64,
+        __m512d,
+        8,
+        4,
+        _mm512_set1_pd,
+        _mm512_loadu_pd,
+        _mm512_storeu_pd,
+        _mm512_add_pd,
+        _mm512_sub_pd,
+        _mm512_mul_pd,
+        _mm512_div_pd,
+        _mm512_fmadd_pd,
+        _mm512_max_pd,
+        _mm512_sqrt_pd,
+        |from, count, fill| _mm512_mask_loadu_pd(fill, first16(count) as u8, from),
+        |to, count, value| _mm512_mask_storeu_pd(to, first16(count) as u8, value),
+        |a, b, yes, no| _mm512_mask_blend_pd(_mm512_cmp_pd_mask::<_CMP_LE_OQ>(a, b), no, yes),
+        |x| _mm512_reduce_add_pd(x),
+        |x| _mm512_reduce_max_pd(x),
+        |x| {
+            let mut lanes = [0.0; 8];
+            _mm512_storeu_pd(lanes.as_mut_ptr(), x);
+            lanes.iter_mut().for_each(|lane| *lane = lane.exp());
+            _mm512_loadu_pd(lanes.as_ptr())
+        }
+    );
+    vector!(
+        F32x8,
+        f32,
+        __m256,
+        8,
+        2,
+        _mm256_set1_ps,
+        _mm256_loadu_ps,
+        _mm256_storeu_ps,
+        _mm256_add_ps,
+        _mm256_sub_ps,
+        _mm256_mul_ps,
+        _mm256_div_ps,
+        _mm256_fmadd_ps,
+        _mm256_max_ps,
+        _mm256_sqrt_ps,
+        |from, count, fill| {
+            let mask = first8(count);
+            _mm256_blendv_ps(fill, _mm256_maskload_ps(from, mask), _mm256_castsi256_ps(mask))
+        },
+        |to, count, value| _mm256_maskstore_ps(to, first8(count), value),
+        |a, b, yes, no| _mm256_blendv_ps(no, yes, _mm256_cmp_ps::<_CMP_LE_OQ>(a, b)),
+        |x| {
+            let mut lanes = [0.0f32; 8];
+            _mm256_storeu_ps(lanes.as_mut_ptr(), x);
+            let [a, b, c, d, e, f, g, h] = lanes;
+            ((a + e) + (c + g)) + ((b + f) + (d + h))
+        },
+        |x| {
+            let mut lanes = [0.0f32; 8];
+            _mm256_storeu_ps(lanes.as_mut_ptr(), x);
+            lanes.into_iter().fold(f32::NEG_INFINITY, |a, b| if a > b { a } else { b })
+        },
+        |x| exp256(x)
+    );
+    vector!(
+        F64x4,
+        f64,
+        __m256d,
+        4,
+        2,
+        _mm256_set1_pd,
+        _mm256_loadu_pd,
+        _mm256_storeu_pd,
+        _mm256_add_pd,
+        _mm256_sub_pd,
+        _mm256_mul_pd,
+        _mm256_div_pd,
+        _mm256_fmadd_pd,
+        _mm256_max_pd,
+        _mm256_sqrt_pd,
+        |from, count, fill| {
+            let mask = first4(count);
+            _mm256_blendv_pd(fill, _mm256_maskload_pd(from, mask), _mm256_castsi256_pd(mask))
+        },
+        |to, count, value| _mm256_maskstore_pd(to, first4(count), value),
+        |a, b, yes, no| _mm256_blendv_pd(no, yes, _mm256_cmp_pd::<_CMP_LE_OQ>(a, b)),
+        |x| {
+            let mut lanes = [0.0f64; 4];
+            _mm256_storeu_pd(lanes.as_mut_ptr(), x);
+            let [a, b, c, d] = lanes;
+            (a + c) + (b + d)
+        },
+        |x| {
+            let mut lanes = [0.0f64; 4];
+            _mm256_storeu_pd(lanes.as_mut_ptr(), x);
+            lanes.into_iter().fold(f64::NEG_INFINITY, |a, b| if a > b { a } else { b })
+        },
+        |x| {
+            let mut lanes = [0.0; 4];
+            _mm256_storeu_pd(lanes.as_mut_ptr(), x);
+            lanes.iter_mut().for_each(|lane| *lane = lane.exp());
+            _mm256_loadu_pd(lanes.as_ptr())
+        }
+    );
+
+    /// The mask of the first `count` of up to 16 lanes.
+    #[inline(always)]
+    fn first16(count: usize) -> u16 {
+        ((1u32 << count) - 1) as u16
+    }
+
+    #[inline(always)]
+    unsafe fn first8(count: usize) -> __m256i {
+        // SAFETY: the dispatcher.
+        unsafe { _mm256_cmpgt_epi32(_mm256_set1_epi32(count as i32), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)) }
+    }
+
+    #[inline(always)]
+    unsafe fn first4(count: usize) -> __m256i {
+        // SAFETY: the dispatcher.
+        unsafe { _mm256_cmpgt_epi64(_mm256_set1_epi64x(count as i64), _mm256_setr_epi64x(0, 1, 2, 3)) }
+    }
+
+    /// `exp_f32` on 16 lanes; the last scaling is one instruction that knows subnormals.
+    #[inline(always)]
+    unsafe fn exp512(x: __m512) -> __m512 {
+        // SAFETY: the dispatcher.
+        unsafe {
+            // min and max return their second operand when one is NaN: it is kept.
+            let x = _mm512_min_ps(_mm512_set1_ps(EXP_MOST), x);
+            let x = _mm512_max_ps(_mm512_set1_ps(EXP_LEAST), x);
+            let n = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(_mm512_mul_ps(
+                x,
+                _mm512_set1_ps(std::f32::consts::LOG2_E),
+            ));
+            let r = _mm512_fnmadd_ps(n, _mm512_set1_ps(LN2_HIGH), x);
+            let r = _mm512_fnmadd_ps(n, _mm512_set1_ps(LN2_LOW), r);
+            let mut p = _mm512_set1_ps(EXP_TERMS[0]);
+            for term in &EXP_TERMS[1..] {
+                p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(*term));
+            }
+            let p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0));
+            let p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0));
+            _mm512_scalef_ps(p, n)
+        }
+    }
+
+    /// `exp_f32` on 8 lanes.
+    #[inline(always)]
+    unsafe fn exp256(x: __m256) -> __m256 {
+        // SAFETY: the dispatcher.
+        unsafe {
+            // min and max return their second operand when one is NaN: it is kept.
+            let x = _mm256_min_ps(_mm256_set1_ps(EXP_MOST), x);
+            let x = _mm256_max_ps(_mm256_set1_ps(EXP_LEAST), x);
+            let n = _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(_mm256_mul_ps(
+                x,
+                _mm256_set1_ps(std::f32::consts::LOG2_E),
+            ));
+            let r = _mm256_fnmadd_ps(n, _mm256_set1_ps(LN2_HIGH), x);
+            let r = _mm256_fnmadd_ps(n, _mm256_set1_ps(LN2_LOW), r);
+            let mut p = _mm256_set1_ps(EXP_TERMS[0]);
+            for term in &EXP_TERMS[1..] {
+                p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(*term));
+            }
+            let p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0));
+            let p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0));
+            // Two factors: 2^n alone would overflow before e^x does, or lose the subnormals.
+            let n = _mm256_cvtps_epi32(n);
+            let half = _mm256_srai_epi32::<1>(n);
+            let rest = _mm256_sub_epi32(n, half);
+            let bias = _mm256_set1_epi32(127);
+            let first = _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_add_epi32(half, bias)));
+            let second = _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_add_epi32(rest, bias)));
+            _mm256_mul_ps(_mm256_mul_ps(p, first), second)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    vectorised! {
+        fn exp_all<T, V>(x: &mut [T]) {
+            strips::<T, V>(x.len(), #[inline(always)] |at, count| {
+                let value: V = get(x, at, count);
+                put(x, at, count, value.exp());
+            });
+        }
+    }
+
+    #[test]
+    fn exp_is_within_two_units_over_the_whole_range() {
+        let mut x: Vec<f32> = (-1_040_000..=887_000).map(|i| i as f32 * 1e-4).collect();
+        let exact: Vec<f64> = x.iter().map(|&x| f64::from(x).exp()).collect();
+        exp_all(&mut x);
+        for (got, want) in x.iter().zip(exact) {
+            // A unit in the last place of the nearest f32, or of the subnormals.
+            let unit = (want * f64::from(f32::EPSILON)).max(f64::from(f32::from_bits(1)));
+            assert!((f64::from(*got) - want).abs() <= 2.0 * unit, "{got} for {want}");
+        }
+    }
+
+    #[test]
+    fn exp_of_the_extremes() {
+        let mut x = [f32::NEG_INFINITY, -1e30, -200.0, 0.0, 88.8, 1e30, f32::INFINITY, f32::NAN, -0.0, 89.9, 90.1];
+        exp_all(&mut x);
+        let inf = f32::INFINITY;
+        assert_eq!(x[..7], [0.0, 0.0, 0.0, 1.0, inf, inf, inf]);
+        assert!(x[7].is_nan());
+        assert_eq!(x[8..], [1.0, inf, inf]);
+        let mut x = [f64::NEG_INFINITY, 1.0, f64::NAN, 710.0, -5.0];
+        exp_all(&mut x);
+        assert_eq!(x[..2], [0.0, 1f64.exp()]);
+        assert!(x[2].is_nan() && x[3].is_infinite() && x[4] == (-5f64).exp());
+    }
+
+    vectorised! {
+        fn ends<T, V>(x: &[T], out: &mut [T]) -> (T, T) {
+            let mut sum = V::splat(T::ZERO);
+            let mut largest = V::splat(T::MINUS_INFINITY);
+            strips::<T, V>(x.len(), #[inline(always)] |at, count| {
+                let value: V = get(x, at, count);
+                sum = sum + value;
+                largest = largest.max(get_or(x, at, count, V::splat(T::MINUS_INFINITY)));
+                put(out, at, count, value.where_le(V::splat(T::ZERO), V::splat(T::ONE), value.sqrt()));
+            });
+            (sum.sum(), largest.largest())
+        }
+    }
+
+    #[test]
+    fn parts_of_vectors_touch_nothing_else() {
+        for n in 0..40 {
+            let x: Vec<f32> = (0..n).map(|i| i as f32 - 5.0).collect();
+            let mut out = vec![-7.0f32; n + 20];
+            let (sum, largest) = ends(&x, &mut out[..n]);
+            assert_eq!(sum, x.iter().sum::<f32>());
+            assert_eq!(largest, x.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+            for i in 0..n {
+                assert_eq!(out[i], if x[i] <= 0.0 { 1.0 } else { x[i].sqrt() });
+            }
+            assert!(out[n..].iter().all(|&kept| kept == -7.0));
+        }
+    }
+}

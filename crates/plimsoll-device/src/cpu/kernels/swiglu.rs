@@ -1,0 +1,101 @@
+//! The gated unit of the feed-forward part: silu(gate) · up, and its gradient.
+//!
+//! silu(x) = x · s with s = 1 / (1 + e^−x); its derivative is s · (1 + x · (1 − s)).
+
+use super::simd::{Real, Vector, get, put, strips, vectorised};
+use crate::cpu::pool::{Pool, Shared};
+
+/// Elements below which a task is not worth sharing out.
+const LEAST: usize = 4096;
+
+/// out[N, F] = silu(gate) · up of gate_up[N, 2F] = gate | up.
+pub fn swiglu<T: Real>(pool: &Pool, ffn: usize, gate_up: &[T], out: &mut [T]) {
+    let rows = out.len() / ffn;
+    assert!(out.len() == rows * ffn && gate_up.len() == 2 * out.len());
+    let out = Shared::new(out);
+    pool.split(rows, LEAST.div_ceil(ffn), |range, _| {
+        for row in range {
+            // SAFETY: rows of one split are disjoint.
+            let out = unsafe { out.part(row * ffn..(row + 1) * ffn) };
+            forward(&gate_up[2 * row * ffn..2 * (row + 1) * ffn], out);
+        }
+    });
+}
+
+/// dgate_up[N, 2F] from gate_up[N, 2F] and dout[N, F].
+pub fn swiglu_grad<T: Real>(pool: &Pool, ffn: usize, gate_up: &[T], dout: &[T], dgate_up: &mut [T]) {
+    let rows = dout.len() / ffn;
+    assert!(dout.len() == rows * ffn && gate_up.len() == 2 * dout.len() && dgate_up.len() == 2 * dout.len());
+    let dgate_up = Shared::new(dgate_up);
+    pool.split(rows, LEAST.div_ceil(ffn), |range, _| {
+        for row in range {
+            let both = 2 * row * ffn..2 * (row + 1) * ffn;
+            // SAFETY: rows of one split are disjoint.
+            let d = unsafe { dgate_up.part(both.clone()) };
+            backward(&gate_up[both], &dout[row * ffn..(row + 1) * ffn], d);
+        }
+    });
+}
+
+/// As `swiglu_grad`, overwriting gate_up with its gradient.
+pub fn swiglu_grad_in_place<T: Real>(pool: &Pool, ffn: usize, gate_up: &mut [T], dout: &[T]) {
+    let rows = dout.len() / ffn;
+    assert!(dout.len() == rows * ffn && gate_up.len() == 2 * dout.len());
+    let gate_up = Shared::new(gate_up);
+    pool.split(rows, LEAST.div_ceil(ffn), |range, _| {
+        for row in range {
+            // SAFETY: rows of one split are disjoint.
+            let d = unsafe { gate_up.part(2 * row * ffn..2 * (row + 1) * ffn) };
+            backward_in_place(d, &dout[row * ffn..(row + 1) * ffn]);
+        }
+    });
+}
+
+#[inline(always)]
+fn sigmoid<T: Real, V: Vector<T>>(x: V) -> V {
+    let one = V::splat(T::ONE);
+    one / (one + (V::splat(T::ZERO) - x).exp())
+}
+
+/// The gradients of gate and up.
+#[inline(always)]
+fn gradients<T: Real, V: Vector<T>>(gate: V, up: V, dout: V) -> (V, V) {
+    let s = sigmoid::<T, V>(gate);
+    let silu = gate * s;
+    // s · (1 + x · (1 − s)) = s + silu · (1 − s)
+    let slope = silu.mul_add(V::splat(T::ONE) - s, s);
+    (dout * up * slope, dout * silu)
+}
+
+vectorised! {
+    fn forward<T, V>(gate_up: &[T], out: &mut [T]) {
+        let (gate, up) = gate_up.split_at(out.len());
+        strips::<T, V>(out.len(), #[inline(always)] |at, count| {
+            let gate: V = get(gate, at, count);
+            put(out, at, count, gate * sigmoid::<T, V>(gate) * get(up, at, count));
+        });
+    }
+}
+
+vectorised! {
+    fn backward<T, V>(gate_up: &[T], dout: &[T], dgate_up: &mut [T]) {
+        let (gate, up) = gate_up.split_at(dout.len());
+        let (dgate, dup) = dgate_up.split_at_mut(dout.len());
+        strips::<T, V>(dout.len(), #[inline(always)] |at, count| {
+            let (first, second): (V, V) = gradients::<T, V>(get(gate, at, count), get(up, at, count), get(dout, at, count));
+            put(dgate, at, count, first);
+            put(dup, at, count, second);
+        });
+    }
+}
+
+vectorised! {
+    fn backward_in_place<T, V>(gate_up: &mut [T], dout: &[T]) {
+        let (gate, up) = gate_up.split_at_mut(dout.len());
+        strips::<T, V>(dout.len(), #[inline(always)] |at, count| {
+            let (first, second): (V, V) = gradients::<T, V>(get(gate, at, count), get(up, at, count), get(dout, at, count));
+            put(gate, at, count, first);
+            put(up, at, count, second);
+        });
+    }
+}

@@ -1,0 +1,164 @@
+//! A pool with a set number of threads, and the two ways in which kernels spread work over it.
+//!
+//! What is computed here never depends on how many threads there are: tasks are numbered, each is
+//! run once, and a sum over tasks is taken by the caller in the order of their numbers.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// The pool could not be made.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot start {threads} threads: {source}")]
+pub struct PoolError {
+    /// How many threads were asked for.
+    pub threads: usize,
+    /// What the system said.
+    source: rayon::ThreadPoolBuildError,
+}
+
+impl From<PoolError> for plimsoll_core::Failure {
+    fn from(error: PoolError) -> Self {
+        plimsoll_core::Failure::input(error.to_string()).hint("take fewer: --set run.threads=1")
+    }
+}
+
+/// Threads that wait for work. With one thread everything runs on the caller's.
+pub struct Pool {
+    workers: Option<rayon::ThreadPool>,
+    threads: usize,
+}
+
+impl Pool {
+    /// A pool of `threads` threads (0 counts as 1).
+    pub fn new(threads: usize) -> Result<Pool, PoolError> {
+        let threads = threads.max(1);
+        let build = || {
+            rayon::ThreadPoolBuilder::new()
+                .num_threads(threads)
+                .thread_name(|index| format!("plimsoll-{index}"))
+                .build()
+                .map_err(|source| PoolError { threads, source })
+        };
+        let workers = if threads == 1 { None } else { Some(build()?) };
+        Ok(Pool { workers, threads })
+    }
+
+    /// How many threads work at once. Workspaces hold one part for each of these lanes.
+    pub fn threads(&self) -> usize {
+        self.threads
+    }
+
+    /// Runs `work` on one of the pool's own threads, so that the parallel regions inside begin
+    /// without waking a thread first. Executors run a whole Program inside one `enter`.
+    pub fn enter<R: Send>(&self, work: impl FnOnce() -> R + Send) -> R {
+        match &self.workers {
+            Some(workers) => workers.install(work),
+            None => work(),
+        }
+    }
+
+    /// Calls `work(task, lane)` once for each task in `0..tasks`; a lane (`< threads()`) runs one
+    /// task at a time. Tasks are taken in order, as threads become free.
+    pub fn run(&self, tasks: usize, work: impl Fn(usize, usize) + Sync) {
+        match &self.workers {
+            Some(workers) if tasks > 1 => {
+                let next = AtomicUsize::new(0);
+                workers.broadcast(|context| {
+                    loop {
+                        let task = next.fetch_add(1, Ordering::Relaxed);
+                        if task >= tasks {
+                            break;
+                        }
+                        work(task, context.index());
+                    }
+                });
+            }
+            _ => (0..tasks).for_each(|task| work(task, 0)),
+        }
+    }
+
+    /// Cuts `0..total` into ranges of at least `least` (the last may be shorter) and calls
+    /// `work(range, lane)` for each. Only for work where the cut cannot be seen in the result.
+    pub fn split(&self, total: usize, least: usize, work: impl Fn(Range<usize>, usize) + Sync) {
+        let size = total.div_ceil(4 * self.threads).max(least).max(1);
+        self.run(total.div_ceil(size), |task, lane| work(task * size..total.min((task + 1) * size), lane));
+    }
+}
+
+/// A slice whose disjoint parts are written by several tasks at once.
+pub struct Shared<'a, T> {
+    start: *mut T,
+    len: usize,
+    life: PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: a `Shared` is an exclusive borrow that is handed out in parts; `part` demands that parts
+// in use at one time do not overlap, so sending and sharing it is as sound as for `&mut [T]`.
+unsafe impl<T: Send> Send for Shared<'_, T> {}
+// SAFETY: as above.
+unsafe impl<T: Send> Sync for Shared<'_, T> {}
+
+impl<'a, T> Shared<'a, T> {
+    /// Takes the slice for as long as parts of it are in use.
+    pub fn new(slice: &'a mut [T]) -> Self {
+        Shared { start: slice.as_mut_ptr(), len: slice.len(), life: PhantomData }
+    }
+
+    /// The elements `range`; panics when they are not inside the slice.
+    ///
+    /// # Safety
+    /// No other part that overlaps `range` may be in use until the returned borrow ends.
+    #[allow(clippy::mut_from_ref)]
+    pub unsafe fn part(&self, range: Range<usize>) -> &mut [T] {
+        assert!(range.start <= range.end && range.end <= self.len, "part {range:?} of {} elements", self.len);
+        // SAFETY: inside the borrowed slice (checked above), and by the contract not aliased.
+        unsafe { std::slice::from_raw_parts_mut(self.start.add(range.start), range.end - range.start) }
+    }
+
+    /// Where the slice starts, for kernels that write disjoint strided tiles.
+    pub fn start(&self) -> *mut T {
+        self.start
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_task_runs_once_and_lanes_never_overlap() {
+        for threads in [1, 2, 3] {
+            let pool = Pool::new(threads).unwrap();
+            assert_eq!(pool.threads(), threads);
+            let counts: Vec<AtomicUsize> = (0..100).map(|_| AtomicUsize::new(0)).collect();
+            let busy: Vec<AtomicUsize> = (0..threads).map(|_| AtomicUsize::new(0)).collect();
+            pool.run(100, |task, lane| {
+                assert_eq!(busy[lane].fetch_add(1, Ordering::SeqCst), 0);
+                counts[task].fetch_add(1, Ordering::SeqCst);
+                busy[lane].fetch_sub(1, Ordering::SeqCst);
+            });
+            assert!(counts.iter().all(|count| count.load(Ordering::SeqCst) == 1));
+        }
+    }
+
+    #[test]
+    fn split_covers_everything_once() {
+        let pool = Pool::new(2).unwrap();
+        for (total, least) in [(0, 1), (1, 1), (7, 3), (1000, 1), (1000, 999)] {
+            let mut seen = vec![0u8; total];
+            let shared = Shared::new(&mut seen);
+            pool.split(total, least, |range, _| {
+                // SAFETY: ranges of one split are disjoint.
+                unsafe { shared.part(range) }.iter_mut().for_each(|count| *count += 1);
+            });
+            assert!(seen.iter().all(|&count| count == 1));
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "from a task")]
+    fn a_panic_in_a_task_reaches_the_caller() {
+        Pool::new(2).unwrap().run(4, |task, _| assert!(task != 3, "from a task"));
+    }
+}
