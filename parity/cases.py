@@ -1,0 +1,209 @@
+"""The small models that are compared, and how a directory with one is written.
+
+Here live: shapes, config.json in both spellings, random weights, random samples. All are functions
+of a case and its seed. Not here: what is computed from them (reference.py).
+"""
+
+import json
+import random
+from dataclasses import dataclass
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from reference import IGNORED, Sample
+
+ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+
+END = 2  # the end token; samples hold tokens from 3 on
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, as its config.json and its files. Sizes are odd on purpose: no vector width divides them."""
+
+    name: str
+    about: str
+    model_type: str
+    seed: int
+    hidden: int = 20
+    layers: int = 2
+    heads: int = 5
+    kv_heads: int = 5
+    head_dim: int | None = None  # None: hidden / heads, and no key in the config
+    ffn: int = 27
+    vocab: int = 53
+    tied: bool = False
+    theta: float = 10000.0
+    scaling: dict | None = None  # in the old spelling, "type" or "rope_type"
+    eps: float = 1e-5
+    max_positions: int = 256
+    sequence: int = 24  # longest sample
+    stored: str = "float32"  # dtype of the files
+    spelling: str = "old"  # "old": rope_theta, rope_scaling, torch_dtype · "new": rope_parameters, dtype
+    shards: int = 1
+
+
+CASES = [
+    Case("llama", "as many key and value heads as heads, own output head", "llama", 300),
+    Case("llama-gqa-tied", "two heads share a key head, embedding is the head, a norm epsilon that shows", "llama", 202,
+         hidden=24, heads=4, kv_heads=2, ffn=35, tied=True, theta=500.0, eps=1e-2),
+    Case("llama-one-kv-head", "one key head for all, head size is not hidden / heads", "llama", 203,
+         hidden=18, heads=3, kv_heads=1, head_dim=10, ffn=29, vocab=61),
+    Case("llama-rope-llama3", "rope scaling llama3: one frequency kept, one blended, two divided", "llama", 104,
+         hidden=16, heads=2, kv_heads=1, ffn=25, vocab=47, theta=100.0, scaling={"rope_type": "llama3", **LLAMA3}),
+    Case("llama-rope-llama3-new-keys", "the same model, config.json as transformers 5 writes it", "llama", 104,
+         hidden=16, heads=2, kv_heads=1, ffn=25, vocab=47, theta=100.0, scaling={"rope_type": "llama3", **LLAMA3},
+         spelling="new"),
+    Case("llama-rope-linear", "rope scaling linear, spelled with the older key \"type\"", "llama", 105,
+         hidden=16, heads=2, kv_heads=2, ffn=21, vocab=59, theta=100.0, scaling={"type": "linear", "factor": 4.0}),
+    Case("llama-bf16", "files in bfloat16, arithmetic in float32", "llama", 106,
+         hidden=20, heads=5, kv_heads=1, stored="bfloat16"),
+    Case("mistral", "grouped heads, no sliding window", "mistral", 107,
+         hidden=24, heads=4, kv_heads=2, ffn=33, theta=1e6),
+    Case("qwen2", "biases on q, k, v; grouped heads; keys of a window that is switched off", "qwen2", 108,
+         hidden=24, heads=6, kv_heads=2, ffn=31, vocab=51, theta=1e6, eps=1e-6),
+    Case("qwen2-tied-f16", "files in float16, biases, tied", "qwen2", 414,
+         hidden=18, heads=3, kv_heads=3, ffn=37, vocab=57, tied=True, eps=1e-6, stored="float16"),
+    Case("qwen3", "norms of each query and key head, head size is not hidden / heads", "qwen3", 110,
+         hidden=20, heads=5, kv_heads=1, head_dim=6, ffn=23, theta=1e6, eps=1e-3),
+    Case("qwen3-shards-new-keys", "two files with an index, tied, config.json as transformers 5 writes it", "qwen3", 111,
+         hidden=16, heads=4, kv_heads=2, head_dim=8, ffn=26, vocab=55, tied=True, theta=1e5, eps=1e-6, spelling="new",
+         shards=2),
+]
+
+
+# ---------------------------------------------------------------------------------------------------
+# config.json
+# ---------------------------------------------------------------------------------------------------
+
+
+def config_of(case):
+    """config.json as it circulates for this type: keys of the arithmetic and the inert ones beside them."""
+    config = {
+        "architectures": [ARCHITECTURES[case.model_type] + "ForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": END,
+        "hidden_act": "silu",
+        "hidden_size": case.hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": case.ffn,
+        "max_position_embeddings": case.max_positions,
+        "model_type": case.model_type,
+        "num_attention_heads": case.heads,
+        "num_hidden_layers": case.layers,
+        "num_key_value_heads": case.kv_heads,
+        "rms_norm_eps": case.eps,
+        "rope_scaling": case.scaling,
+        "rope_theta": case.theta,
+        "tie_word_embeddings": case.tied,
+        "torch_dtype": case.stored,
+        "transformers_version": "4.46.0",
+        "use_cache": True,
+        "vocab_size": case.vocab,
+    }
+    if case.head_dim is not None:
+        config["head_dim"] = case.head_dim
+    config |= {
+        "llama": {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1},
+        "mistral": {"sliding_window": None},
+        "qwen2": {"max_window_layers": case.layers, "sliding_window": 4, "use_sliding_window": False},
+        "qwen3": {"attention_bias": False, "max_window_layers": case.layers, "sliding_window": None,
+                  "use_sliding_window": False},
+    }[case.model_type]
+    return config
+
+
+def write_config(directory, case, **changed):
+    """Writes config.json in the case's spelling, with some keys changed (old spelling)."""
+    (directory / "config.json").write_text(json.dumps(config_of(case) | changed, indent=2, sort_keys=True) + "\n")
+    if case.spelling == "new":
+        AutoConfig.from_pretrained(directory).save_pretrained(directory)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Weights and samples
+# ---------------------------------------------------------------------------------------------------
+
+
+def random_weights(model, seed, tied):
+    """Weights that show mistakes: logits spread over several units, norms away from one, biases away from zero."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, parameter in sorted(model.named_parameters()):
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        if name.endswith("norm.weight"):
+            noise = 1.0 + 0.3 * noise
+        elif name.endswith("bias"):
+            noise = 0.5 * noise
+        elif name.endswith("embed_tokens.weight"):
+            noise = noise * (0.3 if tied else 1.0)
+        else:  # the head twice as loud: peaked predictions, but no layer that amplifies rounding
+            noise = noise * (2.0 if name.startswith("lm_head") else 1.0) / parameter.shape[1] ** 0.5
+        weights[name] = noise.float()
+    return weights
+
+
+def random_samples(count, vocab, longest, rng):
+    """Samples of uneven length, unevenly labelled: all tokens, a masked prompt, a few picked tokens, a single one."""
+    samples = []
+    for index in range(count):
+        tokens = [rng.randrange(3, vocab) for _ in range(longest if index == 1 else rng.randrange(4, longest + 1))]
+        labels = list(tokens)
+        match index % 4:
+            case 1:  # a prompt that is not learned
+                prompt = rng.randrange(2, len(tokens) - 1)
+                labels[:prompt] = [IGNORED] * prompt
+            case 2:  # holes; the label of position 0 stays and counts for nothing
+                for position in range(1, len(tokens)):
+                    if rng.random() < 0.5 and position > 1:
+                        labels[position] = IGNORED
+            case 3:  # one token only, and not the one that the input names
+                labels = [IGNORED] * len(tokens)
+                labels[rng.randrange(1, len(tokens))] = rng.randrange(3, vocab)
+        samples.append(Sample(tokens, labels))
+    return samples
+
+
+def write_samples(path, samples):
+    """Tokens format; labels that equal the tokens are left out, as the format allows."""
+    lines = []
+    for sample in samples:
+        record = {"input_ids": sample.tokens}
+        if sample.labels != sample.tokens:
+            record["labels"] = sample.labels
+        lines.append(json.dumps(record, separators=(",", ":")) + "\n")
+    path.write_text("".join(lines))
+
+
+def write_model(directory, case):
+    """config.json and random *.safetensors. A tied head is in no file, as transformers leaves it out."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_config(directory, case)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
+    stored = getattr(torch, case.stored)
+    weights = {name: w.to(stored) for name, w in random_weights(model, case.seed, case.tied).items()}
+    if case.shards == 1:
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+        return
+    where, names = {}, sorted(weights)
+    for shard in range(case.shards):
+        file = f"model-{shard + 1:05}-of-{case.shards:05}.safetensors"
+        mine = names[shard::case.shards]  # neighbours lie in different files
+        save_file({name: weights[name] for name in mine}, directory / file, metadata={"format": "pt"})
+        where |= dict.fromkeys(mine, file)
+    size = sum(w.numel() * w.element_size() for w in weights.values())
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def write_case(directory, case, batch=4, training=20):
+    """The whole input of a case: the model, batch.jsonl and train.jsonl."""
+    write_model(directory, case)
+    rng = random.Random(case.seed)
+    write_samples(directory / "batch.jsonl", random_samples(batch, case.vocab, case.sequence, rng))
+    write_samples(directory / "train.jsonl", random_samples(training, case.vocab, case.sequence, rng))

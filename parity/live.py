@@ -1,0 +1,327 @@
+#!/usr/bin/env python3
+"""The real `plimsoll` against transformers, on random models made on the spot.
+
+    parity/run live [--seed N] [--keep DIR]
+
+The binary is $PLIMSOLL, or target/release/plimsoll. One line per check: ok or FAIL, its name, the
+distance found and the most allowed. Exit 1 if any failed. Other seeds, other sizes and longer sequences than
+the committed fixtures; the same limits.
+
+Here live: the checks, and in `Plimsoll` all that is known about the command line.
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import cases
+import reference
+from cases import Case
+from reference import Sample, Training, normwise, relative
+
+ROOT = Path(__file__).resolve().parent.parent
+SECONDS_MAX = 120  # for one command on a model this small: more is a hang
+
+LOSS_LIMIT = 1e-5  # relative
+NORM_LIMIT = 1e-4  # relative; a norm over all gradients
+WEIGHT_LIMIT = 1e-4  # normwise, the worst parameter
+
+# A model of each type, the features spread over them; seeds come from the command line.
+MODELS = [
+    Case("llama", "", "llama", 0, hidden=64, layers=3, heads=4, kv_heads=4, ffn=150, vocab=211),
+    Case("llama-tied-llama3", "", "llama", 0, hidden=60, heads=6, kv_heads=3, ffn=128, vocab=300, tied=True, theta=100.0,
+         scaling={"rope_type": "llama3", **cases.LLAMA3}, spelling="new", shards=2),
+    Case("llama-one-kv-head-linear", "", "llama", 0, hidden=48, heads=4, kv_heads=1, head_dim=18, ffn=99, vocab=257,
+         scaling={"type": "linear", "factor": 2.0}, eps=1e-3),
+    Case("mistral", "", "mistral", 0, hidden=64, heads=8, kv_heads=2, ffn=144, vocab=199, theta=1e6),
+    Case("qwen2", "", "qwen2", 0, hidden=56, heads=7, kv_heads=1, ffn=130, vocab=283, theta=1e6, eps=1e-6),
+    Case("qwen2-tied", "", "qwen2", 0, hidden=64, heads=4, kv_heads=2, ffn=130, vocab=240, tied=True, spelling="new"),
+    Case("qwen3", "", "qwen3", 0, hidden=64, layers=3, heads=4, kv_heads=2, head_dim=24, ffn=96, vocab=233, theta=1e6,
+         eps=1e-6),
+    Case("qwen3-tied", "", "qwen3", 0, hidden=40, heads=5, kv_heads=5, head_dim=8, ffn=111, vocab=190, tied=True,
+         spelling="new", shards=3),
+]
+SEQUENCE = 64
+READ_ONLY = [("llama-bf16", 0, "bfloat16"), ("qwen2-f16", 4, "float16")]  # name, model, dtype of the files
+
+
+# ---------------------------------------------------------------------------------------------------
+# The command line
+# ---------------------------------------------------------------------------------------------------
+
+
+class PlimsollFailed(Exception):
+    """The binary ended otherwise than with 0, or said what was not expected."""
+
+
+class Plimsoll:
+    """The binary, and what is known about its commands."""
+
+    def __init__(self, binary):
+        self.binary = binary
+
+    def run(self, *arguments):
+        """Standard output of a command."""
+        command = [str(self.binary), *map(str, arguments)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_MAX, stdin=subprocess.DEVNULL)
+        except subprocess.TimeoutExpired:
+            raise PlimsollFailed(f"{arguments[0]}: no end after {SECONDS_MAX} s") from None
+        if done.returncode != 0:
+            said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+            raise PlimsollFailed(f"{arguments[0]}: exit {done.returncode}: {' / '.join(said[-3:])}")
+        return done.stdout
+
+    def evaluate(self, directory, file):
+        return json.loads(self.run("eval", directory, "--data", file, "--format", "tokens", "--json"))
+
+    def train(self, run_file):
+        self.run("train", run_file)
+
+    def generate(self, directory, prompt, count):
+        """Greedy: the words after the prompt, whether or not the prompt is printed before them."""
+        said = self.run("generate", directory, "--prompt", prompt, "--max-tokens", count, "--temperature", 0)
+        return words_after(prompt, said)
+
+
+RUN_FILE = """\
+[model]
+path = {model}
+init = "pretrained"
+
+[data]
+train = {data}
+format = "tokens"
+sequence = {sequence}
+pack = false
+long = "refuse"
+shuffle = false
+
+[train]
+steps = {steps}
+batch_tokens = {batch_tokens}
+optimizer = "adamw"
+learning_rate = {learning_rate}
+schedule = "constant"
+warmup_steps = 0
+weight_decay = {weight_decay}
+betas = [{beta1}, {beta2}]
+eps = {eps}
+clip_norm = {clip_norm}
+precision = "f32"
+seed = 1
+
+[memory]
+budget = "1GiB"
+
+[recipe]
+micro_batch = {micro_batch}
+
+[run]
+dir = {dir}
+devices = "cpu"
+"""
+
+
+def run_file_of(training, model, data, directory):
+    """The run file that asks for exactly what reference.train does."""
+    quoted = lambda path: json.dumps(str(path))  # a JSON string is a TOML string
+    return RUN_FILE.format(
+        model=quoted(model), data=quoted(data), dir=quoted(directory), sequence=SEQUENCE, steps=training.steps,
+        batch_tokens=training.samples_per_step * SEQUENCE,  # without packing a sample is padded to the sequence
+        learning_rate=training.learning_rate, weight_decay=training.weight_decay, beta1=training.betas[0],
+        beta2=training.betas[1], eps=training.eps, clip_norm=training.clip_norm, micro_batch=training.micro_batch,
+    )
+
+
+def steps_of(run_directory):
+    """The step events of a run, in order."""
+    records = map(json.loads, (run_directory / "events.jsonl").read_text().splitlines())
+    return [record for record in records if record.get("event") == "step"]
+
+
+# ---------------------------------------------------------------------------------------------------
+# A tokenizer in which token 17 is the word "t17"
+# ---------------------------------------------------------------------------------------------------
+
+
+def write_tokenizer(directory, vocab):
+    tokenizer = Tokenizer(models.WordLevel({f"t{token}": token for token in range(vocab)}, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+def words_of(tokens):
+    return " ".join(f"t{token}" for token in tokens)
+
+
+def words_after(prompt, said):
+    words, before = re.findall(r"(?<!\S)t\d+(?!\S)", said), prompt.split()
+    return words[len(before):] if words[: len(before)] == before else words
+
+
+# ---------------------------------------------------------------------------------------------------
+# Checks
+# ---------------------------------------------------------------------------------------------------
+
+
+class Report:
+    """One line per check, and the count."""
+
+    def __init__(self):
+        self.passed = self.failed = 0
+
+    def line(self, good, name, figure):
+        self.passed += good
+        self.failed += not good
+        print(f"{'ok' if good else 'FAIL'} {name} {figure}", flush=True)
+
+    def within(self, name, distance, limit):
+        self.line(distance <= limit, name, f"{distance:.1e} (at most {limit:.0e})")
+
+    def equal(self, name, value, expected):
+        self.line(value == expected, name, f"{value}" if value == expected else f"{value}, expected {expected}")
+
+    def guarded(self, name, check, *arguments):
+        """Runs a group of checks; whatever stops it is one failed check."""
+        try:
+            check(self, name, *arguments)
+        except Exception as error:  # a traceback of one group must not hide the others
+            self.line(False, name, f"{type(error).__name__}: {error}")
+
+
+def check_loss(report, name, said, expected):
+    report.within(f"{name} loss", relative(said["loss"], expected["loss"]), LOSS_LIMIT)
+    report.within(f"{name} perplexity", relative(said["perplexity"], expected["perplexity"]), 1e-4)
+    report.equal(f"{name} tokens", said["tokens"], expected["tokens"])
+
+
+def check_eval(report, name, plimsoll, directory):
+    for file in ("uneven", "odd"):
+        path = directory / f"{file}.jsonl"
+        expected = reference.evaluate(reference.load(directory), reference.read_samples(path))
+        check_loss(report, f"{name} {file}", plimsoll.evaluate(directory, path), expected)
+
+
+def check_train(report, name, plimsoll, directory, training):
+    run = directory / "run"
+    (directory / "run.toml").write_text(run_file_of(training, directory, directory / "train.jsonl", run))
+    plimsoll.train(directory / "run.toml")
+
+    model = reference.load(directory)
+    expected = reference.train(model, reference.read_samples(directory / "train.jsonl"), training)
+    steps = steps_of(run)
+    report.equal(f"{name} steps", len(steps), len(expected))
+    report.within(f"{name} step loss", max(relative(a["loss"], b["loss"]) for a, b in zip(steps, expected)), LOSS_LIMIT)
+    report.within(f"{name} step norm", max(relative(a["norm"], b["norm"]) for a, b in zip(steps, expected)), NORM_LIMIT)
+    report.equal(f"{name} step tokens", [s["labelled_tokens"] for s in steps], [s["tokens"] for s in expected])
+
+    written = reference.load(run / "model")  # refuses tensors too few or too many
+    before, after = dict(reference.load(directory).named_parameters()), dict(written.named_parameters())
+    worst, moved = 0.0, 0.0
+    for parameter, should in model.named_parameters():
+        worst = max(worst, normwise(after[parameter].detach(), should.detach()))
+        change = normwise((after[parameter] - before[parameter]).detach(), (should - before[parameter]).detach())
+        moved = max(moved, change)
+    report.within(f"{name} weights", worst, WEIGHT_LIMIT)
+    report.within(f"{name} change of weights", moved, 10 * WEIGHT_LIMIT)
+
+    path = directory / "uneven.jsonl"
+    in_transformers = reference.evaluate(written, reference.read_samples(path))
+    check_loss(report, f"{name} written model", plimsoll.evaluate(run / "model", path), in_transformers)
+
+
+def check_generate(report, name, plimsoll, directory, rng, count=16):
+    model = reference.load(directory)
+    prompt, expected = clear_greedy(model, rng, count)
+    said = plimsoll.generate(directory, words_of(prompt), count)
+    report.equal(name, " ".join(said), words_of(expected))
+
+
+def clear_greedy(model, rng, count):
+    """A prompt whose greedy continuation float32 cannot change, and that does not run into an end token."""
+    for _ in range(200):
+        prompt = [rng.randrange(3, model.config.vocab_size) for _ in range(5)]
+        tokens, lead = reference.greedy(model, prompt, count)
+        if lead > 2e-2 and cases.END not in tokens:
+            return prompt, tokens
+    raise AssertionError("no prompt with a clear continuation")
+
+
+def odd_samples(vocab, rng):
+    """What a loader meets: one token, two, no label at all, the longest, labels only at position 0."""
+    some = lambda n: [rng.randrange(3, vocab) for _ in range(n)]
+    one, two, unlabelled, longest, first = some(1), some(2), some(9), some(SEQUENCE), some(7)
+    return [
+        Sample(one, one),
+        Sample(two, two),
+        Sample(unlabelled, [reference.IGNORED] * 9),
+        Sample(longest, longest),
+        Sample(first, first[:1] + [reference.IGNORED] * 6),
+    ]
+
+
+def write_inputs(directory, case, rng):
+    cases.write_model(directory, case)
+    write_tokenizer(directory, case.vocab)
+    for file, samples in {
+        "uneven": cases.random_samples(11, case.vocab, SEQUENCE, rng),
+        "odd": odd_samples(case.vocab, rng),
+        "train": cases.random_samples(20, case.vocab, SEQUENCE, rng),
+    }.items():
+        cases.write_samples(directory / f"{file}.jsonl", samples)
+
+
+def check_all(report, plimsoll, directory, seed, models=MODELS):
+    for index, case in enumerate(models):
+        case = replace(case, seed=1000 * seed + index)
+        rng, here = random.Random(case.seed), directory / case.name
+        # An epsilon above the rounding of a gradient: with 1e-8, one element in a hundred thousand is all rounding,
+        # and AdamW moves it by the full rate in either direction. The fixtures have 1e-8 and chosen seeds.
+        training = Training(micro_batch=(2, 1, 4)[index % 3], clip_norm=(0.5, 2.0)[index % 2], eps=1e-6)
+        write_inputs(here, case, rng)
+        report.guarded(f"{case.name} eval", check_eval, plimsoll, here)
+        report.guarded(f"{case.name} train", check_train, plimsoll, here, training)
+        report.guarded(f"{case.name} generate", check_generate, plimsoll, here, rng)
+
+
+def check_dtypes(report, plimsoll, directory, seed):
+    """Files in half precision are read; what training writes back is float32's business (check_all)."""
+    for index, (name, model, stored) in enumerate(READ_ONLY):
+        case = replace(MODELS[model], name=name, stored=stored, seed=1000 * seed + 500 + index)
+        write_inputs(directory / name, case, random.Random(case.seed))
+        report.guarded(f"{name} eval", check_eval, plimsoll, directory / name)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="leave models, run files and runs there")
+    arguments = parser.parse_args()
+    binary = Path(os.environ.get("PLIMSOLL", ROOT / "target/release/plimsoll")).resolve()
+    if not binary.is_file():
+        print(f"no binary at {binary}: cargo build --release, or set PLIMSOLL", file=sys.stderr)
+        return 2
+    torch.set_num_threads(1)
+    report = Report()
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = arguments.keep or Path(scratch)
+        check_all(report, Plimsoll(binary), directory, arguments.seed)
+        check_dtypes(report, Plimsoll(binary), directory, arguments.seed)
+    print(f"{report.passed} passed, {report.failed} failed")
+    return 1 if report.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+#!/usr/bin/env python3
+"""live.py without the binary: it passes what is right, and finds what is wrong.
+
+    parity/run test
+
+The binary's place is taken by torch in float32 behind the same commands. It shares the reference's
+code and proves nothing about Plimsoll; it shows that the checks can pass and can fail.
+"""
+
+import contextlib
+import io
+import json
+import math
+import random
+import tempfile
+import tomllib
+import unittest
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+
+import live
+import reference
+from reference import Training
+
+
+class StandIn(live.Plimsoll):
+    """Answers the commands of live.py, right or with one named mistake."""
+
+    def __init__(self, mistake=""):
+        self.mistake = mistake
+
+    def run(self, command, *arguments):
+        return getattr(self, f"run_{command}")(*map(str, arguments))
+
+    def load(self, directory):
+        return reference.load(directory, torch.float32)
+
+    def run_eval(self, directory, _data, file, _format, form, _json):
+        assert (_data, _format, form, _json) == ("--data", "--format", "tokens", "--json")
+        model, samples = self.load(directory), reference.read_samples(file)
+        result = reference.evaluate(model, samples)
+        if self.mistake == "mean of means":
+            means = [reference.evaluate(model, [sample])["loss"] for sample in samples if sample.labelled]
+            result["loss"] = math.fsum(means) / len(means)
+        return json.dumps(result)
+
+    def run_train(self, run_file):
+        run = tomllib.loads(Path(run_file).read_text())
+        wanted, directory = run["train"], Path(run["run"]["dir"])
+        training = Training(
+            steps=wanted["steps"],
+            samples_per_step=wanted["batch_tokens"] // run["data"]["sequence"],
+            micro_batch=run["recipe"]["micro_batch"],
+            learning_rate=wanted["learning_rate"],
+            betas=tuple(wanted["betas"]),
+            eps=wanted["eps"],
+            weight_decay=wanted["weight_decay"],
+            clip_norm=wanted["clip_norm"],
+        )
+        if self.mistake == "norms decayed":
+            training = replace(training, decays=lambda name, p: True)
+        model = self.load(run["model"]["path"])
+        steps = reference.train(model, reference.read_samples(run["data"]["train"]), training)
+        model.save_pretrained(directory / "model")
+        if self.mistake == "tensor forgotten":
+            file = directory / "model" / "model.safetensors"
+            weights = load_file(file)
+            weights.pop("model.norm.weight")
+            save_file(weights, file, metadata={"format": "pt"})
+        events = [{"event": "start"}]
+        events += [{"event": "step", "loss": s["loss"], "norm": s["norm"], "labelled_tokens": s["tokens"]} for s in steps]
+        (directory / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+
+    def run_generate(self, directory, _prompt, prompt, _count, count, _temperature, temperature):
+        assert (_prompt, _count, _temperature, float(temperature)) == ("--prompt", "--max-tokens", "--temperature", 0.0)
+        tokenizer = Tokenizer.from_file(f"{directory}/tokenizer.json")
+        tokens = tokenizer.encode(prompt).ids
+        tokens += reference.greedy(self.load(directory), tokens, int(count))[0]
+        return tokenizer.decode(tokens[:-1] if self.mistake == "token lost" else tokens) + "\n"
+
+
+def outcome(plimsoll, models):
+    """The report of live.py over some models, and the names of the checks that failed."""
+    report, printed = live.Report(), io.StringIO()
+    with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(printed):
+        live.check_all(report, plimsoll, Path(directory), seed=77, models=models)
+    lines = printed.getvalue().splitlines()
+    assert len(lines) == report.passed + report.failed
+    return report, [line.removeprefix("FAIL ") for line in lines if line.startswith("FAIL")]
+
+
+class Live(unittest.TestCase):
+    def setUp(self):
+        torch.set_num_threads(1)
+
+    def test_torch_in_float32_passes_every_check(self):
+        report, failed = outcome(StandIn(), live.MODELS)
+        self.assertEqual(failed, [])
+        self.assertEqual(report.passed, 16 * len(live.MODELS))
+
+    def test_a_mistake_fails_its_check(self):
+        for mistake, check in {
+            "mean of means": "eval uneven loss",
+            "norms decayed": "train weights",
+            "tensor forgotten": "train ValueError",
+            "token lost": "generate",
+        }.items():
+            _, failed = outcome(StandIn(mistake), live.MODELS[:1])
+            self.assertTrue(any(check in line for line in failed), (mistake, failed))
+
+    def test_a_binary_that_fails_is_a_failed_check(self):
+        with tempfile.TemporaryDirectory() as directory:
+            binary = Path(directory) / "binary"
+            binary.write_text("#!/bin/sh\necho 'error: does not fit' >&2\nexit 3\n")
+            binary.chmod(0o755)
+            report, failed = outcome(live.Plimsoll(binary), live.MODELS[:1])
+        self.assertEqual((report.passed, report.failed), (0, 3))
+        self.assertTrue(all("exit 3: error: does not fit" in line for line in failed), failed)
+
+    def test_a_binary_that_hangs_is_a_failed_check(self):
+        with mock.patch.object(live, "SECONDS_MAX", 0.2), self.assertRaisesRegex(live.PlimsollFailed, "no end"):
+            live.Plimsoll("/bin/sleep").run("30")
+
+    def test_the_run_file_is_toml_and_asks_for_the_reference(self):
+        run = tomllib.loads(live.run_file_of(Training(micro_batch=1), "a \"model\"", "data.jsonl", "out"))
+        self.assertEqual(run["model"]["path"], 'a "model"')
+        self.assertEqual(run["train"]["batch_tokens"], 4 * live.SEQUENCE)
+        self.assertEqual(run["train"]["betas"], [0.9, 0.95])
+        self.assertEqual(run["recipe"]["micro_batch"], 1)
+
+    def test_generated_words_are_found_with_and_without_the_prompt(self):
+        self.assertEqual(live.words_after("t1 t2", "t1 t2 t3 t4\n"), ["t3", "t4"])
+        self.assertEqual(live.words_after("t1 t2", "t3 t4\n"), ["t3", "t4"])
+        self.assertEqual(live.words_after("t1 t2", "300 tokens/s\nt3\n"), ["t3"])
+
+    def test_the_tokenizer_knows_every_token(self):
+        with tempfile.TemporaryDirectory() as directory:
+            live.write_tokenizer(Path(directory), 60)
+            tokenizer = Tokenizer.from_file(f"{directory}/tokenizer.json")
+        self.assertEqual(tokenizer.encode(live.words_of([59, 0, 7])).ids, [59, 0, 7])
+        self.assertEqual(tokenizer.decode([59, 0, 7]), "t59 t0 t7")
+
+    def test_odd_samples_are_odd(self):
+        labelled = [sample.labelled for sample in live.odd_samples(50, random.Random(1))]
+        self.assertEqual(labelled, [0, 1, 0, live.SEQUENCE - 1, 0])
+
+
+if __name__ == "__main__":
+    unittest.main()
