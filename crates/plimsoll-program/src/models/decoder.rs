@@ -569,6 +569,7 @@ impl<'a> Decoder<'a> {
         let scalars = Operand::whole(self.scalars);
         let metrics = Operand::whole(self.metrics);
         let mut begin = vec![Block::once("metrics", vec![OpKind::Fill { into: metrics, value: 0.0, elements: METRIC_COUNT }.into()])];
+        let mut fresh = Vec::new();
         let mut norm = Vec::new();
         let mut update = Vec::new();
         for id in self.trained() {
@@ -580,8 +581,9 @@ impl<'a> Decoder<'a> {
             begin.push(over_slots(OpKind::Fill { into: gradient, value: 0.0, elements }));
             norm.push(over_slots(OpKind::SquaredNorm { x: gradient, metrics, elements }));
             let matrices_only = |decay: f64| if shape.len() == 2 { decay } else { 0.0 };
-            let state = |builder: &mut Builder, kind: &str| {
+            let mut state = |builder: &mut Builder, kind: &str| {
                 let id = builder.persistent(&format!("{name}.{kind}"), &shape, self.what.precision, Category::Optimizer, slots);
+                fresh.push(over_slots(OpKind::Fill { into: Operand::layer(id, 0), value: 0.0, elements }));
                 Operand::layer(id, 0)
             };
             update.push(over_slots(match *optimizer {
@@ -608,8 +610,15 @@ impl<'a> Decoder<'a> {
             }));
         }
         norm.push(Block::once("clip", vec![OpKind::ClipFactor { metrics, scalars }.into()]));
-        for (name, blocks) in [("begin", begin), ("norm", norm), ("update", update)] {
-            let program = self.push(WorkName::Update, name, vec![], vec![], blocks);
+        let programs = [
+            // Once, where a run starts without a checkpoint.
+            (WorkName::Load, "fresh", fresh),
+            (WorkName::Update, "begin", begin),
+            (WorkName::Update, "norm", norm),
+            (WorkName::Update, "update", update),
+        ];
+        for (work, name, blocks) in programs {
+            let program = self.push(work, name, vec![], vec![], blocks);
             self.phase(vec![program]);
         }
     }

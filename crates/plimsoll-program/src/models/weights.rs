@@ -97,7 +97,7 @@ mod tests {
     fn parts_tile_every_fused_tensor_without_gap_or_overlap() {
         for name in preset_names() {
             let config = preset(name).unwrap();
-            let mut parts: BTreeMap<(Option<u64>, &str), Vec<(u64, u64)>> = BTreeMap::new();
+            let mut parts: BTreeMap<_, Vec<(u64, u64)>> = BTreeMap::new();
             for parameter in config.hf_parameters() {
                 let part = (parameter.offset, parameter.elements());
                 parts.entry((parameter.layer, parameter.tensor)).or_default().push(part);
