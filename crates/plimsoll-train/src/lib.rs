@@ -1,4 +1,5 @@
 //! A run: its file, its data, its model's files, and the training loop.
 
 pub mod data;
+pub mod files;
 pub mod run_file;

@@ -1,0 +1,315 @@
+//! What is written reads back; what is damaged or does not match is refused with the reason.
+
+use super::*;
+use plimsoll_core::{Bytes, DType, Exit, Failure};
+use plimsoll_program::models::{ModelConfig, Parameter, preset};
+use proptest::prelude::*;
+use serde_json::{Value, json};
+use std::fs;
+use std::path::Path;
+
+/// A tiny model: two layers, grouped queries.
+fn tiny(tied: bool) -> ModelConfig {
+    let shape = preset("llama-3.1-8b").unwrap();
+    ModelConfig { hidden: 8, layers: 2, heads: 2, kv_heads: 1, head_dim: 4, ffn: 6, vocab: 10, tied, ..shape }
+}
+
+fn stored(name: &str, dtype: DType, shape: &[u64]) -> StoredTensor {
+    StoredTensor { name: name.into(), dtype, shape: shape.to_vec() }
+}
+
+/// Bytes that differ from tensor to tensor.
+fn content(name: &str, bytes: u64) -> Vec<u8> {
+    let seed = name.bytes().fold(7u64, |sum, byte| sum.wrapping_mul(31).wrapping_add(u64::from(byte)));
+    (0..bytes).map(|at| (seed.wrapping_add(at).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8).collect()
+}
+
+fn write(dir: &Path, tensors: &[StoredTensor], max_shard: Bytes) {
+    let mut writer = WeightWriter::create(dir, "model", tensors, max_shard).unwrap();
+    for tensor in tensors {
+        let bytes = content(&tensor.name, tensor.shape.iter().product::<u64>() * tensor.dtype.bytes());
+        for piece in bytes.chunks(5) {
+            writer.write(&tensor.name, piece).unwrap();
+        }
+    }
+    writer.finish().unwrap();
+}
+
+/// A model directory with the given tensors; they may be changed before.
+fn model_with(config: &ModelConfig, change: impl FnOnce(&mut Vec<StoredTensor>)) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let mut tensors: Vec<_> = config.hf_parameters().iter().map(|p| stored(&p.hf_name, DType::F32, &p.shape)).collect();
+    change(&mut tensors);
+    write(dir.path(), &tensors, MAX_SHARD_BYTES);
+    let text = config.to_json(None, DType::F32).to_string();
+    fs::write(dir.path().join("config.json"), text).unwrap();
+    dir
+}
+
+/// The message without the directory in front.
+fn refusal(dir: &Path) -> String {
+    let failure = Failure::from(ModelDir::open(dir, &[]).unwrap_err());
+    assert_eq!(failure.exit, Exit::Input);
+    failure.message.replace(&format!("{}/", dir.display()), "").replace(&dir.display().to_string(), "DIR")
+}
+
+#[test]
+fn what_is_written_reads_back_in_one_file_and_in_shards() {
+    let tensors = [
+        stored("a", DType::Bf16, &[3]),
+        stored("b", DType::F32, &[2, 3]),
+        stored("empty", DType::F32, &[0, 4]),
+        stored("scalar", DType::F64, &[]),
+        stored("c", DType::U8, &[7]),
+        stored("d", DType::I32, &[1]),
+    ];
+    for (max_shard, expected) in [
+        (MAX_SHARD_BYTES, vec!["model.safetensors"]),
+        (Bytes(38), vec!["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        write(dir.path(), &tensors, max_shard);
+        let files = WeightFiles::open(dir.path()).unwrap().unwrap();
+        let names: Vec<_> = files.paths().iter().map(|path| path.file_name().unwrap()).collect();
+        assert_eq!(names, expected);
+        assert_eq!(files.entries().count(), tensors.len());
+        for tensor in &tensors {
+            let entry = files.entry(&tensor.name).unwrap();
+            assert_eq!((entry.dtype(), &entry.shape), (Some(tensor.dtype), &tensor.shape));
+            assert!(entry.begin.is_multiple_of(tensor.dtype.bytes()), "{} is not aligned", tensor.name);
+            let expected = content(&tensor.name, entry.bytes);
+            let mut found = vec![0; entry.bytes as usize];
+            let (first, second) = found.split_at_mut(entry.bytes as usize / 2);
+            files.read_at(entry, 0, first).unwrap();
+            files.read_at(entry, first.len() as u64, second).unwrap();
+            assert_eq!(found, expected, "{}", tensor.name);
+        }
+    }
+}
+
+/// The published crate is the other implementation.
+#[test]
+fn the_published_reader_reads_what_is_written() {
+    let dir = tempfile::tempdir().unwrap();
+    write(dir.path(), &[stored("a", DType::Bf16, &[3]), stored("b", DType::F32, &[2, 3])], MAX_SHARD_BYTES);
+    let bytes = fs::read(dir.path().join("model.safetensors")).unwrap();
+    let read = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    assert_eq!(read.tensor("a").unwrap().data(), content("a", 6));
+    assert_eq!(read.tensor("b").unwrap().shape(), [2, 3]);
+    let (_, metadata) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+    assert_eq!(metadata.metadata().as_ref().unwrap()["format"], "pt");
+}
+
+#[test]
+#[should_panic(expected = "tensor `a` lacks 4 bytes")]
+fn a_file_with_a_hole_is_never_called_finished() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut writer = WeightWriter::create(dir.path(), "m", &[stored("a", DType::F32, &[2])], MAX_SHARD_BYTES).unwrap();
+    writer.write("a", &[0; 4]).unwrap();
+    let _ = writer.finish();
+}
+
+#[test]
+fn a_file_cut_off_anywhere_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    write(dir.path(), &[stored("a", DType::F32, &[3]), stored("b", DType::Bf16, &[2])], MAX_SHARD_BYTES);
+    let path = dir.path().join("model.safetensors");
+    let whole = fs::read(&path).unwrap();
+    for length in 0..whole.len() {
+        fs::write(&path, &whole[..length]).unwrap();
+        assert!(matches!(WeightFiles::open(dir.path()), Err(FilesError::Header { .. })), "{length}");
+    }
+    let mut longer = whole.clone();
+    longer.push(0);
+    fs::write(&path, longer).unwrap();
+    assert!(WeightFiles::open(dir.path()).is_err());
+    // A length that lies does not reach the allocator: the file has no such bytes.
+    fs::write(&path, [&90_000_000u64.to_le_bytes()[..], b"{}"].concat()).unwrap();
+    let message = WeightFiles::open(dir.path()).unwrap_err().to_string();
+    assert!(message.contains("claims 90000000 bytes, but 2 follow"), "{message}");
+}
+
+#[test]
+fn an_index_that_cannot_be_followed_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    write(dir.path(), &[stored("a", DType::F32, &[3]), stored("b", DType::F32, &[3])], Bytes(12));
+    let path = dir.path().join("model.safetensors.index.json");
+    let good = fs::read_to_string(&path).unwrap();
+    let with = |from: &str, to: &str| {
+        assert!(good.contains(from), "{from}");
+        fs::write(&path, good.replace(from, to)).unwrap();
+        WeightFiles::open(dir.path()).unwrap_err().to_string()
+    };
+    assert!(with("model-00002-of-00002", "model-00003-of-00003").contains("which is not there"));
+    assert!(with("model-00002-of-00002", "../model").contains("is not the name of a file in this directory"));
+    assert!(with("\"b\":", "\"c\":").contains("`c` is in `model-00002-of-00002.safetensors`, but it is not"));
+    assert!(with("\"b\":", "\"a\":").contains("tensor `a` stands twice"));
+    assert!(with("weight_map", "weights").contains("missing field `weight_map`"));
+}
+
+#[test]
+fn files_without_an_index_are_taken_together() {
+    let dir = tempfile::tempdir().unwrap();
+    assert!(WeightFiles::open(dir.path()).unwrap().is_none());
+    write(dir.path(), &[stored("a", DType::F32, &[3]), stored("b", DType::F32, &[3])], Bytes(12));
+    fs::remove_file(dir.path().join("model.safetensors.index.json")).unwrap();
+    assert_eq!(WeightFiles::open(dir.path()).unwrap().unwrap().entries().count(), 2);
+    fs::copy(dir.path().join("model-00001-of-00002.safetensors"), dir.path().join("copy.safetensors")).unwrap();
+    let message = WeightFiles::open(dir.path()).unwrap_err().to_string();
+    assert!(message.starts_with("tensor `a` is in both "), "{message}");
+}
+
+#[test]
+fn a_model_directory_opens_with_every_parameter_in_its_place() {
+    for tied in [false, true] {
+        let config = tiny(tied);
+        let dir = model_with(&config, |_| ());
+        let model = ModelDir::open(dir.path(), &[]).unwrap();
+        let weights = model.need_weights().unwrap();
+        assert_eq!(model.config, config);
+        assert_eq!(weights.bytes(), Bytes(4 * config.parameters()));
+        assert_eq!(weights.dtypes().into_iter().collect::<Vec<_>>(), [DType::F32]);
+        let parameters: Vec<Parameter> = weights.parameters.iter().map(|(parameter, _)| parameter.clone()).collect();
+        assert_eq!(parameters, config.hf_parameters());
+        for (parameter, entry) in &weights.parameters {
+            assert_eq!(Some(entry), weights.files.entry(&parameter.hf_name));
+        }
+    }
+}
+
+#[test]
+fn names_that_transformers_accepts_are_accepted() {
+    let untied = tiny(false);
+    let without_prefix = model_with(&untied, |tensors| {
+        for tensor in tensors {
+            tensor.name = tensor.name.replace("model.", "");
+        }
+    });
+    assert!(ModelDir::open(without_prefix.path(), &[]).is_ok());
+    let with_frequencies = model_with(&untied, |tensors| {
+        tensors.push(stored("model.layers.0.self_attn.rotary_emb.inv_freq", DType::F32, &[2]));
+    });
+    assert!(ModelDir::open(with_frequencies.path(), &[]).is_ok());
+}
+
+#[test]
+fn weights_that_do_not_match_are_named() {
+    let untied = tiny(false);
+    let without = model_with(&untied, |tensors| {
+        tensors.retain(|t| !t.name.ends_with("layernorm.weight"));
+        tensors.push(stored("model.layers.0.self_attn.q_proj.bias", DType::F32, &[8]));
+    });
+    assert_eq!(
+        refusal(without.path()),
+        "DIR: the weights do not match config.json: missing `model.layers.0.input_layernorm.weight`, \
+         `model.layers.0.post_attention_layernorm.weight`, `model.layers.1.input_layernorm.weight` and 1 more; \
+         not expected `model.layers.0.self_attn.q_proj.bias`"
+    );
+    let wide = model_with(&untied, |tensors| tensors[0].shape[0] = 11);
+    assert_eq!(
+        refusal(wide.path()),
+        "model.safetensors: tensor `model.embed_tokens.weight` has shape [11, 8], but config.json says [10, 8]"
+    );
+    let whole_numbers = model_with(&untied, |tensors| tensors[0].dtype = DType::I32);
+    assert_eq!(
+        refusal(whole_numbers.path()),
+        "model.safetensors: tensor `model.embed_tokens.weight` is stored as I32, expected F32, BF16 or F16"
+    );
+}
+
+/// transformers ties a head that is in the file only where it equals the embedding.
+#[test]
+fn a_spare_head_of_a_tied_model_must_equal_the_embedding() {
+    let tied = tiny(true);
+    let dir = model_with(&tied, |tensors| tensors.push(stored("lm_head.weight", DType::F32, &[10, 8])));
+    assert_eq!(
+        refusal(dir.path()),
+        "DIR: `tie_word_embeddings` is true, but `lm_head.weight` differs from the embedding"
+    );
+    let path = dir.path().join("model.safetensors");
+    let files = WeightFiles::open(dir.path()).unwrap().unwrap();
+    let [embedding, head] = ["model.embed_tokens.weight", "lm_head.weight"].map(|n| files.entry(n).unwrap().clone());
+    let mut bytes = fs::read(&path).unwrap();
+    bytes.copy_within(embedding.begin as usize..(embedding.begin + embedding.bytes) as usize, head.begin as usize);
+    fs::write(&path, bytes).unwrap();
+    assert!(ModelDir::open(dir.path(), &[]).is_ok());
+}
+
+#[test]
+fn a_configuration_alone_is_a_model_without_weights() {
+    let dir = model_with(&tiny(false), |_| ());
+    fs::remove_file(dir.path().join("model.safetensors")).unwrap();
+    let model = ModelDir::open(dir.path(), &[]).unwrap();
+    assert!(model.weights.is_none() && model.tokenizer_path.is_none());
+    fs::write(dir.path().join("pytorch_model.bin"), "").unwrap();
+    let failure = Failure::from(model.need_weights().unwrap_err());
+    assert!(failure.message.ends_with("no *.safetensors file, only pytorch_model.bin"), "{failure}");
+    assert!(failure.hints[0].contains("save_pretrained"), "{failure}");
+    fs::write(dir.path().join("config.json"), "{\"model_type\": \"gpt2\"}").unwrap();
+    let message = refusal(dir.path());
+    assert!(message.starts_with("config.json: `model_type` is \"gpt2\", which is not supported"), "{message}");
+    fs::remove_file(dir.path().join("config.json")).unwrap();
+    assert_eq!(refusal(dir.path()), "config.json: no such file");
+    assert_eq!(refusal(&dir.path().join("absent")), "DIR: no such directory");
+}
+
+#[test]
+fn a_written_model_keeps_what_lay_beside_the_old_one() {
+    let config = tiny(false);
+    let old = model_with(&config, |_| ());
+    fs::write(old.path().join("tokenizer.json"), "{}").unwrap();
+    fs::write(old.path().join("notes.txt"), "not ours").unwrap();
+    let mut raw: Value = serde_json::from_slice(&fs::read(old.path().join("config.json")).unwrap()).unwrap();
+    raw["pad_token_id"] = json!(5);
+    let new = old.path().join("new");
+    let save = |fail: bool| {
+        write_model_dir::<FilesError>(&new, &config, Some(&raw), DType::Bf16, Some(old.path()), |writer| {
+            for parameter in config.hf_parameters() {
+                let bytes = content(&parameter.hf_name, 2 * parameter.elements());
+                writer.write(&parameter.hf_name, &bytes)?;
+                if fail {
+                    return Err(FilesError::io(&new, "write", std::io::ErrorKind::StorageFull.into()));
+                }
+            }
+            Ok(())
+        })
+    };
+    save(false).unwrap();
+    let full = Failure::from(save(true).unwrap_err());
+    assert!(full.hints[0].contains("what was saved before is intact"), "{full}");
+    let model = ModelDir::open(&new, &[]).unwrap();
+    assert_eq!((model.config, &model.raw_config["pad_token_id"]), (config.clone(), &json!(5)));
+    assert_eq!(model.raw_config["dtype"], "bfloat16");
+    assert_eq!(model.tokenizer_path, Some(new.join("tokenizer.json")));
+    assert!(!new.join("notes.txt").exists());
+    assert_eq!(model.weights.unwrap().bytes(), Bytes(2 * config.parameters()));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 128, ..ProptestConfig::default() })]
+
+    /// A damaged file is refused, or still lies inside its own bounds: all that it names can be read.
+    #[test]
+    fn a_damaged_file_never_panics(
+        flips in prop::collection::vec((0usize..600, any::<u8>()), 1..6),
+        cut in prop_oneof![4 => Just(usize::MAX), 1 => 0usize..600],
+    ) {
+        let dir = tempfile::tempdir().unwrap();
+        let tensors = [stored("a", DType::F32, &[3]), stored("b", DType::Bf16, &[2, 2]), stored("c", DType::U8, &[9])];
+        write(dir.path(), &tensors, MAX_SHARD_BYTES);
+        let path = dir.path().join("model.safetensors");
+        let mut bytes = fs::read(&path).unwrap();
+        let length = bytes.len();
+        for (at, byte) in flips {
+            bytes[at % length] = byte;
+        }
+        bytes.truncate(cut);
+        fs::write(&path, &bytes).unwrap();
+        if let Ok(Some(files)) = WeightFiles::open(dir.path()) {
+            for (_, entry) in files.entries() {
+                prop_assert!(entry.begin + entry.bytes <= bytes.len() as u64);
+                files.read_at(entry, 0, &mut vec![0; entry.bytes as usize]).unwrap();
+            }
+        }
+    }
+}

@@ -1,0 +1,199 @@
+//! Weights into `*.safetensors` files, in pieces, in shards of bounded size.
+
+use super::atomic;
+use super::error::FilesError;
+use super::header::LENGTH_BYTES;
+use plimsoll_core::{Bytes, DType};
+use rustix::fs::FallocateFlags;
+use serde_json::{Map, Value, json};
+use std::collections::HashMap;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+/// Size above which transformers begins a new file.
+pub const MAX_SHARD_BYTES: Bytes = Bytes(5_000_000_000);
+
+/// A tensor that is to be stored.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StoredTensor {
+    /// Its name in the file.
+    pub name: String,
+    /// The type of its elements in the file.
+    pub dtype: DType,
+    /// Its shape.
+    pub shape: Vec<u64>,
+}
+
+impl StoredTensor {
+    fn bytes(&self) -> u64 {
+        self.shape.iter().product::<u64>() * self.dtype.bytes()
+    }
+
+    fn dtype_name(&self) -> &'static str {
+        match self.dtype {
+            DType::F64 => "F64",
+            DType::F32 => "F32",
+            DType::Bf16 => "BF16",
+            DType::F16 => "F16",
+            DType::I32 => "I32",
+            DType::U8 => "U8",
+        }
+    }
+}
+
+/// One or several `*.safetensors` files that are being written. Tensors may be written in any order,
+/// each from its beginning to its end. The files are complete when [`WeightWriter::finish`] returns.
+#[derive(Debug)]
+pub struct WeightWriter {
+    shards: Vec<(PathBuf, File)>,
+    slots: HashMap<String, Slot>,
+}
+
+#[derive(Debug)]
+struct Slot {
+    shard: usize,
+    next: u64,
+    end: u64,
+}
+
+impl WeightWriter {
+    /// Makes the files in `dir`: `STEM.safetensors`, or, where the tensors are larger than
+    /// `max_shard` together, `STEM-00001-of-00002.safetensors` and so on with
+    /// `STEM.safetensors.index.json`. Their space is reserved at once, so a full disk shows here.
+    ///
+    /// # Errors
+    /// A full disk, and what else the system says.
+    pub fn create(
+        dir: &Path,
+        stem: &str,
+        tensors: &[StoredTensor],
+        max_shard: Bytes,
+    ) -> Result<WeightWriter, FilesError> {
+        let shards = split(tensors, max_shard.0);
+        let path = |number: usize| match shards.len() {
+            1 => format!("{stem}.safetensors"),
+            several => format!("{stem}-{:05}-of-{several:05}.safetensors", number + 1),
+        };
+        let mut writer = WeightWriter { shards: Vec::new(), slots: HashMap::new() };
+        let mut weight_map = Map::new();
+        for (number, tensors) in shards.iter().enumerate() {
+            writer.create_shard(dir.join(path(number)), tensors)?;
+            weight_map.extend(tensors.iter().map(|tensor| (tensor.name.clone(), json!(path(number)))));
+        }
+        if shards.len() > 1 {
+            let total: u64 = tensors.iter().map(StoredTensor::bytes).sum();
+            let index = json!({"metadata": {"total_size": total}, "weight_map": weight_map});
+            atomic::write_file(&dir.join(format!("{stem}.safetensors.index.json")), &pretty(&index))?;
+        }
+        Ok(writer)
+    }
+
+    fn create_shard(&mut self, path: PathBuf, tensors: &[&StoredTensor]) -> Result<(), FilesError> {
+        let failed = |e| FilesError::io(&path, "write", e);
+        let (header, data_bytes) = header(tensors);
+        let data = LENGTH_BYTES + header.len() as u64;
+        let file = File::create(&path).map_err(failed)?;
+        reserve(&file, &path, data + data_bytes)?;
+        file.write_all_at(&(header.len() as u64).to_le_bytes(), 0).map_err(failed)?;
+        file.write_all_at(&header, LENGTH_BYTES).map_err(failed)?;
+        let mut next = data;
+        for tensor in tensors {
+            let slot = Slot { shard: self.shards.len(), next, end: next + tensor.bytes() };
+            next = slot.end;
+            let doubled = self.slots.insert(tensor.name.clone(), slot);
+            assert!(doubled.is_none(), "two tensors named `{}`", tensor.name);
+        }
+        self.shards.push((path, file));
+        Ok(())
+    }
+
+    /// Writes the next bytes of a tensor.
+    ///
+    /// # Errors
+    /// What the system says.
+    ///
+    /// # Panics
+    /// When there is no such tensor, or the bytes are more than are left of it.
+    pub fn write(&mut self, name: &str, bytes: &[u8]) -> Result<(), FilesError> {
+        let slot = self.slots.get_mut(name).unwrap_or_else(|| panic!("no tensor named `{name}` is stored here"));
+        let next = slot.next + bytes.len() as u64;
+        assert!(next <= slot.end, "more bytes than tensor `{name}` has");
+        let (path, file) = &self.shards[slot.shard];
+        file.write_all_at(bytes, slot.next).map_err(|e| FilesError::io(path, "write", e))?;
+        slot.next = next;
+        Ok(())
+    }
+
+    /// Syncs the files to the disk.
+    ///
+    /// # Errors
+    /// What the system says.
+    ///
+    /// # Panics
+    /// When a tensor has not been written to its end.
+    pub fn finish(self) -> Result<(), FilesError> {
+        for (name, slot) in &self.slots {
+            assert!(slot.next == slot.end, "tensor `{name}` lacks {} bytes", slot.end - slot.next);
+        }
+        for (path, file) in &self.shards {
+            file.sync_all().map_err(|e| FilesError::io(path, "sync", e))?;
+        }
+        Ok(())
+    }
+}
+
+/// As transformers does: in the given order, a new shard where the next tensor would make it too large.
+fn split(tensors: &[StoredTensor], max_shard: u64) -> Vec<Vec<&StoredTensor>> {
+    let mut shards: Vec<Vec<&StoredTensor>> = vec![Vec::new()];
+    let mut bytes = 0;
+    for tensor in tensors {
+        if bytes > 0 && bytes + tensor.bytes() > max_shard {
+            shards.push(Vec::new());
+            bytes = 0;
+        }
+        bytes += tensor.bytes();
+        shards.last_mut().expect("begins with one").push(tensor);
+    }
+    for shard in &mut shards {
+        // Wide elements first: then every tensor begins at a multiple of its element's size.
+        shard.sort_by_key(|tensor| std::cmp::Reverse(tensor.dtype.bytes()));
+    }
+    shards
+}
+
+/// The header, padded so that the data is aligned, and the bytes of the data.
+fn header(tensors: &[&StoredTensor]) -> (Vec<u8>, u64) {
+    let mut map = Map::new();
+    // transformers refuses a file that does not say which library's layout it has.
+    map.insert("__metadata__".into(), json!({"format": "pt"}));
+    let mut begin = 0;
+    for tensor in tensors {
+        let end = begin + tensor.bytes();
+        let entry = json!({"dtype": tensor.dtype_name(), "shape": tensor.shape, "data_offsets": [begin, end]});
+        map.insert(tensor.name.clone(), entry);
+        begin = end;
+    }
+    let mut json = Value::Object(map).to_string().into_bytes();
+    json.resize(json.len().next_multiple_of(LENGTH_BYTES as usize), b' ');
+    (json, begin)
+}
+
+/// Takes the space on the disk now, where the file system can.
+fn reserve(file: &File, path: &Path, bytes: u64) -> Result<(), FilesError> {
+    use rustix::io::Errno;
+    match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, bytes) {
+        Ok(()) => Ok(()),
+        Err(Errno::NOSPC | Errno::DQUOT) => {
+            Err(FilesError::DiskFull { path: path.to_owned(), needed: Some(Bytes(bytes)) })
+        }
+        Err(_) => file.set_len(bytes).map_err(|e| FilesError::io(path, "write", e)),
+    }
+}
+
+/// JSON for files that people read.
+pub(super) fn pretty(value: &Value) -> Vec<u8> {
+    let mut text = format!("{value:#}").into_bytes();
+    text.push(b'\n');
+    text
+}
