@@ -16,10 +16,11 @@
 //!
 //! # The method
 //!
-//! First-fit and best-fit, over several orders; the lowest result is kept and the first that meets the bound ends the
-//! search. A packing whose rounded top is at the bound, but whose unrounded top is not, is tried again with buffers of much
-//! rounding pinned to the top. What is still too high after that is improved by placing the buffers that stick out earlier, until a counted
-//! effort is spent. Nothing depends on a clock, on addresses or on hashing: equal input gives equal offsets.
+//! First-fit and best-fit over several orders; the lowest result is kept and the first that meets the bound ends the
+//! search. A packing whose rounded top is as low as it can be, but whose unrounded top is not, is tried again with buffers
+//! of much rounding pinned to the top. What is still too high is improved: the buffers that stick out are placed earlier,
+//! again and again, until a counted effort is spent. Nothing depends on a clock, on addresses or on hashing: equal input
+//! gives equal offsets.
 
 use std::cmp::Reverse;
 use std::ops::RangeInclusive;
@@ -249,6 +250,8 @@ enum Fit {
     First,
     /// The tightest, of equally tight ones the lowest.
     Best,
+    /// The highest of those under this unit.
+    Last { below: u64 },
 }
 
 /// A buffer that has its place.
@@ -304,10 +307,10 @@ impl Shelf {
         from as usize..=(last / self.window_ticks) as usize
     }
 
-    /// The lowest unit at which `item` may stand.
+    /// The unit at which `item` is to stand: in a gap between its neighbours, or on top of them where it fits into none.
     fn fit(&self, item: &Item, fit: Fit) -> u64 {
         let mut floor = 0;
-        let mut tightest: Option<(u64, u64)> = None;
+        let mut chosen: Option<(u64, u64)> = None;
         for placed in self.near(item) {
             if placed.last < item.first || placed.first > item.last {
                 continue;
@@ -317,21 +320,43 @@ impl Shelf {
                 match fit {
                     Fit::First => return floor,
                     Fit::Best if gap == item.units => return floor,
-                    Fit::Best if tightest.is_none_or(|(least, _)| gap < least) => tightest = Some((gap, floor)),
+                    Fit::Best if chosen.is_none_or(|(least, _)| gap < least) => chosen = Some((gap, floor)),
                     Fit::Best => {}
+                    Fit::Last { .. } => chosen = Some((gap, placed.offset - item.units)),
                 }
             }
             floor = floor.max(placed.end);
         }
-        tightest.map_or(floor, |(_, offset)| offset)
+        match fit {
+            Fit::Last { below } if floor + item.units <= below => below - item.units,
+            _ => chosen.map_or(floor, |(_, offset)| offset),
+        }
     }
 }
 
-/// A packing found: offsets in units, and the order and fit that led to them.
+/// How buffers are placed.
+#[derive(Clone, Copy)]
+struct Way {
+    fit: Fit,
+    /// Long-lived buffers that are not alive at the peak hang from the ceiling. What is kept for the backward and shrinks
+    /// in it, and what grows in it (gradients), then do not have to fill each other's holes.
+    facing: bool,
+}
+
+impl Way {
+    const ALL: [Way; 4] = [
+        Way { fit: Fit::First, facing: false },
+        Way { fit: Fit::Best, facing: false },
+        Way { fit: Fit::First, facing: true },
+        Way { fit: Fit::Best, facing: true },
+    ];
+}
+
+/// A packing found: offsets in units, and the order and way that led to them.
 #[derive(Clone)]
 struct Found {
     order: Vec<u32>,
-    fit: Fit,
+    way: Way,
     offsets: Vec<u64>,
     /// The highest rounded end, in units.
     height: u64,
@@ -343,19 +368,25 @@ struct Search<'a> {
     puzzle: &'a Puzzle,
     shelf: Shelf,
     crown: Option<Vec<usize>>,
+    /// The buffers that hang from the ceiling when placed facing.
+    hanging: Vec<bool>,
     best: Option<Found>,
 }
 
 impl<'a> Search<'a> {
     fn new(puzzle: &'a Puzzle) -> Search<'a> {
-        Search { puzzle, shelf: Shelf::new(puzzle.load.len()), crown: puzzle.crown(), best: None }
+        let peak = puzzle.peaks.first().copied().unwrap_or(0);
+        let long = puzzle.load.len() as u32 / 16;
+        let hangs = |item: &Item| !(item.first..=item.last).contains(&peak) && item.last - item.first > long;
+        let hanging = puzzle.items.iter().map(hangs).collect();
+        Search { puzzle, shelf: Shelf::new(puzzle.load.len()), crown: puzzle.crown(), hanging, best: None }
     }
 
     fn run(mut self, effort: u64) -> Vec<u64> {
         for order in Order::ALL {
             let order = order.sort(self.puzzle);
-            for fit in [Fit::First, Fit::Best] {
-                self.consider(&order, fit);
+            for way in Way::ALL {
+                self.consider(&order, way);
                 if self.at_bound() {
                     return self.best.expect("a packing at the bound").offsets;
                 }
@@ -374,37 +405,37 @@ impl<'a> Search<'a> {
     }
 
     /// Packs in this order and keeps the result if it is better than the best.
-    fn consider(&mut self, order: &[u32], fit: Fit) {
+    fn consider(&mut self, order: &[u32], way: Way) {
         if !self.at_ceiling() {
             let limit = self.best.as_ref().map_or(u64::MAX, |best| best.height - 1);
-            if let Ok(offsets) = self.place(order, fit, limit, false) {
-                self.keep(order, fit, offsets);
+            if let Ok(offsets) = self.place(order, way, limit, false) {
+                self.keep(order, way, offsets);
             }
         }
-        self.consider_crowned(order, fit);
+        self.consider_crowned(order, way);
     }
 
     /// What gets down to the ceiling is packed once more under a crown, for the bytes between ceiling and bound.
-    fn consider_crowned(&mut self, order: &[u32], fit: Fit) {
+    fn consider_crowned(&mut self, order: &[u32], way: Way) {
         if self.at_ceiling()
             && !self.at_bound()
             && self.crown.is_some()
-            && let Ok(offsets) = self.place(order, fit, self.puzzle.ceiling, true)
+            && let Ok(offsets) = self.place(order, way, self.puzzle.ceiling, true)
         {
-            self.keep(order, fit, offsets);
+            self.keep(order, way, offsets);
         }
     }
 
-    fn keep(&mut self, order: &[u32], fit: Fit, offsets: Vec<u64>) {
+    fn keep(&mut self, order: &[u32], way: Way, offsets: Vec<u64>) {
         let bytes = self.puzzle.bytes(&offsets);
         if self.best.as_ref().is_none_or(|best| bytes < best.bytes) {
             let height = self.puzzle.items.iter().zip(&offsets).map(|(item, offset)| offset + item.units).max();
-            self.best = Some(Found { order: order.to_vec(), fit, offsets, height: height.unwrap_or(0), bytes });
+            self.best = Some(Found { order: order.to_vec(), way, offsets, height: height.unwrap_or(0), bytes });
         }
     }
 
     /// Places the items one by one. The error is the position in `order` of the first that would end above `limit`.
-    fn place(&mut self, order: &[u32], fit: Fit, limit: u64, crowned: bool) -> Result<Vec<u64>, usize> {
+    fn place(&mut self, order: &[u32], way: Way, limit: u64, crowned: bool) -> Result<Vec<u64>, usize> {
         const UNPLACED: u64 = u64::MAX;
         let items = &self.puzzle.items;
         let mut offsets = vec![UNPLACED; items.len()];
@@ -436,7 +467,8 @@ impl<'a> Search<'a> {
                 offsets[i] = 0;
                 continue;
             }
-            let offset = self.shelf.fit(item, fit);
+            let hangs = way.facing && self.hanging[i];
+            let offset = self.shelf.fit(item, if hangs { Fit::Last { below: self.puzzle.ceiling } } else { way.fit });
             let end = offset + item.units;
             if end > limit {
                 return Err(position);
@@ -452,7 +484,7 @@ impl<'a> Search<'a> {
     fn improve(&mut self, effort: u64) {
         const WALK: u32 = 128;
         let mut random = Random(0x9e37_79b9_7f4a_7c15);
-        let Some(Found { mut order, mut fit, .. }) = self.best.clone() else { return };
+        let Some(Found { mut order, mut way, .. }) = self.best.clone() else { return };
         let mut spent = 0;
         let mut number = 0u32;
         while spent < effort && !self.at_ceiling() {
@@ -460,13 +492,14 @@ impl<'a> Search<'a> {
             number += 1;
             if number.is_multiple_of(WALK) {
                 order.clone_from(&best.order);
-                fit = if (number / WALK).is_multiple_of(2) { best.fit } else { Fit::First };
+                let fit = if (number / WALK).is_multiple_of(2) { best.way.fit } else { Fit::First };
+                way = Way { fit, ..best.way };
             }
-            match self.place(&order, fit, best.height - 1, false) {
+            match self.place(&order, way, best.height - 1, false) {
                 Ok(offsets) => {
                     spent += order.len() as u64;
-                    self.keep(&order, fit, offsets);
-                    self.consider_crowned(&order, fit);
+                    self.keep(&order, way, offsets);
+                    self.consider_crowned(&order, way);
                 }
                 Err(position) => {
                     spent += position as u64 + 1;
