@@ -19,7 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -104,8 +104,8 @@ init = "pretrained"
 train = {data}
 format = "tokens"
 sequence = {sequence}
-pack = false
-long = "refuse"
+pack = {pack}
+long = "{long}"
 shuffle = false
 
 [train]
@@ -134,12 +134,29 @@ devices = "cpu"
 """
 
 
-def run_file_of(training, model, data, directory):
+@dataclass(frozen=True)
+class Layout:
+    """How samples become rows. Without a shorter sequence each sample is a row, padded."""
+
+    name: str
+    sequence: int = SEQUENCE
+    pack: bool = False
+
+    def rows(self, samples):
+        return reference.rows_of(samples, self.sequence, self.pack)
+
+
+WHOLE = Layout("whole")
+CUT = [Layout("split", sequence=20), Layout("packed", sequence=50, pack=True)]  # most samples cross an edge
+
+
+def run_file_of(training, layout, model, data, directory):
     """The run file that asks for exactly what reference.train does."""
     quoted = lambda path: json.dumps(str(path))  # a JSON string is a TOML string
     return RUN_FILE.format(
-        model=quoted(model), data=quoted(data), dir=quoted(directory), sequence=SEQUENCE, steps=training.steps,
-        batch_tokens=training.samples_per_step * SEQUENCE,  # without packing a sample is padded to the sequence
+        model=quoted(model), data=quoted(data), dir=quoted(directory), sequence=layout.sequence,
+        pack=str(layout.pack).lower(), long="refuse" if layout == WHOLE else "split", steps=training.steps,
+        batch_tokens=training.rows_per_step * layout.sequence,  # padding counts
         learning_rate=training.learning_rate, weight_decay=training.weight_decay, beta1=training.betas[0],
         beta2=training.betas[1], eps=training.eps, clip_norm=training.clip_norm, micro_batch=training.micro_batch,
     )
@@ -214,13 +231,13 @@ def check_eval(report, name, plimsoll, directory):
         check_loss(report, f"{name} {file}", plimsoll.evaluate(directory, path), expected)
 
 
-def check_train(report, name, plimsoll, directory, training):
-    run = directory / "run"
-    (directory / "run.toml").write_text(run_file_of(training, directory, directory / "train.jsonl", run))
-    plimsoll.train(directory / "run.toml")
+def check_train(report, name, plimsoll, directory, training, layout):
+    data, run, run_file = directory / "train.jsonl", directory / f"run-{layout.name}", directory / f"{layout.name}.toml"
+    run_file.write_text(run_file_of(training, layout, directory, data, run))
+    plimsoll.train(run_file)
 
     model = reference.load(directory)
-    expected = reference.train(model, reference.read_samples(directory / "train.jsonl"), training)
+    expected = reference.train(model, layout.rows(reference.read_samples(data)), training)
     steps = steps_of(run)
     report.equal(f"{name} steps", len(steps), len(expected))
     report.within(f"{name} step loss", max(relative(a["loss"], b["loss"]) for a, b in zip(steps, expected)), LOSS_LIMIT)
@@ -292,7 +309,9 @@ def check_all(report, plimsoll, directory, seed, models=MODELS):
         training = Training(micro_batch=(2, 1, 4)[index % 3], clip_norm=(0.5, 2.0)[index % 2], eps=1e-6)
         write_inputs(here, case, rng)
         report.guarded(f"{case.name} eval", check_eval, plimsoll, here)
-        report.guarded(f"{case.name} train", check_train, plimsoll, here, training)
+        report.guarded(f"{case.name} train", check_train, plimsoll, here, training, WHOLE)
+        cut, training = CUT[index % 2], replace(training, steps=3)
+        report.guarded(f"{case.name} {cut.name}", check_train, plimsoll, here, training, cut)
         report.guarded(f"{case.name} generate", check_generate, plimsoll, here, rng)
 
 

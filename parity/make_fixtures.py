@@ -32,7 +32,7 @@ from reference import largest, normwise, relative, worst
 FIXTURES = Path(__file__).resolve().parent / "fixtures"
 FORMAT = 1
 TRAINING = reference.Training()
-STATED = ("steps", "samples_per_step", "micro_batch", "learning_rate", "betas", "eps", "weight_decay", "clip_norm")
+STATED = ("steps", "rows_per_step", "micro_batch", "learning_rate", "betas", "eps", "weight_decay", "clip_norm")
 
 # What Plimsoll's f32 may differ by (issue 2), and in which measure.
 TOLERANCES = {
@@ -55,6 +55,11 @@ CLEAR_LEAD = 2e-2  # a greedy token wins by this much at least: float32 cannot c
 
 def weights_of(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def training_rows(directory):
+    """train.jsonl, a sample a row."""
+    return [[sample] for sample in reference.read_samples(directory / "train.jsonl")]
 
 
 def choose_prompt(directory, count=12):
@@ -81,7 +86,7 @@ def compute(directory, dtype, prompt):
         packed = reference.packed_logits(model, [sample.tokens for sample in batch[:2]])
     tokens, lead = reference.greedy(model, prompt, 12)
     loss, gradient = reference.gradients(model, batch)
-    steps = reference.train(model, training, TRAINING)
+    steps = reference.train(model, training_rows(directory), TRAINING)
     numbers |= {
         "batch": {"loss": loss, "tokens": sum(s.labelled for s in batch), "nll": nll, "labelled": [s.labelled for s in batch]},
         "packed": {"samples": [0, 1], "differs_from_alone": worst(packed, torch.cat(logits[:2]))},
@@ -103,7 +108,7 @@ def distances(directory, tensors, numbers):
     for seed in range(NOISE_DRAWS):
         model = reference.load(directory)
         noisy = replace(TRAINING, gradient_noise=GRADIENT_NOISE, noise_seed=seed)
-        reference.train(model, reference.read_samples(directory / "train.jsonl"), noisy)
+        reference.train(model, training_rows(directory), noisy)
         with_noise.append(largest(normwise, weights_of(model), tensors["after"]))
     return {
         "logits": largest(worst, tensors32["logits"], tensors["logits"]),
@@ -151,11 +156,11 @@ def mistakes(directory, case, tensors, numbers):
         "embedding not decayed": replace(TRAINING, decays=lambda name, p: p.ndim == 2 and "embed" not in name),
         "nothing decayed": replace(TRAINING, decays=lambda name, p: False),
         "second beta 0.999": replace(TRAINING, betas=(0.9, 0.999)),
-        "samples in another order": replace(TRAINING, micro_batch=4, samples_per_step=5, steps=4),
+        "samples in another order": replace(TRAINING, micro_batch=4, rows_per_step=5, steps=4),
     }
     for name, wrong in wrong_trainings.items():
         model = reference.load(directory)
-        reference.train(model, reference.read_samples(directory / "train.jsonl"), wrong)
+        reference.train(model, training_rows(directory), wrong)
         found["after"][name] = largest(normwise, weights_of(model), tensors["after"])
     return found
 

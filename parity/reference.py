@@ -97,6 +97,30 @@ def read_samples(path):
     return samples
 
 
+def rows_of(documents, sequence, pack):
+    """Rows of `sequence` positions, each a list of samples that do not see one another.
+
+    Padded: each document begins a row, and goes on in further rows if it is longer. Packed: documents lie back to
+    back, and every `sequence` positions are a row. A part that goes on in the next row still predicts the
+    token across the edge; the next part starts without sight of the earlier one, at position 0.
+    """
+    rows, room = [], 0
+    for document in documents:
+        length, at = len(document.tokens), 0
+        if length < 2:
+            continue  # nothing to predict
+        # The last token is only a target, but between packed documents it has a position, too.
+        while at < (length if pack else length - 1):
+            if room == 0 or not pack:
+                rows.append([])
+                room = sequence
+            end = min(at + room, length)
+            rows[-1].append(Sample(document.tokens[at: end + 1], document.labels[at: end + 1]))
+            room -= end - at
+            at = end
+    return rows
+
+
 # ---------------------------------------------------------------------------------------------------
 # Forward
 # ---------------------------------------------------------------------------------------------------
@@ -176,8 +200,8 @@ class Training:
     """
 
     steps: int = 5
-    samples_per_step: int = 4
-    micro_batch: int = 2
+    rows_per_step: int = 4
+    micro_batch: int = 2  # rows
     learning_rate: float = 1e-2
     betas: tuple = (0.9, 0.95)
     eps: float = 1e-8
@@ -189,8 +213,8 @@ class Training:
     noise_seed: int = 0
 
 
-def train(model, samples, training=Training()):
-    """Trains in place on the samples in file order; returns loss, norm before clipping and labelled tokens of each step.
+def train(model, rows, training=Training()):
+    """Trains in place on rows of samples, in order; returns loss, norm before clipping and labelled tokens of each step.
 
     The loss of a step is the mean over all of its labelled tokens, however they fall on its micro-batches.
     """
@@ -206,10 +230,11 @@ def train(model, samples, training=Training()):
     generator = torch.Generator().manual_seed(training.noise_seed)
     report = []
     for step in range(training.steps):
-        batch = samples[step * training.samples_per_step:][: training.samples_per_step]
-        assert len(batch) == training.samples_per_step
-        micro_batches = [batch[i:][: training.micro_batch] for i in range(0, len(batch), training.micro_batch)]
-        labelled = sum(sample.labelled for sample in batch)
+        batch = rows[step * training.rows_per_step:][: training.rows_per_step]
+        assert len(batch) == training.rows_per_step, "too few rows"
+        cuts = range(0, len(batch), training.micro_batch)
+        micro_batches = [sum(batch[cut: cut + training.micro_batch], []) for cut in cuts]
+        labelled = sum(sample.labelled for samples in micro_batches for sample in samples)
         optimizer.zero_grad(set_to_none=True)
         loss = 0.0
         for micro_batch in micro_batches:

@@ -52,9 +52,12 @@ class StandIn(live.Plimsoll):
     def run_train(self, run_file):
         run = tomllib.loads(Path(run_file).read_text())
         wanted, directory = run["train"], Path(run["run"]["dir"])
+        sequence, pack = run["data"]["sequence"], run["data"]["pack"]
+        if self.mistake == "not packed":
+            pack = False
         training = Training(
             steps=wanted["steps"],
-            samples_per_step=wanted["batch_tokens"] // run["data"]["sequence"],
+            rows_per_step=wanted["batch_tokens"] // sequence,
             micro_batch=run["recipe"]["micro_batch"],
             learning_rate=wanted["learning_rate"],
             betas=tuple(wanted["betas"]),
@@ -65,7 +68,8 @@ class StandIn(live.Plimsoll):
         if self.mistake == "norms decayed":
             training = replace(training, decays=lambda name, p: True)
         model = self.load(run["model"]["path"])
-        steps = reference.train(model, reference.read_samples(run["data"]["train"]), training)
+        rows = reference.rows_of(reference.read_samples(run["data"]["train"]), sequence, pack)
+        steps = reference.train(model, rows, training)
         model.save_pretrained(directory / "model")
         if self.mistake == "tensor forgotten":
             file = directory / "model" / "model.safetensors"
@@ -101,16 +105,17 @@ class Live(unittest.TestCase):
     def test_torch_in_float32_passes_every_check(self):
         report, failed = outcome(StandIn(), live.MODELS)
         self.assertEqual(failed, [])
-        self.assertEqual(report.passed, 16 * len(live.MODELS))
+        self.assertEqual(report.passed, 25 * len(live.MODELS))
 
     def test_a_mistake_fails_its_check(self):
         for mistake, check in {
             "mean of means": "eval uneven loss",
             "norms decayed": "train weights",
             "tensor forgotten": "train ValueError",
+            "not packed": "packed step loss",
             "token lost": "generate",
         }.items():
-            _, failed = outcome(StandIn(mistake), live.MODELS[:1])
+            _, failed = outcome(StandIn(mistake), live.MODELS[:2])
             self.assertTrue(any(check in line for line in failed), (mistake, failed))
 
     def test_a_binary_that_fails_is_a_failed_check(self):
@@ -119,7 +124,7 @@ class Live(unittest.TestCase):
             binary.write_text("#!/bin/sh\necho 'error: does not fit' >&2\nexit 3\n")
             binary.chmod(0o755)
             report, failed = outcome(live.Plimsoll(binary), live.MODELS[:1])
-        self.assertEqual((report.passed, report.failed), (0, 3))
+        self.assertEqual((report.passed, report.failed), (0, 4))
         self.assertTrue(all("exit 3: error: does not fit" in line for line in failed), failed)
 
     def test_a_binary_that_hangs_is_a_failed_check(self):
@@ -127,9 +132,10 @@ class Live(unittest.TestCase):
             live.Plimsoll("/bin/sleep").run("30")
 
     def test_the_run_file_is_toml_and_asks_for_the_reference(self):
-        run = tomllib.loads(live.run_file_of(Training(micro_batch=1), "a \"model\"", "data.jsonl", "out"))
+        run = tomllib.loads(live.run_file_of(Training(micro_batch=1), live.CUT[1], "a \"model\"", "data.jsonl", "out"))
         self.assertEqual(run["model"]["path"], 'a "model"')
-        self.assertEqual(run["train"]["batch_tokens"], 4 * live.SEQUENCE)
+        self.assertEqual(run["train"]["batch_tokens"], 4 * 50)
+        self.assertEqual((run["data"]["pack"], run["data"]["long"]), (True, "split"))
         self.assertEqual(run["train"]["betas"], [0.9, 0.95])
         self.assertEqual(run["recipe"]["micro_batch"], 1)
 

@@ -92,10 +92,10 @@ class References(unittest.TestCase):
 
     def test_a_step_is_the_published_formula(self):
         """AdamW by hand on all parameters of a model, from the gradients alone."""
-        training = Training(steps=3, samples_per_step=4, micro_batch=2)
+        training = Training(steps=3, rows_per_step=4, micro_batch=2)
         samples = reference.read_samples(self.directory / "llama" / "train.jsonl")
         trained, by_hand = self.model("llama"), self.model("llama")
-        report = reference.train(trained, samples, training)
+        report = reference.train(trained, [[sample] for sample in samples], training)
         first, second = {}, {}
         for step in range(1, 4):
             loss, gradient = reference.gradients(by_hand, samples[4 * (step - 1): 4 * step])
@@ -117,9 +117,10 @@ class References(unittest.TestCase):
 
     def test_micro_batches_do_not_change_a_step(self):
         samples = reference.read_samples(self.directory / "mistral" / "train.jsonl")
+        rows = reference.rows_of(samples, 12, pack=True)
         one, four = self.model("mistral"), self.model("mistral")
-        reference.train(one, samples, Training(micro_batch=1))
-        reference.train(four, samples, Training(micro_batch=4))
+        reference.train(one, rows, Training(micro_batch=1))
+        reference.train(four, rows, Training(micro_batch=4))
         distance = reference.largest(reference.normwise, dict(one.named_parameters()), dict(four.named_parameters()))
         self.assertLess(distance, 1e-9)
 
@@ -155,6 +156,23 @@ class References(unittest.TestCase):
                 self.assertGreater(len({sample.labelled for sample in samples}), 2)
                 self.assertTrue(all(sample.labelled > 0 for sample in samples))
                 self.assertTrue(any(sample.labels[0] != IGNORED for sample in samples))
+
+    def test_every_token_but_the_first_of_a_document_is_predicted_once(self):
+        lengths = [5, 1, 2, 17, 8, 9, 24, 3]
+        tokens = iter(range(1000))
+        documents = [Sample(own, own) for own in ([next(tokens) for _ in range(n)] for n in lengths)]
+        predictable = [token for document in documents for token in document.tokens[1:]]
+        for pack in (False, True):
+            for sequence in (1, 2, 7, 8, 9, 30):
+                rows = reference.rows_of(documents, sequence, pack)
+                parts = [part for row in rows for part in row]
+                self.assertEqual([token for part in parts for token in part.tokens[1:]], predictable)
+                positions = [sum(len(part.tokens) - 1 for part in row) for row in rows]
+                self.assertLessEqual(max(positions), sequence)
+                if pack:  # 68 tokens of documents of two or more, each in a position but the very last
+                    self.assertIn(len(rows), (-(-67 // sequence), -(-68 // sequence)))
+                else:
+                    self.assertTrue(all(len(row) == 1 for row in rows))
 
     def test_unlabelled_samples_add_nothing(self):
         model, samples = self.model("llama"), self.samples("llama")
