@@ -2,4 +2,5 @@
 
 pub mod data;
 pub mod files;
+pub mod run;
 pub mod run_file;

@@ -373,8 +373,10 @@ impl RowStarts {
     pub fn open(cache: &TokenCache, sequence: u64) -> Result<RowStarts, DataError> {
         let stem = cache.path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
         let path = cache.path.with_file_name(format!("{stem}-{sequence}.rows"));
-        let folder = cache.path.parent().unwrap_or(Path::new("."));
-        let _alone = lock(folder)?;
+        if let Some(starts) = RowStarts::whole(cache, &path) {
+            return Ok(starts);
+        }
+        let _alone = lock(cache.path.parent().unwrap_or(Path::new(".")))?;
         if let Some(starts) = RowStarts::whole(cache, &path) {
             return Ok(starts);
         }
@@ -382,21 +384,16 @@ impl RowStarts {
             let mut buffer = Vec::new();
             let (mut at, mut document_start) = (0, 0);
             while at < cache.counts.tokens {
-                let records = cache.read(at, SCAN_RECORDS, &mut buffer)?;
-                for index in 0..records.len() {
+                // One more than is looked at: whether a token is the last of its document stands in the next.
+                let records = cache.read(at, SCAN_RECORDS + 1, &mut buffer)?;
+                for index in 0..records.len().min(SCAN_RECORDS as usize) {
                     if records.get(index)?.first {
                         document_start = at;
                     }
                     // The last token of a document begins no row: it is only a target.
                     let begins = (at - document_start).is_multiple_of(sequence);
-                    let last = || {
-                        if index + 1 < records.len() {
-                            records.get(index + 1).map(|next| next.first)
-                        } else {
-                            cache.begins(at + 1)
-                        }
-                    };
-                    if begins && !last()? {
+                    let last = index + 1 == records.len() || records.get(index + 1)?.first;
+                    if begins && !last {
                         out.write(&at.to_le_bytes())?;
                     }
                     at += 1;
@@ -425,15 +422,6 @@ impl RowStarts {
         let mut bytes = [0; 8];
         self.file.read_exact_at(&mut bytes, index * 8).map_err(DataError::io("read", &self.path))?;
         Ok(u64::from_le_bytes(bytes))
-    }
-}
-
-impl TokenCache {
-    /// A document begins at record `at`, or the data has ended.
-    fn begins(&self, at: u64) -> Result<bool, DataError> {
-        let mut buffer = Vec::new();
-        let records = self.read(at, 1, &mut buffer)?;
-        if records.len() == 0 { Ok(true) } else { Ok(records.get(0)?.first) }
     }
 }
 
@@ -481,4 +469,95 @@ fn lock(folder: &Path) -> Result<File, DataError> {
 
 fn to_json(value: &impl Serialize) -> Vec<u8> {
     serde_json::to_vec(value).expect("plain data is always JSON")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{Sample, all_rows, seen};
+    use super::*;
+    use proptest::prelude::*;
+
+    fn sample() -> Sample {
+        Sample::text(&["1+1", "22", "", "333=", "4"], 3, false)
+    }
+
+    #[test]
+    fn files_are_read_once() {
+        let text = "1".repeat(128 << 10);
+        let sample = Sample::text(&[text.as_str(); 30], 1024, true);
+        let mut told = Vec::new();
+        let rows = sample
+            .open_watched(&mut |done, total| {
+                told.push((done, total));
+                ControlFlow::Continue(())
+            })
+            .unwrap()
+            .rows();
+        let total = fs::metadata(sample.path("train.jsonl")).unwrap().len();
+        assert!(told.len() >= 3 && told.iter().all(|&(done, all)| done <= all && all == total), "{told:?}");
+        assert!(told.is_sorted());
+        let again = sample.open_watched(&mut |_, _| panic!("read again")).unwrap();
+        assert_eq!(again.rows(), rows);
+    }
+
+    #[test]
+    fn reading_can_be_stopped_and_leaves_nothing() {
+        let sample = Sample::text(&["1".repeat(3 << 20).as_str()], 1024, true);
+        let stopped = sample.open_watched(&mut |_, _| ControlFlow::Break(()));
+        assert!(matches!(stopped, Err(DataError::Stopped)));
+        assert_eq!(sample.cached("").len(), 1, "only the lock");
+    }
+
+    #[test]
+    fn changed_data_is_tokenised_again() {
+        let mut sample = sample();
+        assert_eq!(sample.open().unwrap().documents(), 4);
+        fs::write(sample.path("train.jsonl"), "{\"text\": \"7\"}\n{\"text\": \"\"}").unwrap();
+        assert_eq!(sample.open().unwrap().documents(), 1);
+        sample.spec.end_token = Some(15);
+        assert_eq!(all_rows(&sample.open().unwrap()).labels[0], 15);
+        let changed = super::super::sums::tokenizer().to_string().replace("\"7\":7", "\"7\":14");
+        fs::write(sample.tokenizer.as_ref().unwrap(), changed).unwrap();
+        assert_eq!(all_rows(&sample.open().unwrap()).tokens[0], 14);
+    }
+
+    #[test]
+    fn what_a_killed_process_left_is_no_hindrance() {
+        let sample = sample();
+        let whole = seen(&all_rows(&sample.open().unwrap()));
+        for file in sample.cached("").into_iter().filter(|file| !file.ends_with("lock")) {
+            fs::rename(&file, file.display().to_string() + ".partial").unwrap();
+        }
+        assert_eq!(seen(&all_rows(&sample.open().unwrap())), whole);
+    }
+
+    #[test]
+    fn impossible_records_are_a_damaged_cache() {
+        let sample = sample();
+        let data = sample.open().unwrap();
+        let tokens = sample.cached(".tokens").remove(0);
+        let length = fs::metadata(&tokens).unwrap().len() as usize;
+        fs::write(&tokens, vec![0x7f; length]).unwrap();
+        let mut rows = super::super::Rows::new(1, 3);
+        assert!(matches!(data.read([0], &mut rows), Err(DataError::Damaged { .. })));
+        let starts = sample.cached(".rows").remove(0);
+        let length = fs::metadata(&starts).unwrap().len() as usize;
+        fs::write(&starts, vec![0x7f; length]).unwrap();
+        assert!(matches!(data.read([0], &mut rows), Err(DataError::Damaged { .. })));
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(48))]
+
+        #[test]
+        fn a_cache_that_was_cut_off_is_made_again(ending in prop::sample::select(vec![".tokens", ".json", ".rows"]), part in 0.0f64..1.0) {
+            let sample = sample();
+            let whole = seen(&all_rows(&sample.open().unwrap()));
+            let file = sample.cached(ending).remove(0);
+            let bytes = fs::read(&file).unwrap();
+            fs::write(&file, &bytes[..(bytes.len() as f64 * part) as usize]).unwrap();
+            prop_assert_eq!(seen(&all_rows(&sample.open().unwrap())), whole);
+            prop_assert_eq!(fs::read(&file).unwrap(), bytes);
+        }
+    }
 }

@@ -35,6 +35,9 @@ pub enum DataError {
         /// What the glob reader says.
         reason: String,
     },
+    /// Not even a pattern.
+    #[error("no data file is named")]
+    NoPatterns,
     /// Nothing has this name.
     #[error("no file matches `{pattern}`")]
     NoFiles {
@@ -116,7 +119,7 @@ pub enum DataError {
         sequence: u64,
     },
     /// No document with something to predict.
-    #[error("no data: {} {} nothing to predict ({skipped} empty documents)", files_named(files), if files.len() == 1 { "holds" } else { "hold" })]
+    #[error("no data: nothing to predict in {} ({skipped} empty documents)", files_named(files))]
     Empty {
         /// The files.
         files: Vec<PathBuf>,

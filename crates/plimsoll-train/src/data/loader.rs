@@ -14,7 +14,7 @@ use std::thread::JoinHandle;
 pub struct Step {
     /// Counted from 0.
     pub step: u64,
-    /// Its rows: R, or fewer in the very last step of a number of epochs.
+    /// Its rows: R, or fewer in the very last step of a stream that ends.
     pub rows: Rows,
     /// Positions of all its rows that have a label; 0 when all are ignored.
     pub labelled_tokens: u64,
@@ -101,5 +101,77 @@ impl Loader {
 impl Drop for Loader {
     fn drop(&mut self) {
         self.stop();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Order;
+    use super::super::testing::{Sample, seen, watched};
+    use super::*;
+
+    fn sample() -> Sample {
+        let document = |first: i32| ((first..first + 10 + first % 7).collect(), None);
+        Sample::tokens(&(0..40).map(document).collect::<Vec<_>>(), 8, true)
+    }
+
+    fn batches(data: &Dataset, epochs: Option<f64>) -> Batches {
+        let order = Order { seed: 5, rows: data.rows(), shuffle: true };
+        Batches { order, rows: 7, end: epochs.map(|epochs| order.rows_of_epochs(epochs)) }
+    }
+
+    #[test]
+    fn a_loader_goes_on_at_any_step_with_the_same_rows() {
+        watched(|| {
+            let sample = sample();
+            let data = Arc::new(sample.open().unwrap());
+            let batches = batches(&data, Some(2.0));
+            let steps = batches.steps().unwrap();
+            assert_ne!(data.rows() * 2 % 7, 0, "the last step is to be a partial one");
+            let steps_from = |first: u64| {
+                let mut loader = Loader::start(data.clone(), batches, first);
+                let mut taken = Vec::new();
+                while let Some(step) = loader.next_step().unwrap() {
+                    assert_eq!(step.labelled_tokens, step.rows.labelled_tokens());
+                    taken.push((step.step, seen(&step.rows), step.labelled_tokens));
+                }
+                assert!(loader.next_step().unwrap().is_none(), "the end stays the end");
+                taken
+            };
+            let whole = steps_from(0);
+            assert_eq!(whole.len() as u64, steps);
+            assert_eq!(whole.iter().map(|(.., labelled)| labelled).sum::<u64>(), 2 * data.labelled_tokens());
+            for first in [1, 4, steps - 1, steps] {
+                assert_eq!(steps_from(first), whole[first as usize..]);
+            }
+        });
+    }
+
+    #[test]
+    fn a_dropped_loader_stops() {
+        watched(|| {
+            let sample = sample();
+            let data = Arc::new(sample.open().unwrap());
+            for taken in 0..4 {
+                let mut loader = Loader::start(data.clone(), batches(&data, None), 3);
+                for _ in 0..taken {
+                    loader.next_step().unwrap().unwrap();
+                }
+                drop(loader);
+                assert_eq!(Arc::strong_count(&data), 1, "its thread is gone");
+            }
+        });
+    }
+
+    #[test]
+    fn errors_of_the_thread_reach_the_run() {
+        watched(|| {
+            let sample = sample();
+            let data = Arc::new(sample.open().unwrap());
+            std::fs::write(&sample.cached(".tokens")[0], "").unwrap();
+            let mut loader = Loader::start(data.clone(), batches(&data, None), 0);
+            assert!(matches!(loader.next_step(), Err(DataError::Io { doing: "read", .. })));
+            assert!(loader.next_step().unwrap().is_none());
+        });
     }
 }

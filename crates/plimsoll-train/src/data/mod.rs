@@ -12,9 +12,13 @@
 //! - `.txt`, format `text`: each file is one document.
 //!
 //! Blank lines are skipped. In the text format a document is what the tokenizer makes of the text,
-//! with the special tokens it adds itself, and an end token where it does not end with one already. Text longer than 64 KiB is tokenised in pieces,
-//! cut at a line end (else before a space), so that memory stays bounded. A document without text, or of fewer
-//! than two tokens, has nothing to predict: it is skipped and counted.
+//! with the special tokens it adds itself, and an end token where it does not end with one already.
+//! A document without text, or of fewer than two tokens, has nothing to predict: it is skipped and
+//! counted.
+//!
+//! So that memory stays bounded, text longer than 64 KiB is tokenised in pieces, cut at a line end,
+//! else before a space. The tokens are those of the whole, except where a tokenizer marks the
+//! beginning of a text (SentencePiece does): it marks each piece. A line has at most 16 MiB.
 //!
 //! # Rows
 //! Position t of a document predicts its token t + 1, so a document of N tokens needs N − 1 positions:
@@ -26,8 +30,8 @@
 //! - padded: each document begins a row of its own.
 //!
 //! Attention never crosses documents: at each position `document_start` is the first index of the
-//! row that it may see, and `positions` counts from there. Unused positions at the end of a row hold token 0,
-//! label −100, weight 0, and see only themselves.
+//! row that it may see, and `positions` counts from there. Unused positions at the end of a row hold
+//! token 0, label −100, weight 0, and see only themselves.
 //!
 //! A document is *long* when it needs more than T positions. `long = "split"` lets it go on in
 //! further rows (without sight of the earlier ones), `long = "refuse"` is an error before the start.
@@ -35,9 +39,9 @@
 //!
 //! # Steps and the last partial batch
 //! Rows are taken from one endless stream, epoch after epoch, each epoch in an order of its own
-//! ([`Order`]). Step s of R rows takes the places s·R to s·R + R of that stream, so a step may span two epochs
-//! and no row is ever left out. Only when a whole number of epochs is asked for can the very last step be
-//! smaller: it takes what is left ([`Batches`]).
+//! ([`Order`]). Step s of R rows takes the places s·R to s·R + R of that stream, so a step may span
+//! two epochs and no row is ever left out. Only when the stream has an end (`epochs`) can the very
+//! last step be smaller: it takes what is left ([`Batches`]).
 
 mod cache;
 mod error;
@@ -46,6 +50,8 @@ mod order;
 mod rows;
 mod source;
 pub mod sums;
+#[cfg(test)]
+mod testing;
 mod tokenizer;
 
 pub use error::{DataError, Place};
@@ -54,29 +60,7 @@ pub use order::{Batches, Order};
 pub use rows::{Dataset, IGNORED, Rows};
 pub use tokenizer::{Tokenizer, end_token};
 
-use serde::{Deserialize, Serialize};
-
-/// What a line of a data file holds.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Format {
-    /// `{"text": "..."}`, or a whole `.txt` file; needs a tokenizer.
-    #[default]
-    Text,
-    /// `{"input_ids": [..], "labels": [..]?}`; needs none.
-    Tokens,
-}
-
-/// What to do with a document that needs more than one row.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Long {
-    /// It goes on in further rows.
-    #[default]
-    Split,
-    /// It is an error, before the start.
-    Refuse,
-}
+pub use crate::run_file::{Format, Long};
 
 /// Which data, and how it becomes rows.
 #[derive(Clone, Debug, PartialEq, Eq)]

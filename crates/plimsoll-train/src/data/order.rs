@@ -21,6 +21,11 @@ impl Order {
         let (epoch, index) = (position / self.rows, position % self.rows);
         if self.shuffle { permuted(mix(mix(self.seed) ^ epoch), index, self.rows) } else { index }
     }
+
+    /// The rows of so many epochs; the last may be a part of one.
+    pub fn rows_of_epochs(&self, epochs: f64) -> u64 {
+        (epochs * self.rows as f64).round() as u64
+    }
 }
 
 /// Which rows make a step.
@@ -30,27 +35,23 @@ pub struct Batches {
     pub order: Order,
     /// R: rows of a step, at least 1.
     pub rows: u64,
-    /// Where the stream ends; endless without.
-    pub epochs: Option<u64>,
+    /// The stream ends after so many rows ([`Order::rows_of_epochs`]); without, it has no end.
+    pub end: Option<u64>,
 }
 
 impl Batches {
     /// The number of steps; none when endless.
     pub fn steps(&self) -> Option<u64> {
-        self.end().map(|end| end.div_ceil(self.rows))
+        self.end.map(|end| end.div_ceil(self.rows))
     }
 
-    /// The places in the stream that `step` (counted from 0) takes: R of them, fewer in the very last step
-    /// of a number of epochs, none after it.
+    /// The places in the stream that `step` (counted from 0) takes: R of them, fewer in the very last step,
+    /// none after it.
     pub fn positions(&self, step: u64) -> Range<u64> {
         assert!(self.rows > 0, "a step of no rows");
-        let end = self.end().unwrap_or(u64::MAX);
+        let end = self.end.unwrap_or(u64::MAX);
         let first = step.saturating_mul(self.rows).min(end);
         first..first.saturating_add(self.rows).min(end)
-    }
-
-    fn end(&self) -> Option<u64> {
-        self.epochs.map(|epochs| epochs.saturating_mul(self.order.rows))
     }
 }
 
@@ -101,9 +102,9 @@ mod tests {
         }
 
         #[test]
-        fn steps_cover_the_epochs_without_gap_or_overlap(rows in 1u64..50, step_rows in 1u64..70, epochs in 0u64..5) {
+        fn steps_cover_the_epochs_without_gap_or_overlap(rows in 1u64..50, step_rows in 1u64..70, epochs in 0.0f64..5.0) {
             let order = Order { seed: 1, rows, shuffle: false };
-            let batches = Batches { order, rows: step_rows, epochs: Some(epochs) };
+            let batches = Batches { order, rows: step_rows, end: Some(order.rows_of_epochs(epochs)) };
             let steps = batches.steps().unwrap();
             let mut next = 0;
             for step in 0..steps {
@@ -113,7 +114,7 @@ mod tests {
                 prop_assert!(size == step_rows || (step + 1 == steps && size > 0), "only the last may be smaller");
                 next = positions.end;
             }
-            prop_assert_eq!(next, epochs * rows);
+            prop_assert!((next as f64 - epochs * rows as f64).abs() <= 0.5);
             prop_assert!(batches.positions(steps).is_empty());
         }
     }

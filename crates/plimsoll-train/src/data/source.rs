@@ -54,7 +54,7 @@ pub(super) fn files(spec: &DataSpec) -> Result<Vec<PathBuf>, DataError> {
             vec![PathBuf::from(pattern)]
         } else {
             let bad = |reason: String| DataError::Pattern { pattern: pattern.clone(), reason };
-            let paths = glob::glob(pattern).map_err(|error| bad(error.to_string()))?;
+            let paths = glob::glob(pattern).map_err(|error| bad(error.msg.to_owned()))?;
             paths.collect::<Result<Vec<_>, _>>().map_err(|error| bad(error.to_string()))?
         };
         if found.is_empty() {
@@ -67,7 +67,7 @@ pub(super) fn files(spec: &DataSpec) -> Result<Vec<PathBuf>, DataError> {
             }
         }
     }
-    if files.is_empty() { Err(DataError::NoFiles { pattern: String::new() }) } else { Ok(files) }
+    if files.is_empty() { Err(DataError::NoPatterns) } else { Ok(files) }
 }
 
 enum Kind {

@@ -80,7 +80,7 @@ fn sample(problem: u64) -> ([u32; 13], [i32; 13]) {
 }
 
 /// One token a character: byte-pair encoding without merges.
-fn tokenizer() -> serde_json::Value {
+pub(super) fn tokenizer() -> serde_json::Value {
     let mut vocab: serde_json::Map<String, serde_json::Value> =
         (0..10).map(|digit| (digit.to_string(), digit.into())).collect();
     for (token, id) in [("+", PLUS), ("=", EQUALS), ("<end>", END), ("<unknown>", UNKNOWN)] {

@@ -149,3 +149,91 @@ fn read_json<T: serde::de::DeserializeOwned>(file: &Path) -> Result<Option<T>, D
         .map(Some)
         .map_err(|reason| DataError::Tokenizer { file: file.to_owned(), reason: reason.to_string() })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{Sample, all_rows};
+    use super::*;
+    use serde_json::{Value, json};
+
+    /// Made by `tests/fixtures/word_patterns.py`, which says with what.
+    fn fixture() -> Value {
+        serde_json::from_str(include_str!("../../tests/fixtures/word_patterns.json")).unwrap()
+    }
+
+    /// The fixture's tokenizer with the word pattern of that name.
+    fn tokenizer(fixture: &Value, pattern: &Value) -> String {
+        let mut tokenizer = fixture["tokenizer"].clone();
+        let regex = &fixture["patterns"][pattern.as_str().unwrap()];
+        tokenizer["pre_tokenizer"]["pretokenizers"][0]["pattern"] = json!({ "Regex": regex });
+        tokenizer.to_string()
+    }
+
+    #[test]
+    fn words_are_split_as_by_the_published_tokenizers() {
+        let fixture = fixture();
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("tokenizer.json");
+        for case in fixture["cases"].as_array().unwrap() {
+            fs::write(&file, tokenizer(&fixture, &case["pattern"])).unwrap();
+            let tokenizer = Tokenizer::load(&file).unwrap();
+            let text = case["text"].as_str().unwrap();
+            let ids = tokenizer.encode(text).unwrap();
+            assert_eq!(json!(ids), case["ids"], "{} on {text:?}", case["pattern"]);
+            assert_eq!(tokenizer.decode(&ids).unwrap(), text);
+        }
+    }
+
+    #[test]
+    fn text_cut_into_pieces_has_the_tokens_of_the_whole() {
+        let fixture = fixture();
+        for long in fixture["long"].as_array().unwrap() {
+            let cases = fixture["cases"].as_array().unwrap().iter().filter(|case| case["pattern"] == long["pattern"]);
+            let text: String = cases.map(|case| case["text"].as_str().unwrap()).collect::<String>().repeat(60);
+            assert!(text.len() > 128 << 10, "it takes several pieces");
+            let count = long["tokens"].as_u64().unwrap();
+            let mut sample = Sample::text(&[&text], count, false);
+            sample.spec.vocab = 400;
+            sample.spec.end_token = Some(0);
+            fs::write(sample.tokenizer.as_ref().unwrap(), tokenizer(&fixture, &long["pattern"])).unwrap();
+            let data = sample.open().unwrap();
+            assert_eq!(data.tokens(), count + 1);
+            let ids = all_rows(&data).tokens;
+            let sum: u64 = (1..).zip(&ids).map(|(at, &id)| at * id as u64).sum();
+            assert_eq!(json!(sum), long["sum"]);
+        }
+    }
+
+    #[test]
+    fn what_asks_for_truncation_or_padding_is_not_heard() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("tokenizer.json");
+        let mut tokenizer = super::super::sums::tokenizer();
+        tokenizer["truncation"] =
+            json!({ "direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0 });
+        tokenizer["padding"] = json!({
+            "strategy": { "Fixed": 9 }, "direction": "Right", "pad_to_multiple_of": null, "pad_id": 0, "pad_type_id": 0, "pad_token": "0"
+        });
+        fs::write(&file, tokenizer.to_string()).unwrap();
+        assert_eq!(Tokenizer::load(&file).unwrap().encode("12345").unwrap(), [1, 2, 3, 4, 5]);
+    }
+
+    #[test]
+    fn the_end_token_is_what_transformers_takes() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |name: &str, content: Value| fs::write(folder.path().join(name), content.to_string()).unwrap();
+        let end = || end_token(folder.path()).unwrap();
+        assert_eq!(end(), None);
+        write("config.json", json!({ "eos_token_id": null }));
+        assert_eq!(end(), None);
+        write("config.json", json!({ "eos_token_id": [7, 8] }));
+        assert_eq!(end(), Some(7));
+        write("tokenizer_config.json", json!({ "eos_token": { "content": "<end>", "lstrip": false } }));
+        assert_eq!(end(), Some(7), "no tokenizer knows its name");
+        write("tokenizer.json", super::super::sums::tokenizer());
+        assert_eq!(end(), Some(12));
+        fs::write(folder.path().join("config.json"), "{").unwrap();
+        write("tokenizer_config.json", json!({}));
+        assert!(matches!(end_token(folder.path()), Err(DataError::Tokenizer { .. })));
+    }
+}

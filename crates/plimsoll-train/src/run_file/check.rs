@@ -49,7 +49,7 @@ fn ranges(file: &RunFile) -> Result<(), Fault> {
         ("lora.dropout", share(lora.dropout)),
         ("recipe.micro_batch", recipe.micro_batch != Some(0)),
         ("run.dir", !run.dir.trim().is_empty()),
-        ("run.threads", (1..=1024).contains(&run.threads.resolve(2))),
+        ("run.threads", run.threads.asked().is_none_or(|count| (1..=1024).contains(&count))),
     ];
     match rules.into_iter().find(|(_, holds)| !holds) {
         Some((key, _)) => Err(Fault::Range(key)),

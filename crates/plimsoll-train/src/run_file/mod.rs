@@ -337,11 +337,11 @@ pub enum Threads {
 }
 
 impl Threads {
-    /// The number of threads on a machine with so many physical cores.
-    pub fn resolve(self, physical_cores: u32) -> u32 {
+    /// The number that the user asked for.
+    pub fn asked(self) -> Option<u32> {
         match self {
-            Threads::Auto => (physical_cores * 4 / 5).max(1),
-            Threads::Count(count) => count,
+            Threads::Auto => None,
+            Threads::Count(count) => Some(count),
         }
     }
 }

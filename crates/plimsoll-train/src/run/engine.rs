@@ -1,0 +1,325 @@
+//! One device with the Programs of a run: steps, evaluations, tokens. No files, no clock, no order.
+
+use crate::data::Rows;
+use bytemuck::cast_slice;
+use plimsoll_core::{DType, Recipe};
+use plimsoll_device::cpu::executor::{real_bytes, real_values};
+use plimsoll_device::device::{Device, DeviceError, FileSpace, NoFiles, Observer, Stats, Unobserved};
+use plimsoll_program::scalars::{METRIC_COUNT, METRICS, Metric, SCALAR_COUNT, SCALARS, Scalar};
+use plimsoll_program::{ProgramSet, TensorId};
+
+/// What the host must give for a step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StepInput {
+    /// Counted from 1.
+    pub step: u64,
+    /// The rate.
+    pub learning_rate: f64,
+    /// The averages of AdamW: their bias is corrected.
+    pub betas: [f64; 2],
+    /// The global norm is clipped to this; 0 clips nothing.
+    pub clip_norm: f64,
+    /// Tokens that count in the loss of the whole step.
+    pub labelled_tokens: u64,
+}
+
+/// What a step says before the weights change.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StepLoss {
+    /// Mean over the labelled tokens of the step.
+    pub loss: f64,
+    /// Global gradient norm before clipping.
+    pub norm: f64,
+}
+
+impl StepLoss {
+    /// Whether the update may be done.
+    pub fn is_finite(&self) -> bool {
+        self.loss.is_finite() && self.norm.is_finite()
+    }
+}
+
+/// An evaluated micro-batch.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Evaluated {
+    /// Sum of the negative log-likelihoods of labelled tokens.
+    pub loss_sum: f64,
+    /// Labelled tokens.
+    pub tokens: u64,
+    /// Documents with labels.
+    pub samples: u64,
+    /// Documents all of whose labelled tokens were the most likely ones.
+    pub exact: u64,
+}
+
+impl Evaluated {
+    /// Adds another micro-batch.
+    pub fn add(&mut self, other: Evaluated) {
+        self.loss_sum += other.loss_sum;
+        self.tokens += other.tokens;
+        self.samples += other.samples;
+        self.exact += other.exact;
+    }
+
+    /// Mean over the labelled tokens.
+    pub fn loss(&self) -> f64 {
+        self.loss_sum / self.tokens as f64
+    }
+}
+
+struct Inputs {
+    tokens: TensorId,
+    labels: TensorId,
+    positions: TensorId,
+    document_start: TensorId,
+    weights: TensorId,
+}
+
+/// A device that is ready to work.
+pub struct Engine {
+    device: Box<dyn Device>,
+    precision: DType,
+    recipe: Recipe,
+    sequence: usize,
+    vocab: usize,
+    scalars: TensorId,
+    metrics: TensorId,
+    train: Option<Inputs>,
+    evaluate: Option<(Inputs, TensorId)>,
+    prefill: Option<(TensorId, TensorId, TensorId, usize)>,
+    decode: Option<(TensorId, TensorId, TensorId, usize)>,
+    observer: Box<dyn Observer>,
+}
+
+impl Engine {
+    /// Wraps an opened device whose Programs are `set`.
+    pub fn new(device: Box<dyn Device>, set: &ProgramSet, precision: DType, recipe: Recipe, sequence: u64, vocab: u64) -> Engine {
+        let find = |name: &str| set.find(name).unwrap_or_else(|| panic!("the programs have no `{name}`"));
+        let inputs = |prefix: &str| Inputs {
+            tokens: find(&format!("{prefix}.tokens")),
+            labels: find(&format!("{prefix}.labels")),
+            positions: find(&format!("{prefix}.positions")),
+            document_start: find(&format!("{prefix}.document_start")),
+            weights: find(&format!("{prefix}.token_weights")),
+        };
+        let generation = |name: &str| {
+            set.program(name).map(|_| {
+                let tokens = find(&format!("{name}.tokens"));
+                let rows = set.tensor(tokens).elements() as usize;
+                (tokens, find(&format!("{name}.positions")), find(&format!("{name}.logits")), rows)
+            })
+        };
+        Engine {
+            precision,
+            sequence: sequence as usize,
+            vocab: vocab as usize,
+            scalars: find(SCALARS),
+            metrics: find(METRICS),
+            train: set.program("forward").map(|_| inputs("train")),
+            evaluate: set.program("evaluate").map(|_| (inputs("evaluate"), find("evaluate.correct"))),
+            prefill: generation("prefill"),
+            decode: generation("decode"),
+            recipe,
+            device,
+            observer: Box::new(Unobserved),
+        }
+    }
+
+    /// From now on `observer` sees every op.
+    pub fn observe(&mut self, observer: Box<dyn Observer>) {
+        self.observer = observer;
+    }
+
+    /// The choices that the Programs were built with.
+    pub fn recipe(&self) -> &Recipe {
+        &self.recipe
+    }
+
+    /// Runs a Program that reads or writes files: `load`, `restore`, `save`, `checkpoint`.
+    pub fn move_files(&mut self, program: &str, files: &mut dyn FileSpace) -> Result<(), DeviceError> {
+        self.device.run_observed(program, 0, files, &mut *self.observer)
+    }
+
+    /// Runs a Program without inputs: `fresh`.
+    pub fn run(&mut self, program: &str) -> Result<(), DeviceError> {
+        self.device.run_observed(program, 0, &mut NoFiles, &mut *self.observer)
+    }
+
+    /// What was used, measured.
+    pub fn stats(&mut self) -> Stats {
+        self.device.stats()
+    }
+
+    /// The device itself, to look at tensors.
+    pub fn device(&mut self) -> &mut dyn Device {
+        &mut *self.device
+    }
+
+    fn set_scalars(&mut self, values: &[(Scalar, f64)]) {
+        let mut all = [0.0; SCALAR_COUNT as usize];
+        for &(place, value) in values {
+            all[place as usize] = value;
+        }
+        self.device.write(self.scalars, 0, &real_bytes(self.precision, &all));
+    }
+
+    fn metric(&mut self, which: Metric) -> f64 {
+        let mut bytes = [0; 8 * METRIC_COUNT as usize];
+        self.device.read(self.metrics, 0, &mut bytes);
+        real_values(DType::F64, &bytes)[which as usize]
+    }
+
+    /// Rows `first..` of `rows` as a micro-batch; what is missing is empty rows.
+    fn feed(device: &mut dyn Device, precision: DType, inputs: &Inputs, rows: &Rows, range: std::ops::Range<usize>) {
+        device.write(inputs.tokens, 0, cast_slice(&rows.tokens[range.clone()]));
+        device.write(inputs.labels, 0, cast_slice(&rows.labels[range.clone()]));
+        device.write(inputs.positions, 0, cast_slice(&rows.positions[range.clone()]));
+        device.write(inputs.document_start, 0, cast_slice(&rows.document_start[range.clone()]));
+        match precision {
+            DType::F32 => device.write(inputs.weights, 0, cast_slice(&rows.weights[range])),
+            _ => {
+                let wide: Vec<f64> = rows.weights[range].iter().map(|&w| f64::from(w)).collect();
+                device.write(inputs.weights, 0, &real_bytes(precision, &wide));
+            }
+        }
+    }
+
+    /// Fills up with empty rows to whole micro-batches, and says how many there are.
+    fn fill_up(&self, rows: &mut Rows) -> usize {
+        let size = self.recipe.micro_batch as usize;
+        while !rows.len().is_multiple_of(size) {
+            rows.push_empty();
+        }
+        rows.len() / size
+    }
+
+    /// Gradients of all rows of a step, and the clip factor. The weights stay as they are: a step that
+    /// fails, or is not finite, can be dropped and done again.
+    pub fn gradients(&mut self, rows: &mut Rows, input: &StepInput) -> Result<StepLoss, DeviceError> {
+        let corrections = input.betas.map(|beta| 1.0 - beta.powf(input.step as f64));
+        self.set_scalars(&[
+            (Scalar::LearningRate, input.learning_rate),
+            (Scalar::BiasCorrection1, corrections[0]),
+            (Scalar::BiasCorrection2, corrections[1]),
+            (Scalar::ClipNorm, input.clip_norm),
+            (Scalar::ClipFactor, 1.0),
+            (Scalar::InverseTokens, 1.0 / input.labelled_tokens as f64),
+        ]);
+        self.run("begin")?;
+        let values = self.recipe.micro_batch as usize * self.sequence;
+        for micro_batch in 0..self.fill_up(rows) {
+            let inputs = self.train.as_ref().expect("the plan trains");
+            let range = micro_batch * values..(micro_batch + 1) * values;
+            Engine::feed(&mut *self.device, self.precision, inputs, rows, range);
+            for program in ["forward", "backward"] {
+                self.device.run_observed(program, micro_batch as u32, &mut NoFiles, &mut *self.observer)?;
+            }
+        }
+        self.run("norm")?;
+        Ok(StepLoss {
+            loss: self.metric(Metric::LossSum) / input.labelled_tokens as f64,
+            norm: self.metric(Metric::NormSquared).sqrt(),
+        })
+    }
+
+    /// The weights change.
+    pub fn update(&mut self) -> Result<(), DeviceError> {
+        self.run("update")
+    }
+
+    /// Loss and hits of some rows.
+    pub fn evaluate(&mut self, rows: &mut Rows) -> Result<Evaluated, DeviceError> {
+        let mut sum = Evaluated::default();
+        let values = self.recipe.micro_batch as usize * self.sequence;
+        for micro_batch in 0..self.fill_up(rows) {
+            let range = micro_batch * values..(micro_batch + 1) * values;
+            let zeros = [0; 8 * METRIC_COUNT as usize];
+            self.device.write(self.metrics, 0, &zeros);
+            let (inputs, correct) = self.evaluate.as_ref().expect("the plan evaluates");
+            let correct = *correct;
+            Engine::feed(&mut *self.device, self.precision, inputs, rows, range.clone());
+            self.run("evaluate")?;
+            let mut hits = vec![0i32; values];
+            self.device.read(correct, 0, bytemuck::cast_slice_mut(&mut hits));
+            sum.add(Evaluated {
+                loss_sum: self.metric(Metric::LossSum),
+                ..samples(&rows.labels[range.clone()], &rows.document_start[range], &hits, self.sequence)
+            });
+        }
+        Ok(sum)
+    }
+
+    /// Puts tokens behind the `length` tokens that the cache holds, and gives the logits of the one
+    /// that follows the last.
+    pub fn extend(&mut self, tokens: &[i32], mut length: usize) -> Result<Vec<f64>, DeviceError> {
+        let mut rest = tokens;
+        let mut logits_of = None;
+        while !rest.is_empty() {
+            let prefill = self.prefill.expect("the plan generates");
+            let (program, (ids, positions, logits, room)) =
+                if rest.len() == 1 { ("decode", self.decode.expect("the plan generates")) } else { ("prefill", prefill) };
+            let count = rest.len().min(room);
+            let mut padded = vec![0i32; room];
+            padded[..count].copy_from_slice(&rest[..count]);
+            let places: Vec<i32> = (0..room).map(|i| (length + i) as i32).collect();
+            self.set_scalars(&[(Scalar::CacheLength, length as f64), (Scalar::LastRow, (count - 1) as f64)]);
+            self.device.write(ids, 0, cast_slice(&padded));
+            self.device.write(positions, 0, cast_slice(&places));
+            self.run(program)?;
+            length += count;
+            rest = &rest[count..];
+            logits_of = Some(logits);
+        }
+        let logits = logits_of.expect("there are tokens to go on from");
+        let mut bytes = vec![0; self.vocab * self.precision.bytes() as usize];
+        self.device.read(logits, 0, &mut bytes);
+        Ok(real_values(self.precision, &bytes))
+    }
+
+    /// Tokens that one call takes at most.
+    pub fn prompt_chunk(&self) -> usize {
+        self.prefill.map_or(1, |p| p.3)
+    }
+}
+
+/// Counts documents with labels, and those whose labelled tokens were all hit.
+fn samples(labels: &[i32], document_start: &[i32], hits: &[i32], sequence: usize) -> Evaluated {
+    let mut sum = Evaluated::default();
+    let mut current: Option<((usize, i32), bool)> = None;
+    let mut close = |current: Option<((usize, i32), bool)>| {
+        if let Some((_, exact)) = current {
+            sum.samples += 1;
+            sum.exact += u64::from(exact);
+        }
+    };
+    let mut tokens = 0;
+    for (i, &label) in labels.iter().enumerate().filter(|(_, label)| **label >= 0) {
+        tokens += 1;
+        let document = (i / sequence, document_start[i]);
+        let hit = hits[i] == 1 && label >= 0;
+        match &mut current {
+            Some((same, exact)) if *same == document => *exact &= hit,
+            other => {
+                close(other.take());
+                *other = Some((document, hit));
+            }
+        }
+    }
+    close(current);
+    sum.tokens = tokens;
+    sum
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sample_counts_as_exact_only_when_all_its_labels_were_hit() {
+        let labels = [-100, 5, 6, 7, -100, 8, 9, 9];
+        let starts = [0, 0, 0, 3, 0, 0, 0, 3];
+        let hits = [0, 1, 1, 1, 0, 1, 0, 1];
+        let sum = samples(&labels, &starts, &hits, 4);
+        assert_eq!((sum.samples, sum.exact, sum.tokens), (4, 3, 6));
+    }
+}

@@ -1,0 +1,286 @@
+//! The same numbers as transformers and PyTorch, from the fixtures that `parity/run make` wrote
+//! (`parity/README.md` says what they hold, and why the tolerances are what they are).
+
+use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, Link, Rates, Recipe, RecomputeLevel};
+use plimsoll_device::cpu::executor::{open, real_values};
+use plimsoll_plan::search::{Pins, Question, plan_of};
+use plimsoll_program::ProgramSet;
+use plimsoll_program::models::decoder::{Generation, Optimizer, Source};
+use plimsoll_train::data::{DataSpec, Dataset, Format, Long, Rows};
+use plimsoll_train::files::{ModelDir, WeightFiles};
+use plimsoll_train::run::engine::{Engine, StepInput};
+use plimsoll_train::run::spaces::ModelSource;
+use serde_json::Value;
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+
+const CASES: [&str; 12] = [
+    "llama",
+    "llama-bf16",
+    "llama-gqa-tied",
+    "llama-one-kv-head",
+    "llama-rope-linear",
+    "llama-rope-llama3",
+    "llama-rope-llama3-new-keys",
+    "mistral",
+    "qwen2",
+    "qwen2-tied-f16",
+    "qwen3",
+    "qwen3-shards-new-keys",
+];
+
+struct Case {
+    name: &'static str,
+    path: PathBuf,
+    dir: ModelDir,
+    reference: Value,
+    tensors: WeightFiles,
+    sequence: u64,
+}
+
+impl Case {
+    fn open(name: &'static str) -> Case {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../parity/fixtures").join(name);
+        let reference = std::fs::read(path.join("reference.json")).expect("a fixture has its numbers");
+        let reference: Value = serde_json::from_slice(&reference).expect("they are JSON");
+        Case {
+            name,
+            dir: ModelDir::open(&path, &[]).unwrap_or_else(|e| panic!("{name}: {e}")),
+            tensors: WeightFiles::open_files(vec![path.join("reference.safetensors")]).expect("a fixture has its tensors"),
+            sequence: reference["sequence"].as_u64().expect("a number"),
+            reference,
+            path,
+        }
+    }
+
+    fn number(&self, pointer: &str) -> f64 {
+        self.reference.pointer(pointer).and_then(Value::as_f64).unwrap_or_else(|| panic!("{} has {pointer}", self.name))
+    }
+
+    fn tensor(&self, name: &str) -> Vec<f64> {
+        let entry = self.tensors.entry(name).unwrap_or_else(|| panic!("{}: {name} is missing", self.name));
+        let mut bytes = vec![0; entry.bytes as usize];
+        self.tensors.read_at(entry, 0, &mut bytes).expect("readable");
+        real_values(DType::F32, &bytes)
+    }
+
+    fn rows(&self, file: &str, cache: &Path) -> (Dataset, Rows) {
+        let spec = DataSpec {
+            patterns: vec![self.path.join(file).display().to_string()],
+            format: Format::Tokens,
+            sequence: self.sequence,
+            pack: false,
+            long: Long::Refuse,
+            vocab: self.dir.config.vocab,
+            end_token: None,
+        };
+        let data = Dataset::open(&spec, None, cache, 1, &mut |_, _| ControlFlow::Continue(())).expect("the data opens");
+        let rows = Rows::new(data.rows(), self.sequence);
+        (data, rows)
+    }
+
+    fn engine(&self, precision: DType, micro_batch: u32, level: RecomputeLevel) -> (Engine, ProgramSet) {
+        let rates = Rates {
+            f32_flops: 1e11,
+            bf16_flops: 1e11,
+            memory_bytes_per_second: 1e10,
+            op_seconds: 1e-6,
+            host_link: Link { bytes_per_second: 1e10, latency_seconds: 0.0 },
+            measured: false,
+        };
+        let device = DeviceSpec {
+            name: "cpu".into(),
+            kind: DeviceKind::Cpu,
+            budget: Bytes::gib(1),
+            charges: Bytes::ZERO,
+            charges_measured: false,
+            threads: 2,
+            rates,
+        };
+        let weights = self.dir.need_weights().expect("fixtures have weights");
+        let dtypes = weights.parameters.iter().map(|(_, e)| e.dtype().expect("floats")).collect();
+        let training = &self.reference["training"];
+        let number = |key: &str| training[key].as_f64().unwrap_or_else(|| panic!("training has {key}: {training}"));
+        let question = Question {
+            config: &self.dir.config,
+            precision,
+            sequence: self.sequence,
+            sequences: 4,
+            source: Source::Files { dtypes },
+            optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: number("eps"), decay: number("weight_decay") }),
+            evaluate: true,
+            generation: Some(Generation { capacity: 64, chunk: 16 }),
+            device: &device,
+            pins: Pins::default(),
+        };
+        let recipe = Recipe { micro_batch, recompute: vec![level; self.dir.config.layers as usize] };
+        let answer = plan_of(&question, &recipe);
+        plimsoll_program::passes::check::check(&answer.set).expect("well-formed");
+        let set = answer.set.clone();
+        let device = open(answer.set, answer.layout.placement, precision, 2).expect("the arena is given");
+        let mut engine = Engine::new(device, &set, precision, recipe, self.sequence, self.dir.config.vocab);
+        engine.move_files("load", &mut ModelSource::new(weights)).expect("the weights load");
+        engine.run("fresh").expect("the optimizer starts from zero");
+        (engine, set)
+    }
+
+    /// A Hugging Face parameter, or what stands beside it: `suffix` is "", ".gradient", ….
+    fn parameter(&self, engine: &mut Engine, set: &ProgramSet, hf_name: &str, suffix: &str, precision: DType) -> Vec<f64> {
+        let parameters = self.dir.config.hf_parameters();
+        let p = parameters.iter().find(|p| p.hf_name == hf_name).expect("known");
+        let id = set.find(&format!("{}{suffix}", p.tensor)).expect("has its tensor");
+        let mut bytes = vec![0; set.tensor(id).bytes() as usize];
+        engine.device().read(id, p.layer.unwrap_or(0) as u32, &mut bytes);
+        let all = real_values(precision, &bytes);
+        all[p.offset as usize..(p.offset + p.elements()) as usize].to_vec()
+    }
+}
+
+fn normwise(a: &[f64], b: &[f64]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let square = |x: f64| x * x;
+    let difference: f64 = a.iter().zip(b).map(|(a, b)| square(a - b)).sum();
+    (difference / b.iter().map(|b| square(*b)).sum::<f64>()).sqrt()
+}
+
+fn relative(a: f64, b: f64) -> f64 {
+    ((a - b) / b).abs()
+}
+
+fn input(step: u64, labelled_tokens: u64) -> StepInput {
+    StepInput { step, learning_rate: 1e-2, betas: [0.9, 0.95], clip_norm: 0.5, labelled_tokens }
+}
+
+#[test]
+fn loss_and_every_gradient_are_those_of_transformers() {
+    let cache = tempfile::tempdir().expect("a folder");
+    for name in CASES {
+        let case = Case::open(name);
+        for (micro_batch, level) in [(4, RecomputeLevel::Nothing), (1, RecomputeLevel::Block), (3, RecomputeLevel::Norms)] {
+            let (data, mut rows) = case.rows("batch.jsonl", cache.path());
+            data.read(0..data.rows(), &mut rows).expect("rows");
+            let labelled = rows.labelled_tokens();
+            assert_eq!(labelled as f64, case.number("/batch/tokens"), "{name}");
+            let (mut engine, set) = case.engine(DType::F32, micro_batch, level);
+            let found = engine.gradients(&mut rows, &input(1, labelled)).expect("runs");
+            assert!(relative(found.loss, case.number("/batch/loss")) < 1e-5, "{name}: loss {}", found.loss);
+            for p in case.dir.config.hf_parameters() {
+                let gradient = case.parameter(&mut engine, &set, &p.hf_name, ".gradient", DType::F32);
+                let distance = normwise(&gradient, &case.tensor(&format!("grad.{}", p.hf_name)));
+                assert!(distance < 1e-4, "{name}, micro-batch {micro_batch}, {level}: {} is {distance:e} away", p.hf_name);
+            }
+        }
+    }
+}
+
+#[test]
+fn weights_after_five_steps_are_those_of_torch() {
+    let cache = tempfile::tempdir().expect("a folder");
+    for name in CASES {
+        let case = Case::open(name);
+        let (data, mut rows) = case.rows("train.jsonl", cache.path());
+        let (mut engine, set) = case.engine(DType::F32, 2, RecomputeLevel::Nothing);
+        for step in 0..5 {
+            data.read(4 * step..4 * step + 4, &mut rows).expect("rows");
+            let labelled = rows.labelled_tokens();
+            let found = engine.gradients(&mut rows, &input(step + 1, labelled)).expect("runs");
+            let (loss, norm) = (case.number(&format!("/steps/{step}/loss")), case.number(&format!("/steps/{step}/norm")));
+            assert!(relative(found.loss, loss) < 1e-5, "{name}, step {step}: loss {} not {loss}", found.loss);
+            assert!(relative(found.norm, norm) < 1e-4, "{name}, step {step}: norm {} not {norm}", found.norm);
+            engine.update().expect("runs");
+        }
+        for p in case.dir.config.hf_parameters() {
+            let weight = case.parameter(&mut engine, &set, &p.hf_name, "", DType::F32);
+            let distance = normwise(&weight, &case.tensor(&format!("after.{}", p.hf_name)));
+            assert!(distance < 1e-4, "{name}: {} is {distance:e} away", p.hf_name);
+        }
+        data.read(0..4, &mut rows).expect("rows");
+        let (batch, mut rows) = case.rows("batch.jsonl", cache.path());
+        batch.read(0..batch.rows(), &mut rows).expect("rows");
+        let after = engine.evaluate(&mut rows).expect("runs");
+        assert!(relative(after.loss(), case.number("/batch_after/loss")) < 1e-5, "{name}");
+    }
+}
+
+#[test]
+fn logits_through_the_cache_are_those_of_transformers() {
+    let cache = tempfile::tempdir().expect("a folder");
+    for name in CASES {
+        let case = Case::open(name);
+        let (data, mut rows) = case.rows("batch.jsonl", cache.path());
+        let (mut engine, _) = case.engine(DType::F32, 4, RecomputeLevel::Nothing);
+        for sample in 0..data.rows() {
+            data.read([sample], &mut rows).expect("rows");
+            let expected = case.tensor(&format!("logits.{sample}"));
+            let vocab = case.dir.config.vocab as usize;
+            let length = expected.len() / vocab;
+            let largest = expected.iter().fold(0f64, |m, x| m.max(x.abs()));
+            // A row holds all tokens but the last, which is a target only.
+            let known = length.min(rows.tokens.len());
+            // One call for the first half, then token by token.
+            let half = (known / 2).max(1);
+            for at in half..=known {
+                let (tokens, before) = if at == half { (&rows.tokens[..half], 0) } else { (&rows.tokens[at - 1..at], at - 1) };
+                let logits = engine.extend(tokens, before).expect("runs");
+                let expected = &expected[(at - 1) * vocab..at * vocab];
+                let worst = logits.iter().zip(expected).fold(0f64, |m, (a, b)| m.max((a - b).abs())) / largest;
+                assert!(worst < 1e-5, "{name}, sample {sample}, position {}: {worst:e}", at - 1);
+            }
+        }
+    }
+}
+
+#[test]
+fn any_micro_batch_gives_the_same_gradients_in_f64() {
+    let cache = tempfile::tempdir().expect("a folder");
+    for name in ["llama-gqa-tied", "qwen2", "qwen3"] {
+        let case = Case::open(name);
+        let mut first: Option<Vec<Vec<f64>>> = None;
+        for (micro_batch, level) in [(4, RecomputeLevel::Nothing), (1, RecomputeLevel::Nothing), (3, RecomputeLevel::Attention)] {
+            let (data, mut rows) = case.rows("batch.jsonl", cache.path());
+            data.read(0..data.rows(), &mut rows).expect("rows");
+            let labelled = rows.labelled_tokens();
+            let (mut engine, set) = case.engine(DType::F64, micro_batch, level);
+            engine.gradients(&mut rows, &input(1, labelled)).expect("runs");
+            let parameters = case.dir.config.hf_parameters();
+            let all: Vec<Vec<f64>> = parameters
+                .iter()
+                .map(|p| case.parameter(&mut engine, &set, &p.hf_name, ".gradient", DType::F64))
+                .collect();
+            match &first {
+                None => first = Some(all),
+                Some(first) => {
+                    for ((a, b), p) in all.iter().zip(first).zip(&parameters) {
+                        assert!(normwise(a, b) < 1e-9, "{name}: {}", p.hf_name);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn recomputing_leaves_every_bit_as_it_is() {
+    let cache = tempfile::tempdir().expect("a folder");
+    for name in ["llama", "qwen2", "qwen3"] {
+        let case = Case::open(name);
+        let mut first: Option<Vec<Vec<f64>>> = None;
+        for level in RecomputeLevel::ALL {
+            let (data, mut rows) = case.rows("train.jsonl", cache.path());
+            let (mut engine, set) = case.engine(DType::F32, 2, level);
+            for step in 0..3 {
+                data.read(4 * step..4 * step + 4, &mut rows).expect("rows");
+                let labelled = rows.labelled_tokens();
+                engine.gradients(&mut rows, &input(step + 1, labelled)).expect("runs");
+                engine.update().expect("runs");
+            }
+            let parameters = case.dir.config.hf_parameters();
+            let all: Vec<Vec<f64>> =
+                parameters.iter().map(|p| case.parameter(&mut engine, &set, &p.hf_name, "", DType::F32)).collect();
+            match &first {
+                None => first = Some(all),
+                Some(first) => assert!(&all == first, "{name}: {level} changes bits"),
+            }
+        }
+    }
+}
