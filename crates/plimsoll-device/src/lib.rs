@@ -4,6 +4,8 @@
 //! `plimsoll-plan`, which knows nothing of this crate.
 
 pub mod arena;
+pub mod bench;
+pub mod calibration;
 pub mod cpu;
 pub mod device;
 pub mod probe;

@@ -44,6 +44,37 @@ pub fn reset_peak() -> io::Result<()> {
     fs::write("/proc/self/clear_refs", "5")
 }
 
+/// Processor time of this process's threads, in nanoseconds since each was started.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Scheduled {
+    /// Time on a core.
+    ran: u64,
+    /// Time ready to run while others had the cores.
+    waited: u64,
+}
+
+impl Scheduled {
+    /// Until now, over all threads that live; zero where the system does not say.
+    pub fn read() -> Scheduled {
+        let tasks = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
+        tasks
+            .filter_map(|task| Scheduled::of(&fs::read_to_string(task.path().join("schedstat")).ok()?))
+            .fold(Scheduled::default(), |sum, of| Scheduled { ran: sum.ran + of.ran, waited: sum.waited + of.waited })
+    }
+
+    /// From `ran waited slices`: the kernel's documentation of schedstat.
+    fn of(text: &str) -> Option<Scheduled> {
+        let mut numbers = text.split_whitespace().map(str::parse::<u64>);
+        Some(Scheduled { ran: numbers.next()?.ok()?, waited: numbers.next()?.ok()? })
+    }
+
+    /// The share of the time since `earlier` that threads which wanted to run had to wait, from 0 to 1.
+    pub fn contention_since(self, earlier: Scheduled) -> f64 {
+        let (ran, waited) = (self.ran.saturating_sub(earlier.ran), self.waited.saturating_sub(earlier.waited));
+        if ran + waited == 0 { 0.0 } else { waited as f64 / (ran + waited) as f64 }
+    }
+}
+
 fn status(field: &str) -> io::Result<Bytes> {
     let text = fs::read_to_string("/proc/self/status")?;
     kib_field(&text, field)
@@ -70,11 +101,21 @@ mod tests {
     }
 
     #[test]
+    fn contention_is_the_share_of_the_time_spent_waiting_for_a_core() {
+        let earlier = Scheduled::of("1000 500 3\n").unwrap();
+        let later = Scheduled::of("4000 1500 9\n").unwrap();
+        assert_eq!(later.contention_since(earlier), 0.25);
+        assert_eq!(later.contention_since(later), 0.0);
+        assert_eq!(Scheduled::of("12"), None);
+        assert!(Scheduled::read().ran > 0);
+    }
+
+    #[test]
     fn what_is_resident_is_at_most_the_peak() {
         let now = resident().unwrap();
         assert!(now > Bytes::ZERO);
         // The counters may lag by some pages.
         assert!(now <= peak_resident().unwrap() + Bytes::mib(4));
-        assert!(now < virtual_size().unwrap());
+        assert!(virtual_size().unwrap() > data_size().unwrap());
     }
 }

@@ -78,10 +78,10 @@ fn found_cpu(cpu: Cpu, memory: Memory) -> Found {
     let mut why = format!("{} of the {} that are free ({})", Budget::DEVICE, memory.free, memory.bound_by);
     why += &match cpu.quota {
         Some(quota) if quota < f64::from(cpu.cores) => {
-            format!("; 80 % of the {quota} cores that the container may use")
+            format!("; 80% of the {quota} cores that the container may use")
         }
         _ if cpu.cores == 1 => "; the only core".to_owned(),
-        _ => format!("; 80 % of {} physical cores", cpu.cores),
+        _ => format!("; 80% of {} physical cores", cpu.cores),
     };
     Found {
         name: "cpu".to_owned(),
@@ -123,9 +123,9 @@ mod tests {
         let memory = Memory { total: Bytes::gib(32), free: Bytes::gib(20), bound_by: "the machine".to_owned() };
         let found = found_cpu(cpu.clone(), memory.clone());
         assert_eq!((found.takes.budget_bytes, found.takes.threads), (Bytes::gib(18), 6));
-        assert_eq!(found.takes.why, "90% of the 20.00 GiB that are free (the machine); 80 % of 8 physical cores");
+        assert_eq!(found.takes.why, "90% of the 20.00 GiB that are free (the machine); 80% of 8 physical cores");
         let found = found_cpu(Cpu { quota: Some(2.5), ..cpu }, memory);
         assert_eq!(found.takes.threads, 2);
-        assert!(found.takes.why.ends_with("80 % of the 2.5 cores that the container may use"), "{}", found.takes.why);
+        assert!(found.takes.why.ends_with("80% of the 2.5 cores that the container may use"), "{}", found.takes.why);
     }
 }
