@@ -34,6 +34,10 @@ pub enum Event {
         arena_bytes: Bytes,
         /// Predicted seconds of a step.
         predicted_step_seconds: f64,
+        /// Operations in the matrix products that a step must do, recompute left out.
+        product_flops: f64,
+        /// Operations a second that the devices were measured to do in such products; 0 if unknown.
+        peak_flops: f64,
     },
     /// An optimizer step is done.
     Step {

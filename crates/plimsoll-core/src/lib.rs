@@ -10,6 +10,7 @@ mod dtype;
 mod event;
 mod failure;
 mod plan;
+mod result;
 
 pub use budget::{Budget, ParseBudgetError};
 pub use bytes::{Bytes, ParseBytesError};
@@ -20,3 +21,4 @@ pub use failure::{Exit, Failure};
 pub use plan::{
     Category, Class, DevicePlan, Need, Plan, Predicted, Recipe, RecomputeLevel, Rung, Space, WorkName, describe_levels,
 };
+pub use result::{DeviceMemory, EvalResult, LossSpan, Retreat, RunResult, RunStatus, StepSeconds};

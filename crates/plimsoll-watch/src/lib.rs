@@ -1,1 +1,9 @@
-//! plimsoll-watch
+//! What can be seen of a run, a plan or a machine. Data come in, text goes out; nothing here knows
+//! who makes them, and nothing here decides anything.
+
+pub mod devices;
+pub mod plan;
+pub mod progress;
+pub mod summary;
+pub mod terminal;
+pub mod text;

@@ -1,0 +1,97 @@
+//! How a run ended: `result.json`. Other tools rely on these names.
+
+use crate::{Bytes, Recipe};
+use serde::{Deserialize, Serialize};
+
+/// `result.json`. All figures are measured unless their name says predicted.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RunResult {
+    /// `done` or `stopped`.
+    pub status: RunStatus,
+    /// Optimizer steps done, those before a resume included.
+    pub steps: u64,
+    /// The training loss.
+    pub loss: LossSpan,
+    /// Tokens (padding counted) a second, over the steps alone.
+    pub tokens_per_second: f64,
+    /// Seconds of an optimizer step.
+    pub step_seconds: StepSeconds,
+    /// The last evaluation; none where there is nothing to evaluate on.
+    pub eval: Option<EvalResult>,
+    /// Every device that took part.
+    pub memory: Vec<DeviceMemory>,
+    /// The recipe of the last step.
+    pub recipe: Recipe,
+    /// Rungs that had to be taken while the run was under way.
+    pub retreats: Vec<Retreat>,
+}
+
+/// How a run ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum RunStatus {
+    /// All steps are done.
+    Done,
+    /// Stopped early; it can go on.
+    Stopped,
+}
+
+/// The training loss at both ends of a run; means over the labelled tokens of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct LossSpan {
+    /// Of the first step.
+    pub first: f64,
+    /// Of the last step.
+    pub last: f64,
+}
+
+/// Seconds of an optimizer step, measured and predicted.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct StepSeconds {
+    /// Half of the steps took no longer.
+    pub median: f64,
+    /// 95 of 100 steps took no longer.
+    pub p95: f64,
+    /// What the plan said.
+    pub predicted: f64,
+}
+
+/// An evaluation.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct EvalResult {
+    /// Mean over the labelled tokens.
+    pub loss: f64,
+    /// Share of samples whose labelled tokens were all predicted right, where samples have labels.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub exact_match: Option<f64>,
+}
+
+/// What a device held, beside what the plan said.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DeviceMemory {
+    /// The device's name.
+    pub device: String,
+    /// The load line.
+    pub budget_bytes: Bytes,
+    /// The arena, as planned.
+    pub arena_bytes: Bytes,
+    /// The arena, as its high-water mark was measured.
+    pub arena_measured_bytes: Bytes,
+    /// Arena and charges, as planned.
+    pub predicted_bytes: Bytes,
+    /// The most that the device (CPU: the process) held.
+    pub measured_bytes: Bytes,
+}
+
+/// A step down in memory while the run was under way.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Retreat {
+    /// Before this step.
+    pub step: u64,
+    /// The recipe that was left.
+    pub from: Recipe,
+    /// The recipe that was taken.
+    pub to: Recipe,
+    /// Why.
+    pub why: String,
+}

@@ -1,0 +1,437 @@
+//! A plan as a person reads it: the table, the recipes that were tried, and what would fit where it
+//! does not. Pure: data to text.
+
+use crate::text::{columns, count, percent, seconds, wrapped};
+use plimsoll_core::{Bytes, Category, Class, DevicePlan, DeviceSpec, Failure, Need, Plan, Recipe, Rung, WorkName};
+use plimsoll_plan::search::Tried;
+
+/// The narrowest terminal that shows everything.
+const WIDTH: usize = 80;
+/// Devices beside each other in one table.
+const ABREAST: usize = 4;
+
+/// A plan with what is known about its numbers.
+#[derive(Clone, Copy, Debug)]
+pub struct PlanView<'a> {
+    /// What is planned, in one line: `sums: 0.33 M parameters, 3072 tokens a step`.
+    pub title: &'a str,
+    /// The plan.
+    pub plan: &'a Plan,
+    /// The devices, for what was measured and what was assumed; in the plan's order.
+    pub specs: &'a [DeviceSpec],
+    /// The recipes that were tried, fastest first.
+    pub tried: &'a [Tried],
+    /// The lossy rungs that the user allowed.
+    pub allow: &'a [Rung],
+}
+
+/// The plan as a table of at most 80 columns for up to four devices; more are shown below each other.
+/// Ends with a line break.
+pub fn table(view: &PlanView) -> String {
+    let PlanView { plan, specs, .. } = view;
+    let mut text = format!("plan for {}\n", view.title);
+    text += &wrapped(&format!("recipe: {} ({})", plan.recipe, class(plan.class)), WIDTH, "  ");
+    text += &wrapped(&format!("why: {}", why(view)), WIDTH, "  ");
+
+    let mut columns_of: Vec<(&DevicePlan, Option<&DeviceSpec>)> =
+        plan.devices.iter().enumerate().map(|(index, device)| (device, specs.get(index))).collect();
+    if plan.host.peak_bytes > Bytes::ZERO {
+        columns_of.push((&plan.host, None));
+    }
+    for devices in columns_of.chunks(ABREAST) {
+        text.push('\n');
+        text += &columns(&device_rows(devices), "");
+    }
+    text.push('\n');
+    if plan.predicted.step_seconds > 0.0 {
+        text += &format!(
+            "predicted: {} a step, {} tokens/s{}\n",
+            seconds(plan.predicted.step_seconds),
+            count(plan.predicted.tokens_per_second),
+            rates_are(view),
+        );
+    }
+    if let Some(note) = untaken_rungs(view.allow) {
+        text += &wrapped(&note, WIDTH, "  ");
+    }
+    text
+}
+
+/// What is lost under a class of rungs.
+fn class(class: Class) -> &'static str {
+    match class {
+        Class::Identical => "identical: the same bits as without it",
+        Class::Reordered => "reordered: the same sums in another order",
+        Class::Lossy => "lossy: other arithmetic, as allowed",
+    }
+}
+
+/// Why this recipe and no faster one.
+fn why(view: &PlanView) -> String {
+    let PlanView { plan, tried, .. } = view;
+    if !plan.fits {
+        return "nothing that may be taken fits; this is the smallest".to_owned();
+    }
+    let Some(place) = tried.iter().position(|tried| tried.recipe == plan.recipe) else {
+        return "it is pinned, or stored with the run".to_owned();
+    };
+    let faster = &tried[..place];
+    match faster.first() {
+        None => format!("the fastest of {}, by prediction, and it fits", recipes(tried.len())),
+        Some(fastest) => format!(
+            "{} would be faster by prediction, but {} not fit: the fastest ({}) would hold {}",
+            recipes(place),
+            if place == 1 { "does" } else { "do" },
+            fastest.recipe,
+            fastest.peak_bytes,
+        ),
+    }
+}
+
+fn recipes(number: usize) -> String {
+    if number == 1 { "1 recipe".to_owned() } else { format!("{number} recipes") }
+}
+
+/// The rows of one table: bytes by category, what becomes of the load line, and each Program.
+fn device_rows(devices: &[(&DevicePlan, Option<&DeviceSpec>)]) -> Vec<Vec<String>> {
+    let row = |label: &str, cell: &dyn Fn(&DevicePlan, Option<&DeviceSpec>) -> String| {
+        let cells = devices.iter().map(|(plan, spec)| cell(plan, *spec));
+        std::iter::once(label.to_owned()).chain(cells).collect::<Vec<_>>()
+    };
+    let mut rows = vec![row("when the arena is fullest", &|plan, _| plan.name.clone())];
+    if devices.iter().any(|(plan, _)| plan.simulated) {
+        rows.push(row("", &|plan, _| if plan.simulated { "simulated".into() } else { String::new() }));
+    }
+    for category in CATEGORIES {
+        let of = |plan: &DevicePlan| plan.by_category.get(&category).copied().unwrap_or_default();
+        if devices.iter().any(|(plan, _)| of(plan) > Bytes::ZERO) {
+            rows.push(row(&format!("  {category}"), &|plan, _| of(plan).to_string()));
+        }
+    }
+    rows.push(row("arena", &|plan, _| plan.arena_bytes.to_string()));
+    rows.push(row("  bound of live bytes", &|plan, _| plan.lower_bound_bytes.to_string()));
+    rows.push(row("  packing over the bound", &|plan, _| percent(packing_overhead(plan), 2)));
+    let charges = match charges_are(devices) {
+        Some(word) => format!("charges ({word})"),
+        None => "charges".to_owned(),
+    };
+    rows.push(row(&charges, &|plan, _| plan.charges_bytes.to_string()));
+    if charges == "charges" {
+        rows.push(row("", &|_, spec| spec.map_or("", |spec| measured_or(spec.charges_measured, "assumed")).to_owned()));
+    }
+    rows.push(row("peak (predicted)", &|plan, _| plan.peak_bytes.to_string()));
+    rows.push(row("load line", &|plan, _| plan.budget_bytes.to_string()));
+    rows.push(row("  left under the line", &|plan, _| match plan.budget_bytes.0.checked_sub(plan.peak_bytes.0) {
+        Some(left) => Bytes(left).to_string(),
+        None => format!("-{}", plan.peak_bytes - plan.budget_bytes),
+    }));
+    rows.push(row("arena in each Program", &|_, _| String::new()));
+    for work in WORKS {
+        if devices.iter().any(|(plan, _)| plan.by_program.contains_key(&work)) {
+            rows.push(row(&format!("  {work}"), &|plan, _| {
+                plan.by_program.get(&work).map_or_else(|| "-".to_owned(), Bytes::to_string)
+            }));
+        }
+    }
+    rows
+}
+
+const CATEGORIES: [Category; 7] = [
+    Category::Weight,
+    Category::Gradient,
+    Category::Optimizer,
+    Category::Activation,
+    Category::Workspace,
+    Category::Communication,
+    Category::Staging,
+];
+
+const WORKS: [WorkName; 8] = [
+    WorkName::Load,
+    WorkName::Forward,
+    WorkName::Backward,
+    WorkName::Update,
+    WorkName::Evaluate,
+    WorkName::Save,
+    WorkName::Generate,
+    WorkName::Replan,
+];
+
+/// The arena's share above the largest sum of live tensors.
+fn packing_overhead(plan: &DevicePlan) -> f64 {
+    match plan.lower_bound_bytes.0 {
+        0 => 0.0,
+        bound => plan.arena_bytes.0 as f64 / bound as f64 - 1.0,
+    }
+}
+
+/// `measured` or `assumed`, where that is the same for all devices.
+fn charges_are(devices: &[(&DevicePlan, Option<&DeviceSpec>)]) -> Option<&'static str> {
+    let mut words =
+        devices.iter().filter_map(|(_, spec)| *spec).map(|spec| measured_or(spec.charges_measured, "assumed"));
+    let first = words.next()?;
+    words.all(|word| word == first).then_some(first)
+}
+
+fn measured_or(measured: bool, otherwise: &'static str) -> &'static str {
+    if measured { "measured" } else { otherwise }
+}
+
+/// What the predicted time stands on.
+fn rates_are(view: &PlanView) -> &'static str {
+    if view.plan.devices.iter().any(|device| device.simulated) {
+        " (simulated devices)"
+    } else if view.specs.iter().all(|spec| spec.rates.measured) {
+        " (from measured rates)"
+    } else {
+        " (from published or assumed rates)"
+    }
+}
+
+/// The allowed rungs that this version has no arithmetic for.
+fn untaken_rungs(allow: &[Rung]) -> Option<String> {
+    let names: Vec<&str> = allow.iter().map(|rung| rung_name(*rung)).collect();
+    (!names.is_empty()).then(|| format!("allowed, but not in this version: {}", names.join(", ")))
+}
+
+fn rung_name(rung: Rung) -> &'static str {
+    match rung {
+        Rung::Bf16 => "bf16",
+        Rung::Adam8bit => "adam8bit",
+        Rung::Lora => "lora",
+        Rung::Int8 => "int8",
+        Rung::Nf4 => "nf4",
+    }
+}
+
+/// The recipes that were tried, fastest first, with what the search made of each. Ends with a line
+/// break.
+pub fn explain(view: &PlanView) -> String {
+    let header = ["recipe", "peak", "step", "verdict"].map(str::to_owned).to_vec();
+    let mut rows = vec![header];
+    let mut found = false;
+    for tried in view.tried {
+        let taken = view.plan.fits && tried.recipe == view.plan.recipe;
+        let over = view.plan.devices.first().map(|device| tried.peak_bytes.saturating_sub(device.budget_bytes));
+        let verdict = match over {
+            _ if taken => "taken".to_owned(),
+            Some(over) if !tried.fits && over > Bytes::ZERO => format!("{over} over"),
+            _ if !tried.fits => "over".to_owned(),
+            _ if found => "fits, slower".to_owned(),
+            _ => "fits".to_owned(),
+        };
+        found |= taken;
+        rows.push(vec![short(&tried.recipe), tried.peak_bytes.to_string(), seconds(tried.step_seconds), verdict]);
+    }
+    format!("{} tried; bytes and seconds are predicted\n{}", recipes(view.tried.len()), columns(&rows, ""))
+}
+
+/// A recipe in few letters: `32: 2 × nothing, 1 × block`.
+fn short(recipe: &Recipe) -> String {
+    let text = format!("{}: {}", recipe.micro_batch, plimsoll_core::describe_levels(&recipe.recompute));
+    const LONGEST: usize = 40;
+    match text.char_indices().nth(LONGEST) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text,
+    }
+}
+
+/// What to say where a plan does not fit: each budget that would, cheapest loss first, with the
+/// ready command. `command` is the one that was given, without budget and permissions; `budget_flag`
+/// says how a budget, a whole number of MiB, is written after it.
+pub fn does_not_fit(plan: &Plan, command: &str, budget_flag: impl Fn(Bytes) -> String) -> Failure {
+    let over = plan.devices.iter().find(|device| device.peak_bytes > device.budget_bytes);
+    let message = match over {
+        Some(device) => format!(
+            "does not fit: the smallest recipe holds {} on {}, the load line is {}",
+            device.peak_bytes, device.name, device.budget_bytes
+        ),
+        None => "does not fit under the load lines".to_owned(),
+    };
+    let budget = over.map_or(Bytes::ZERO, |device| device.budget_bytes);
+    plan.needs.iter().fold(Failure::does_not_fit(message), |failure, need| {
+        failure.hint(way_out(need, budget, command, &budget_flag))
+    })
+}
+
+/// One way to make it fit, as a command.
+fn way_out(need: &Need, budget: Bytes, command: &str, budget_flag: impl Fn(Bytes) -> String) -> String {
+    let mut ready = command.to_owned();
+    let names: Vec<&str> = need.allow.iter().map(|rung| rung_name(*rung)).collect();
+    if !names.is_empty() {
+        ready += &format!(" --allow {}", names.join(","));
+    }
+    if need.budget_bytes > budget {
+        ready += &format!(" {}", budget_flag(Bytes::mib(need.budget_bytes.0.div_ceil(1 << 20))));
+    }
+    let with = if names.is_empty() { String::new() } else { format!(" with {}", names.join(" and ")) };
+    format!("it fits{with} from {}: {ready}", need.budget_bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use plimsoll_core::{Budget, DeviceKind, Link, Predicted, Rates, RecomputeLevel};
+    use std::collections::BTreeMap;
+
+    fn spec(name: &str, kind: DeviceKind, charges_measured: bool) -> DeviceSpec {
+        DeviceSpec {
+            name: name.into(),
+            kind,
+            budget: Bytes::mib(48),
+            charges: Bytes::mib(4),
+            charges_measured,
+            threads: 2,
+            rates: Rates {
+                f32_flops: 2e11,
+                bf16_flops: 0.0,
+                memory_bytes_per_second: 2e10,
+                op_seconds: 1e-6,
+                host_link: Link { bytes_per_second: 2e10, latency_seconds: 0.0 },
+                measured: true,
+            },
+        }
+    }
+
+    fn device(name: &str, simulated: bool) -> DevicePlan {
+        DevicePlan {
+            name: name.into(),
+            simulated,
+            budget_bytes: Bytes::mib(48),
+            arena_bytes: Bytes::mib(36),
+            charges_bytes: Bytes::mib(4),
+            peak_bytes: Bytes::mib(40),
+            by_category: BTreeMap::from([(Category::Weight, Bytes::mib(4)), (Category::Activation, Bytes::mib(32))]),
+            by_program: BTreeMap::from([(WorkName::Load, Bytes::mib(8)), (WorkName::Backward, Bytes::mib(36))]),
+            lower_bound_bytes: Bytes::mib(36),
+        }
+    }
+
+    fn recipe(micro_batch: u32, level: RecomputeLevel) -> Recipe {
+        Recipe { micro_batch, recompute: vec![RecomputeLevel::Nothing, RecomputeLevel::Nothing, level] }
+    }
+
+    fn plan() -> Plan {
+        Plan {
+            fits: true,
+            recipe: recipe(64, RecomputeLevel::Block),
+            class: Class::Reordered,
+            devices: vec![device("cpu", false)],
+            host: DevicePlan::default(),
+            predicted: Predicted { step_seconds: 0.0841, tokens_per_second: 48_704.0 },
+            needs: vec![],
+        }
+    }
+
+    fn tried() -> Vec<Tried> {
+        let tried = |recipe, mib, step_seconds, fits| Tried { recipe, peak_bytes: Bytes::mib(mib), step_seconds, fits };
+        vec![
+            tried(recipe(256, RecomputeLevel::Nothing), 130, 0.080, false),
+            tried(recipe(64, RecomputeLevel::Block), 40, 0.0841, true),
+            tried(recipe(32, RecomputeLevel::Nothing), 36, 0.086, true),
+        ]
+    }
+
+    #[test]
+    fn a_plan_is_a_table_of_every_byte() {
+        let (plan, tried) = (plan(), tried());
+        let view = PlanView {
+            title: "sums: 0.33 M parameters, 4096 tokens a step",
+            plan: &plan,
+            specs: &[spec("cpu", DeviceKind::Cpu, true)],
+            tried: &tried,
+            allow: &[Rung::Bf16, Rung::Nf4],
+        };
+        let expected = "\
+plan for sums: 0.33 M parameters, 4096 tokens a step
+recipe: micro-batch 64, recompute 2 × nothing, 1 × block (reordered: the same
+  sums in another order)
+why: 1 recipe would be faster by prediction, but does not fit: the fastest
+  (micro-batch 256, recompute 3 × nothing) would hold 130.00 MiB
+
+when the arena is fullest        cpu
+  weight                    4.00 MiB
+  activation               32.00 MiB
+arena                      36.00 MiB
+  bound of live bytes      36.00 MiB
+  packing over the bound      0.00 %
+charges (measured)          4.00 MiB
+peak (predicted)           40.00 MiB
+load line                  48.00 MiB
+  left under the line       8.00 MiB
+arena in each Program
+  load                      8.00 MiB
+  backward                 36.00 MiB
+
+predicted: 84.1 ms a step, 48.7 k tokens/s (from measured rates)
+allowed, but not in this version: bf16, nf4
+";
+        assert_eq!(table(&view), expected);
+        assert_eq!(
+            explain(&view),
+            "\
+3 recipes tried; bytes and seconds are predicted
+recipe                            peak     step         verdict
+256: 3 × nothing            130.00 MiB  80.0 ms  82.00 MiB over
+64: 2 × nothing, 1 × block   40.00 MiB  84.1 ms           taken
+32: 3 × nothing              36.00 MiB  86.0 ms    fits, slower
+"
+        );
+    }
+
+    #[test]
+    fn many_devices_stay_within_eighty_columns_and_simulated_ones_say_so() {
+        let plan = Plan {
+            devices: ["virtual:a", "virtual:b", "virtual:c", "virtual:d", "virtual:e"]
+                .map(|name| device(name, true))
+                .to_vec(),
+            host: device("host", true),
+            ..plan()
+        };
+        let view = PlanView { title: "sums", plan: &plan, specs: &[], tried: &[], allow: &[] };
+        let text = table(&view);
+        assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
+        assert_eq!(text.matches("simulated").count(), 6 + 1, "{text}");
+        assert!(text.contains("tokens/s (simulated devices)\n"), "{text}");
+        assert!(text.contains("why: it is pinned, or stored with the run\n"), "{text}");
+    }
+
+    #[test]
+    fn devices_with_different_knowledge_say_which_charges_are_assumed() {
+        let plan = Plan { devices: vec![device("cpu", false), device("rtx3090", false)], ..plan() };
+        let mut paper = spec("rtx3090", DeviceKind::Paper, false);
+        paper.rates.measured = false;
+        let specs = [spec("cpu", DeviceKind::Cpu, true), paper];
+        let text = table(&PlanView { title: "sums", plan: &plan, specs: &specs, tried: &[], allow: &[] });
+        assert!(
+            text.contains(
+                "\ncharges                     4.00 MiB   4.00 MiB\n                            measured    assumed\n"
+            ),
+            "{text}"
+        );
+        assert!(text.contains("(from published or assumed rates)"), "{text}");
+    }
+
+    #[test]
+    fn what_does_not_fit_comes_with_the_commands_that_do() {
+        let mut small = plan();
+        small.fits = false;
+        small.devices[0].budget_bytes = Bytes::mib(32);
+        small.needs = vec![
+            Need { allow: vec![], budget_bytes: Bytes(Bytes::mib(40).0 + 1) },
+            Need { allow: vec![Rung::Adam8bit], budget_bytes: Bytes::mib(38) },
+            Need { allow: vec![Rung::Bf16, Rung::Adam8bit], budget_bytes: Bytes::mib(30) },
+        ];
+        assert_eq!(
+            does_not_fit(&small, "plimsoll train run.toml", |bytes| format!("--budget {}", Budget::Amount(bytes)))
+                .to_string(),
+            "\
+does not fit: the smallest recipe holds 40.00 MiB on cpu, the load line is 32.00 MiB
+  hint: it fits from 40.00 MiB: plimsoll train run.toml --budget 41MiB
+  hint: it fits with adam8bit from 38.00 MiB: plimsoll train run.toml --allow adam8bit --budget 38MiB
+  hint: it fits with bf16 and adam8bit from 30.00 MiB: plimsoll train run.toml --allow bf16,adam8bit"
+        );
+        let view = PlanView { title: "sums", plan: &small, specs: &[], tried: &[], allow: &[] };
+        assert!(table(&view).contains("\n  left under the line      -8.00 MiB\n"), "{}", table(&view));
+    }
+}

@@ -1,0 +1,186 @@
+//! What is known of a run from its events so far, in one line. Pure: events in, text out.
+
+use crate::text::{clock, count, percent, seconds};
+use plimsoll_core::{Bytes, Event};
+
+/// Weight of the newest step in the running mean of the step time.
+const NEWEST: f64 = 0.1;
+/// Without a terminal at most about this many lines tell of steps, and as many as the next limit asks for.
+const LINES: u64 = 50;
+/// Without a terminal no more than these seconds of training pass without a line.
+const SILENCE_SECONDS: f64 = 30.0;
+
+/// The state of a run, made of its events alone.
+#[derive(Clone, Debug, Default)]
+pub struct Progress {
+    steps: u64,
+    product_flops: f64,
+    peak_flops: f64,
+    /// Running mean of the seconds of a step, checkpoints and evaluations left out.
+    step_seconds: Option<f64>,
+    last: Option<LastStep>,
+    silent_seconds: f64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct LastStep {
+    step: u64,
+    loss: f64,
+    learning_rate: f64,
+    tokens: u64,
+    bytes: Bytes,
+}
+
+impl Progress {
+    /// Takes an event in; answers the whole line that tells of it to somebody without a terminal, if
+    /// it is worth one: every evaluation, checkpoint and warning, but not every step.
+    pub fn see(&mut self, event: &Event) -> Option<String> {
+        match event {
+            Event::Start { step, steps, product_flops, peak_flops, .. } => {
+                (self.steps, self.product_flops, self.peak_flops) = (*steps, *product_flops, *peak_flops);
+                (*step > 1).then(|| format!("goes on at step {step} of {steps}"))
+            }
+            Event::Step { step, loss, learning_rate, tokens, seconds, bytes, .. } => {
+                let mean = self.step_seconds.map_or(*seconds, |mean| mean + NEWEST * (seconds - mean));
+                self.step_seconds = Some(mean);
+                let first = self.last.is_none();
+                self.last = Some(LastStep {
+                    step: *step,
+                    loss: *loss,
+                    learning_rate: *learning_rate,
+                    tokens: *tokens,
+                    bytes: *bytes,
+                });
+                self.silent_seconds += seconds;
+                let due = step.is_multiple_of(self.steps.div_ceil(LINES).max(1)) || *step == self.steps;
+                if !first && !due && self.silent_seconds < SILENCE_SECONDS {
+                    return None;
+                }
+                self.silent_seconds = 0.0;
+                Some(self.line())
+            }
+            Event::Evaluation { step, loss, exact_match, seconds: took, .. } => {
+                let exact = exact_match.map(|share| format!(", exact match {}", percent(share, 1))).unwrap_or_default();
+                Some(format!("evaluation after step {step}: loss {loss:.4}{exact} ({})", seconds(*took)))
+            }
+            Event::Checkpoint { step, path, seconds: took } => {
+                Some(format!("checkpoint after step {step}: {path} ({})", seconds(*took)))
+            }
+            Event::Warning { message } => Some(format!("warning: {message}")),
+            Event::End { .. } => None,
+        }
+    }
+
+    /// The run in one line of less than 80 columns:
+    /// `120/450  loss 1.2345  rate 1.9e-3  48.7 k tok/s  38 % of peak  40.00 MiB  0:26 left`.
+    pub fn line(&self) -> String {
+        let (Some(last), Some(mean)) = (self.last, self.step_seconds) else { return "starting".to_owned() };
+        let mut parts = vec![
+            format!("{}/{}", last.step, self.steps),
+            format!("loss {:.4}", last.loss),
+            format!("rate {:.1e}", last.learning_rate),
+            format!("{} tok/s", count(last.tokens as f64 / mean)),
+        ];
+        if self.peak_flops > 0.0 {
+            parts.push(format!("{} of peak", percent(self.product_flops / mean / self.peak_flops, 0)));
+        }
+        parts.push(last.bytes.to_string());
+        parts.push(format!("{} left", clock(self.steps.saturating_sub(last.step) as f64 * mean)));
+        parts.join("  ")
+    }
+
+    /// Steps done and steps in all.
+    pub fn place(&self) -> (u64, u64) {
+        (self.last.map_or(0, |last| last.step), self.steps)
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    pub(crate) fn start(steps: u64) -> Event {
+        Event::Start {
+            step: 1,
+            steps,
+            parameters: 330_000,
+            arena_bytes: Bytes::mib(36),
+            predicted_step_seconds: 0.08,
+            product_flops: 6e9,
+            peak_flops: 2e11,
+        }
+    }
+
+    pub(crate) fn step(step: u64, seconds: f64) -> Event {
+        Event::Step {
+            step,
+            loss: 1.23456,
+            norm: 0.5,
+            learning_rate: 1.93e-3,
+            tokens: 4096,
+            labelled_tokens: 1024,
+            seconds,
+            bytes: Bytes::mib(40),
+        }
+    }
+
+    #[test]
+    fn a_run_is_one_line_of_less_than_eighty_columns() {
+        let mut progress = Progress::default();
+        assert_eq!(progress.line(), "starting");
+        progress.see(&start(450));
+        progress.see(&step(120, 0.08));
+        let line = "120/450  loss 1.2346  rate 1.9e-3  51.2 k tok/s  38 % of peak  40.00 MiB  0:26 left";
+        assert_eq!(progress.line(), line);
+        assert_eq!(progress.place(), (120, 450));
+    }
+
+    #[test]
+    fn without_a_measured_peak_no_share_of_it_is_claimed() {
+        let mut progress = Progress::default();
+        let Event::Start { step: first, steps, parameters, arena_bytes, predicted_step_seconds, product_flops, .. } =
+            start(9)
+        else {
+            unreachable!()
+        };
+        progress.see(&Event::Start {
+            step: first,
+            steps,
+            parameters,
+            arena_bytes,
+            predicted_step_seconds,
+            product_flops,
+            peak_flops: 0.0,
+        });
+        progress.see(&step(1, 0.08));
+        assert!(!progress.line().contains("peak"), "{}", progress.line());
+    }
+
+    #[test]
+    fn lines_are_few_where_steps_are_many_and_quick() {
+        let mut progress = Progress::default();
+        assert_eq!(progress.see(&start(1000)), None);
+        let told: Vec<u64> = (1..=1000).filter(|number| progress.see(&step(*number, 0.01)).is_some()).collect();
+        assert_eq!((told.len(), told[0], told[1], told[50]), (51, 1, 20, 1000));
+        let mut slow = Progress::default();
+        slow.see(&start(1000));
+        assert!((1..=10).all(|number| slow.see(&step(number, 31.0)).is_some()));
+    }
+
+    #[test]
+    fn what_happens_beside_steps_is_always_told() {
+        let mut progress = Progress::default();
+        let evaluation = Event::Evaluation { step: 50, loss: 0.5, exact_match: Some(0.975), tokens: 10, seconds: 0.25 };
+        assert_eq!(
+            progress.see(&evaluation).as_deref(),
+            Some("evaluation after step 50: loss 0.5000, exact match 97.5 % (250.0 ms)")
+        );
+        let checkpoint = Event::Checkpoint { step: 50, path: "runs/a/checkpoints/step-50".into(), seconds: 1.5 };
+        assert_eq!(
+            progress.see(&checkpoint).as_deref(),
+            Some("checkpoint after step 50: runs/a/checkpoints/step-50 (1.50 s)")
+        );
+        let warning = Event::Warning { message: "the disk is slow".into() };
+        assert_eq!(progress.see(&warning).as_deref(), Some("warning: the disk is slow"));
+    }
+}

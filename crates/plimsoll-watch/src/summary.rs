@@ -1,0 +1,184 @@
+//! How a run ended, as a person reads it: what was predicted beside what was measured, the
+//! evaluation, samples, and where the model lies. Pure: data to text.
+
+use crate::text::{columns, count, percent, seconds};
+use plimsoll_core::{RunResult, RunStatus};
+
+/// A held-out sample and what the model made of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Sample {
+    /// What was given.
+    pub prompt: String,
+    /// What the data say comes next.
+    pub expected: String,
+    /// What the model said.
+    pub answer: String,
+}
+
+/// The end of a run. `folder` is the run's, `model` where the model lies if it was written. Ends with
+/// a line break.
+pub fn summary(result: &RunResult, samples: &[Sample], folder: &str, model: Option<&str>, simulated: bool) -> String {
+    let steps = result.steps;
+    let mut text = match result.status {
+        RunStatus::Done => format!("done: {steps} steps, "),
+        RunStatus::Stopped => format!("stopped after step {steps}, "),
+    };
+    text += &format!("loss {:.4} -> {:.4}", result.loss.first, result.loss.last);
+    if let Some(eval) = &result.eval {
+        text += &format!(", held-out loss {:.4}", eval.loss);
+        if let Some(share) = eval.exact_match {
+            text += &format!(", exact match {}", percent(share, 1));
+        }
+    }
+    text += "\n";
+    if !samples.is_empty() {
+        text += "\nsamples\n";
+        text += &sample_rows(samples);
+    }
+    text += "\n";
+    text += &columns(&measured_rows(result), "");
+    text += &format!(
+        "{} tokens/s (measured{})\n",
+        count(result.tokens_per_second),
+        if simulated { ", simulated devices" } else { "" }
+    );
+    for retreat in &result.retreats {
+        text += &format!("before step {}: {} instead of {}, {}\n", retreat.step, retreat.to, retreat.from, retreat.why);
+    }
+    text += "\n";
+    if let Some(model) = model {
+        text += &format!("model: {model}\n");
+    }
+    if result.status == RunStatus::Stopped {
+        text += &format!("it goes on with: {}\n", resume_command(folder));
+    }
+    text
+}
+
+/// The command that goes on with the run in this folder.
+pub fn resume_command(folder: &str) -> String {
+    format!("plimsoll train --resume {folder}")
+}
+
+/// Predicted and measured, side by side.
+fn measured_rows(result: &RunResult) -> Vec<Vec<String>> {
+    let mut rows = vec![["", "predicted", "measured", "difference"].map(str::to_owned).to_vec()];
+    let mut row = |label: String, predicted: (String, f64), measured: (String, f64)| {
+        let difference = match predicted.1 {
+            0.0 => String::new(),
+            base => format!("{:+.1} %", (measured.1 / base - 1.0) * 100.0),
+        };
+        rows.push(vec![label, predicted.0, measured.0, difference]);
+    };
+    let shown = |bytes: plimsoll_core::Bytes| (bytes.to_string(), bytes.0 as f64);
+    for memory in &result.memory {
+        row(format!("{} arena", memory.device), shown(memory.arena_bytes), shown(memory.arena_measured_bytes));
+        row(format!("{} in all", memory.device), shown(memory.predicted_bytes), shown(memory.measured_bytes));
+    }
+    let step = &result.step_seconds;
+    row("step, median".to_owned(), (seconds(step.predicted), step.predicted), (seconds(step.median), step.median));
+    rows.push(vec!["step, 95 of 100".to_owned(), String::new(), seconds(step.p95)]);
+    for memory in &result.memory {
+        rows.push(vec![format!("{} load line", memory.device), memory.budget_bytes.to_string()]);
+    }
+    rows
+}
+
+/// Samples, each on a line, right ones marked as such.
+fn sample_rows(samples: &[Sample]) -> String {
+    let width = samples.iter().map(|sample| sample.prompt.chars().count()).max().unwrap_or(0);
+    let line = |sample: &Sample| {
+        let Sample { prompt, expected, answer } = sample;
+        let verdict = if answer == expected { "right".to_owned() } else { format!("wrong, expected {expected}") };
+        format!("  {prompt:>width$} {answer}  {verdict}\n")
+    };
+    samples.iter().map(line).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use plimsoll_core::{
+        Bytes, DeviceMemory, EvalResult, LossSpan, Recipe, RecomputeLevel, Retreat, RunStatus, StepSeconds,
+    };
+
+    fn result() -> RunResult {
+        RunResult {
+            status: RunStatus::Done,
+            steps: 450,
+            loss: LossSpan { first: 2.7726, last: 0.0312 },
+            tokens_per_second: 48_704.0,
+            step_seconds: StepSeconds { median: 0.0862, p95: 0.0991, predicted: 0.0841 },
+            eval: Some(EvalResult { loss: 0.0288, exact_match: Some(0.975) }),
+            memory: vec![DeviceMemory {
+                device: "cpu".into(),
+                budget_bytes: Bytes::mib(48),
+                arena_bytes: Bytes::mib(36),
+                arena_measured_bytes: Bytes::mib(36),
+                predicted_bytes: Bytes::mib(40),
+                measured_bytes: Bytes(Bytes::mib(40).0 + (1 << 18)),
+            }],
+            recipe: Recipe { micro_batch: 64, recompute: vec![RecomputeLevel::Nothing; 3] },
+            retreats: vec![],
+        }
+    }
+
+    #[test]
+    fn the_end_of_a_run_shows_predicted_and_measured_side_by_side() {
+        let sample = |prompt: &str, expected: &str, answer: &str| Sample {
+            prompt: prompt.into(),
+            expected: expected.into(),
+            answer: answer.into(),
+        };
+        let samples = [sample("347+085=", "2340", "2340"), sample("1+2=", "3000", "4000")];
+        assert_eq!(
+            summary(&result(), &samples, "runs/sums", Some("runs/sums/model"), false),
+            "\
+done: 450 steps, loss 2.7726 -> 0.0312, held-out loss 0.0288, exact match 97.5 %
+
+samples
+  347+085= 2340  right
+      1+2= 4000  wrong, expected 3000
+
+                 predicted   measured  difference
+cpu arena        36.00 MiB  36.00 MiB      +0.0 %
+cpu in all       40.00 MiB  40.25 MiB      +0.6 %
+step, median       84.1 ms    86.2 ms      +2.5 %
+step, 95 of 100               99.1 ms
+cpu load line    48.00 MiB
+48.7 k tokens/s (measured)
+
+model: runs/sums/model
+"
+        );
+    }
+
+    #[test]
+    fn a_stopped_run_says_how_it_goes_on() {
+        let recipe = |micro_batch| Recipe { micro_batch, recompute: vec![RecomputeLevel::Nothing; 3] };
+        let retreat = Retreat { step: 7, from: recipe(64), to: recipe(32), why: "the device ran out".into() };
+        let stopped =
+            RunResult { status: RunStatus::Stopped, steps: 12, eval: None, retreats: vec![retreat], ..result() };
+        let text = summary(&stopped, &[], "runs/sums", None, true);
+        assert!(text.starts_with("stopped after step 12, loss 2.7726 -> 0.0312\n\n"), "{text}");
+        assert!(text.contains("\n48.7 k tokens/s (measured, simulated devices)\n"), "{text}");
+        assert!(
+            text.contains(
+                "\nbefore step 7: micro-batch 32, recompute 3 × nothing instead of micro-batch 64, \
+                 recompute 3 × nothing, the device ran out\n"
+            ),
+            "{text}"
+        );
+        assert!(text.ends_with("\n\nit goes on with: plimsoll train --resume runs/sums\n"), "{text}");
+    }
+
+    #[test]
+    fn the_result_has_the_names_that_other_tools_rely_on() {
+        let text = serde_json::to_string(&result()).unwrap();
+        assert_eq!(
+            text,
+            r#"{"status":"done","steps":450,"loss":{"first":2.7726,"last":0.0312},"tokens_per_second":48704.0,"step_seconds":{"median":0.0862,"p95":0.0991,"predicted":0.0841},"eval":{"loss":0.0288,"exact_match":0.975},"memory":[{"device":"cpu","budget_bytes":50331648,"arena_bytes":37748736,"arena_measured_bytes":37748736,"predicted_bytes":41943040,"measured_bytes":42205184}],"recipe":{"micro_batch":64,"recompute":["nothing","nothing","nothing"]},"retreats":[]}"#
+        );
+        assert_eq!(serde_json::from_str::<RunResult>(&text).unwrap(), result());
+    }
+}

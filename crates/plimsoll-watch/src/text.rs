@@ -1,0 +1,104 @@
+//! Numbers as a person reads them, and columns that line up. Bytes print themselves.
+
+/// A count with three figures: `344`, `12.3 k`, `134.5 M`, `8.03 B`.
+pub fn count(number: f64) -> String {
+    scaled(number, &[("B", 1e9), ("M", 1e6), ("k", 1e3)]).unwrap_or_else(|| format!("{number:.0}"))
+}
+
+/// Operations a second: `1.35 TFLOP/s`.
+pub fn flops(number: f64) -> String {
+    scaled(number, &[("TFLOP/s", 1e12), ("GFLOP/s", 1e9)]).unwrap_or_else(|| format!("{:.1} MFLOP/s", number / 1e6))
+}
+
+fn scaled(number: f64, units: &[(&str, f64)]) -> Option<String> {
+    let (unit, scale) = units.iter().find(|(_, scale)| number >= *scale)?;
+    let number = number / scale;
+    let decimals = if number < 10.0 { 2 } else { 1 };
+    Some(format!("{number:.decimals$} {unit}"))
+}
+
+/// A short time: `820 µs`, `84.1 ms`, `1.25 s`, `3 min 20 s`.
+pub fn seconds(number: f64) -> String {
+    match number {
+        _ if !number.is_finite() => "?".to_owned(),
+        _ if number < 1e-3 => format!("{:.0} µs", number * 1e6),
+        _ if number < 1.0 => format!("{:.1} ms", number * 1e3),
+        _ if number < 100.0 => format!("{number:.2} s"),
+        _ => format!("{:.0} min {:02.0} s", (number / 60.0).floor(), number % 60.0),
+    }
+}
+
+/// Time that is left, as on a clock: `0:26`, `1:02:03`, `3 days`.
+pub fn clock(number: f64) -> String {
+    if !number.is_finite() || number < 0.0 {
+        return "?".to_owned();
+    }
+    let whole = number.round() as u64;
+    let (hours, minutes, seconds) = (whole / 3600, whole / 60 % 60, whole % 60);
+    match hours {
+        0 => format!("{minutes}:{seconds:02}"),
+        1..48 => format!("{hours}:{minutes:02}:{seconds:02}"),
+        _ => format!("{} days", (hours + 12) / 24),
+    }
+}
+
+/// A share of one with so many decimals: `97.5 %`.
+pub fn percent(share: f64, decimals: usize) -> String {
+    format!("{:.decimals$} %", share * 100.0)
+}
+
+/// Rows as columns two spaces apart: the first to the left, the others, numbers, to the right. Each
+/// line begins with `indent` and ends without spaces.
+pub fn columns(rows: &[Vec<String>], indent: &str) -> String {
+    let count = rows.iter().map(Vec::len).max().unwrap_or(0);
+    let cell_width =
+        |column: usize| rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max();
+    let widths: Vec<usize> = (0..count).map(|column| cell_width(column).unwrap_or(0)).collect();
+    let mut text = String::new();
+    for row in rows {
+        let mut line = indent.to_owned();
+        for (column, (cell, width)) in row.iter().zip(&widths).enumerate() {
+            line += &if column == 0 { format!("{cell:<width$}") } else { format!("  {cell:>width$}") };
+        }
+        text += line.trim_end();
+        text.push('\n');
+    }
+    text
+}
+
+/// Words in lines of at most `width` letters; further lines begin with `indent`.
+pub fn wrapped(words: &str, width: usize, indent: &str) -> String {
+    let mut text = String::new();
+    let mut line = String::new();
+    for word in words.split(' ') {
+        if !line.trim().is_empty() && line.chars().count() + 1 + word.chars().count() > width {
+            text += line.trim_end();
+            text.push('\n');
+            line = indent.to_owned();
+        } else if !line.is_empty() {
+            line.push(' ');
+        }
+        line += word;
+    }
+    text + line.trim_end() + "\n"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_have_the_figures_that_matter() {
+        assert_eq!([344.0, 12_300.0, 134.5e6, 8.03e9].map(count), ["344", "12.3 k", "134.5 M", "8.03 B"]);
+        assert_eq!([8.2e-4, 0.0841, 1.25, 200.0].map(seconds), ["820 µs", "84.1 ms", "1.25 s", "3 min 20 s"]);
+        assert_eq!([26.0, 3723.0, 260_000.0, f64::NAN].map(clock), ["0:26", "1:02:03", "3 days", "?"]);
+        assert_eq!(percent(0.975, 1), "97.5 %");
+        assert_eq!(flops(1.35e12), "1.35 TFLOP/s");
+    }
+
+    #[test]
+    fn words_are_wrapped_at_the_width() {
+        assert_eq!(wrapped("why: one two three", 10, "  "), "why: one\n  two\n  three\n");
+        assert_eq!(wrapped("a-very-long-word", 4, "  "), "a-very-long-word\n");
+    }
+}
