@@ -18,9 +18,9 @@ pub const PRODUCT_COLUMNS: u64 = 2048;
 pub const PRODUCT_FEW_ROWS: u64 = 4;
 
 /// How a product of depth `k` is cut: slices of equal depth (the last may be less), each at most
-/// `PRODUCT_DEPTH`.
+/// `PRODUCT_DEPTH` and at least 1.
 pub fn product_depth(k: u64) -> u64 {
-    k.div_ceil(k.div_ceil(PRODUCT_DEPTH).max(1))
+    k.div_ceil(k.div_ceil(PRODUCT_DEPTH).max(1)).max(1)
 }
 
 /// `product`: out[m, n] from an inner size of k. The packed slice of the right-hand side, then a

@@ -252,7 +252,7 @@ pub fn product<T: Real>(pool: &Pool, p: Product<T>, out: &mut [T], scratch: &mut
 
 fn packed<T: Real>(pool: &Pool, p: Product<T>, out: &mut [T], scratch: &mut [T]) {
     let Product { m, n, k, .. } = p;
-    let depth = workspace::product_depth(k as u64).max(1) as usize;
+    let depth = workspace::product_depth(k as u64) as usize;
     let rows = m.min(PRODUCT_ROWS as usize);
     let left_size = rows.next_multiple_of(GROUP) * depth;
     let wide = panel_columns::<T>(&[]);

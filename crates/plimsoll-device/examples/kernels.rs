@@ -1,0 +1,250 @@
+//! How fast the CPU's kernels are on the shapes of one training step of a small decoder: 8 × 256
+//! tokens, 6 layers, hidden 384, 6 heads of 64, ffn 1024, vocabulary 8192. Prints milliseconds per
+//! call and per step, and GFLOP/s or GB/s.
+//!
+//! cargo run --release -p plimsoll-device --example kernels [THREADS] [PART OF A NAME]
+
+use plimsoll_device::cpu::kernels::*;
+use plimsoll_device::cpu::pool::Pool;
+use plimsoll_program::op::RopeScaling;
+use plimsoll_program::workspace;
+use std::time::Instant;
+
+const BATCH: usize = 8;
+const SEQUENCE: usize = 256;
+const ROWS: usize = BATCH * SEQUENCE;
+const LAYERS: usize = 6;
+const HIDDEN: usize = 384;
+const FFN: usize = 1024;
+const VOCAB: usize = 8192;
+const SHAPE: Heads = Heads { heads: 6, kv_heads: 6, head_dim: 64 };
+const QKV: usize = 3 * HIDDEN;
+const PARAMETERS: usize = 2 * VOCAB * HIDDEN + LAYERS * HIDDEN * (QKV + HIDDEN + 3 * FFN);
+
+/// What an op does in one call, for its rate.
+enum Work {
+    Flops(usize),
+    Bytes(usize),
+}
+
+struct Bench {
+    pool: Pool,
+    only: Option<String>,
+    products: f64,
+    others: f64,
+}
+
+impl Bench {
+    /// Times `op`, called `per_step` times in a step: the median of a third of a second.
+    fn time(&mut self, name: &str, per_step: usize, work: Work, mut op: impl FnMut(&Pool) + Send) {
+        if self.only.as_ref().is_some_and(|only| !name.contains(only)) {
+            return;
+        }
+        let pool = &self.pool;
+        let seconds = pool.enter(move || {
+            op(pool);
+            let (begin, mut times) = (Instant::now(), Vec::new());
+            while times.len() < 5 || begin.elapsed().as_secs_f64() < 0.3 {
+                let start = Instant::now();
+                op(pool);
+                times.push(start.elapsed().as_secs_f64());
+            }
+            times.sort_by(f64::total_cmp);
+            times[times.len() / 2]
+        });
+        let step = seconds * per_step as f64 * 1e3;
+        let rate = match work {
+            Work::Flops(flops) => format!("{:7.1} GFLOP/s", flops as f64 / seconds / 1e9),
+            Work::Bytes(bytes) => format!("{:7.1} GB/s", bytes as f64 / seconds / 1e9),
+        };
+        println!("{name:<34} {:9.3} ms x {per_step:<2} = {step:8.2} ms   {rate}", seconds * 1e3);
+        *(if name.starts_with("product") { &mut self.products } else { &mut self.others }) += step;
+    }
+}
+
+fn numbers(n: usize) -> Vec<f32> {
+    let mut x = vec![0.0; n];
+    normal(&Pool::new(2).unwrap(), 1, n as u64, 0, 1.0, &mut x);
+    x
+}
+
+fn main() {
+    let threads = std::env::args().nth(1).and_then(|text| text.parse().ok()).unwrap_or(2);
+    let only = std::env::args().nth(2);
+    println!("{threads} threads, {:?} vectors", level());
+    let mut bench = Bench { pool: Pool::new(threads).unwrap(), only, products: 0.0, others: 0.0 };
+    products(&mut bench, threads as u64);
+    decode(&mut bench, threads as u64);
+    others(&mut bench, threads as u64);
+    println!("products {:.0} ms, others {:.0} ms a step", bench.products, bench.others);
+}
+
+fn products(bench: &mut Bench, lanes: u64) {
+    let forward = |name, n, k| (name, ROWS, n, k, false, true);
+    let weights = |name, m, n| (name, m, n, ROWS, true, false);
+    let inputs = |name, n, k| (name, ROWS, n, k, false, false);
+    for (name, per_step, (of, m, n, k, a_transposed, b_transposed)) in [
+        ("qkv", LAYERS, forward("forward", QKV, HIDDEN)),
+        ("qkv", LAYERS, inputs("inputs", HIDDEN, QKV)),
+        ("qkv", LAYERS, weights("weights", QKV, HIDDEN)),
+        ("output", LAYERS, forward("forward", HIDDEN, HIDDEN)),
+        ("output", LAYERS, inputs("inputs", HIDDEN, HIDDEN)),
+        ("output", LAYERS, weights("weights", HIDDEN, HIDDEN)),
+        ("gate_up", LAYERS, forward("forward", 2 * FFN, HIDDEN)),
+        ("gate_up", LAYERS, inputs("inputs", HIDDEN, 2 * FFN)),
+        ("gate_up", LAYERS, weights("weights", 2 * FFN, HIDDEN)),
+        ("down", LAYERS, forward("forward", HIDDEN, FFN)),
+        ("down", LAYERS, inputs("inputs", FFN, HIDDEN)),
+        ("down", LAYERS, weights("weights", HIDDEN, FFN)),
+        ("head", 1, forward("forward", VOCAB, HIDDEN)),
+        ("head", 1, inputs("inputs", HIDDEN, VOCAB)),
+        ("head", 1, weights("weights", VOCAB, HIDDEN)),
+    ] {
+        let (a, b) = (numbers(m * k), numbers(k * n));
+        let mut out = vec![0.0; m * n];
+        let mut scratch = vec![0.0; workspace::product(lanes, m as u64, n as u64, k as u64) as usize];
+        let of = format!("product {name} {of} {m}x{n}x{k}");
+        bench.time(&of, per_step, Work::Flops(2 * m * n * k), |pool| {
+            let accumulate = a_transposed;
+            let p =
+                Product { m, n, k, a: &a, a_transposed, b: &b, b_transposed, bias: None, residual: None, accumulate };
+            product(pool, p, &mut out, &mut scratch);
+        });
+    }
+}
+
+fn decode(bench: &mut Bench, lanes: u64) {
+    for (m, n, k) in [(1, VOCAB, HIDDEN), (1, 4096, 4096), (4, 4096, 4096), (16, 4096, 4096), (64, 2 * FFN, HIDDEN)] {
+        let (a, b) = (numbers(m * k), numbers(k * n));
+        let mut out = vec![0.0; m * n];
+        let mut scratch = vec![0.0; workspace::product(lanes, m as u64, n as u64, k as u64) as usize];
+        bench.time(&format!("decode {m}x{n}x{k}"), 0, Work::Bytes(4 * n * k), |pool| {
+            let p = Product {
+                m,
+                n,
+                k,
+                a: &a,
+                a_transposed: false,
+                b: &b,
+                b_transposed: true,
+                bias: None,
+                residual: None,
+                accumulate: false,
+            };
+            product(pool, p, &mut out, &mut scratch);
+        });
+    }
+}
+
+fn others(bench: &mut Bench, lanes: u64) {
+    let tokens: Vec<i32> = (0..ROWS).map(|i| (i * 37 % VOCAB) as i32).collect();
+    let positions: Vec<i32> = (0..ROWS).map(|i| (i % SEQUENCE) as i32).collect();
+    let starts = vec![0; ROWS];
+    let ones = vec![1.0; ROWS];
+    let weight = numbers(HIDDEN);
+
+    let (x, dout) = (numbers(ROWS * HIDDEN), numbers(ROWS * HIDDEN));
+    let (mut out, mut rstd) = (vec![0.0; ROWS * HIDDEN], vec![0.0; ROWS]);
+    let row_bytes = ROWS * HIDDEN * 4;
+    let mut table = numbers(VOCAB * HIDDEN);
+    bench.time("embed", 1, Work::Bytes(2 * row_bytes), |pool| embed(pool, &tokens, &table, HIDDEN, &mut out));
+    bench
+        .time("embed_grad", 1, Work::Bytes(3 * row_bytes), |pool| embed_grad(pool, &tokens, &dout, HIDDEN, &mut table));
+    bench.time("rms_norm", 2 * LAYERS + 1, Work::Bytes(2 * row_bytes), |pool| {
+        rms_norm(pool, &x, &weight, 1e-5, &mut out, &mut rstd)
+    });
+    let mut dweight = vec![0.0; HIDDEN];
+    let mut scratch = vec![0.0; workspace::rms_norm_grad(ROWS as u64, HIDDEN as u64) as usize];
+    bench.time("rms_norm_grad", 2 * LAYERS + 1, Work::Bytes(4 * row_bytes), |pool| {
+        rms_norm_grad(pool, &x, &weight, &rstd, &dout, &mut out, &mut dweight, true, &mut scratch)
+    });
+    bench.time("add", 0, Work::Bytes(3 * row_bytes), |pool| add(pool, &x, &mut out));
+
+    let mut qkv = numbers(ROWS * QKV);
+    let mut dqkv = vec![0.0; ROWS * QKV];
+    let (wq, wk) = (numbers(64), numbers(64));
+    let mut heads = vec![0.0; ROWS * 12];
+    bench.time("head_norm", 0, Work::Bytes(6 * row_bytes), |pool| {
+        head_norm(pool, SHAPE, &qkv, &wq, &wk, 1e-5, &mut dqkv, &mut heads)
+    });
+    let (mut dwq, mut dwk) = (vec![0.0; 64], vec![0.0; 64]);
+    let mut scratch = vec![0.0; workspace::head_norm_grad(ROWS as u64, 6, 6, 64) as usize];
+    bench.time("head_norm_grad", 0, Work::Bytes(6 * row_bytes), |pool| {
+        head_norm_grad(pool, SHAPE, &qkv, &wq, &wk, &heads, &mut dqkv, &mut dwq, &mut dwk, &mut scratch)
+    });
+    let mut table = vec![0.0; SEQUENCE * 64];
+    rope_table(&bench.pool, 64, 1e4, &RopeScaling::None, &mut table);
+    bench.time("rope", 2 * LAYERS, Work::Bytes(4 * row_bytes), |pool| {
+        rope(pool, SHAPE, &table, &positions, false, &mut qkv)
+    });
+    let mut stats = vec![0.0; ROWS * 6];
+    let mut scratch = vec![0.0; workspace::attention_grad(lanes, SEQUENCE as u64, 64) as usize];
+    let scores = BATCH * 6 * SEQUENCE * (SEQUENCE + 1) / 2;
+    bench.time("attention", LAYERS, Work::Flops(4 * 64 * scores), |pool| {
+        attention(pool, SHAPE, SEQUENCE, &qkv, &starts, &mut out, &mut stats, &mut scratch)
+    });
+    bench.time("attention_grad", LAYERS, Work::Flops(10 * 64 * scores), |pool| {
+        attention_grad(pool, SHAPE, SEQUENCE, &qkv, &out, &dout, &stats, &starts, &mut dqkv, &mut scratch)
+    });
+    {
+        let (long, shape) = (2048, Heads { heads: 8, kv_heads: 2, head_dim: 128 });
+        let qkv = numbers(long * 12 * 128);
+        let (mut out, mut stats) = (vec![0.0; long * 1024], vec![0.0; long * 8]);
+        let mut dqkv = vec![0.0; qkv.len()];
+        let mut scratch = vec![0.0; workspace::attention_grad(lanes, long as u64, 128) as usize];
+        let starts = vec![0; long];
+        let scores = 8 * long * (long + 1) / 2;
+        bench.time("attention 2048 of 128, 8 on 2", 0, Work::Flops(4 * 128 * scores), |pool| {
+            attention(pool, shape, long, &qkv, &starts, &mut out, &mut stats, &mut scratch)
+        });
+        let dout = numbers(out.len());
+        bench.time("attention_grad 2048 of 128, 8 on 2", 0, Work::Flops(10 * 128 * scores), |pool| {
+            attention_grad(pool, shape, long, &qkv, &out, &dout, &stats, &starts, &mut dqkv, &mut scratch)
+        });
+        let (keys, values) = (numbers(long * 256), numbers(long * 256));
+        bench.time("cached_attention 1 on 2047", 0, Work::Bytes(2 * 4 * long * 256), |pool| {
+            cached_attention(pool, shape, &qkv[..1536], &keys, &values, 2047, &mut out[..1024], &mut scratch)
+        });
+    }
+
+    let (gate_up, dffn) = (numbers(ROWS * 2 * FFN), numbers(ROWS * FFN));
+    let mut gated = vec![0.0; ROWS * FFN];
+    bench.time("swiglu", LAYERS, Work::Bytes(3 * 4 * ROWS * FFN), |pool| swiglu(pool, FFN, &gate_up, &mut gated));
+    let mut dgate_up = gate_up.clone();
+    bench.time("swiglu_grad", LAYERS, Work::Bytes(5 * 4 * ROWS * FFN), |pool| {
+        swiglu_grad(pool, FFN, &gate_up, &dffn, &mut dgate_up)
+    });
+
+    let kept = numbers(ROWS * VOCAB);
+    let mut logits = kept.clone();
+    let mut scratch = vec![0.0; ROWS];
+    bench.time("cross_entropy", 0, Work::Bytes(4 * ROWS * VOCAB), |pool| {
+        cross_entropy(pool, VOCAB, &logits, &tokens, &ones, None, &mut scratch);
+    });
+    bench.time("cross_entropy_grad", 1, Work::Bytes(8 * ROWS * VOCAB), |pool| {
+        cross_entropy_grad(pool, VOCAB, &mut logits, &tokens, &ones, 1.0, None, &mut scratch);
+    });
+
+    let mut weight = numbers(PARAMETERS);
+    let gradient = numbers(PARAMETERS);
+    let (mut first, mut second) = (vec![0.0; PARAMETERS], vec![0.0; PARAMETERS]);
+    bench.time("squared_norm", 1, Work::Bytes(4 * PARAMETERS), |pool| {
+        std::hint::black_box(squared_norm(pool, &gradient));
+    });
+    let step = AdamW { rate: 1e-4, betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, bias_corrections: [0.5, 0.5], clip: 0.9 };
+    bench.time("adamw", 1, Work::Bytes(28 * PARAMETERS), |pool| {
+        adamw(pool, step, &mut weight, &gradient, &mut first, &mut second)
+    });
+    bench.time("fill (gradients)", 1, Work::Bytes(4 * PARAMETERS), |pool| fill(pool, 0.0, &mut first));
+    bench.time("copy", 0, Work::Bytes(8 * PARAMETERS), |pool| copy(pool, &gradient, &mut first));
+    bench.time("normal", 0, Work::Bytes(4 * PARAMETERS), |pool| normal(pool, 1, 1, 0, 0.02, &mut first));
+    let mut bytes = vec![0u8; PARAMETERS * 2];
+    for (name, dtype) in [("bf16", plimsoll_core::DType::Bf16), ("f16", plimsoll_core::DType::F16)] {
+        bench.time(&format!("to {name}"), 0, Work::Bytes(6 * PARAMETERS), |pool| {
+            to_bytes(pool, dtype, &gradient, &mut bytes).unwrap()
+        });
+        bench.time(&format!("from {name}"), 0, Work::Bytes(6 * PARAMETERS), |pool| {
+            from_bytes(pool, dtype, &bytes, &mut first).unwrap()
+        });
+    }
+}

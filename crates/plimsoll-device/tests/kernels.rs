@@ -1,0 +1,896 @@
+//! The CPU's kernels against plain loops in f64 and against central differences, on shapes that
+//! are divisible by nothing; the same bits for any number of threads; the same promises with every
+//! width of vectors.
+
+use plimsoll_device::cpu::kernels::*;
+use plimsoll_device::cpu::pool::Pool;
+use plimsoll_program::op::RopeScaling;
+use plimsoll_program::workspace;
+use proptest::prelude::*;
+
+/// A small generator (an LCG of 64 bits, the upper half): tests must not need the kernels' own.
+struct Draw(u64);
+
+impl Draw {
+    fn next(&mut self) -> f64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 32) as f64 / 2f64.powi(31) - 1.0
+    }
+
+    fn many<T: Real>(&mut self, n: usize) -> Vec<T> {
+        (0..n).map(|_| T::of(self.next())).collect()
+    }
+
+    fn below(&mut self, n: usize) -> usize {
+        ((self.next() + 1.0) / 2.0 * n as f64) as usize % n
+    }
+}
+
+fn pool(threads: usize) -> Pool {
+    Pool::new(threads).unwrap()
+}
+
+/// Scratch that shows when it is read before it is written, of the size that the planner plans.
+fn scratch<T: Real>(elements: u64) -> Vec<T> {
+    vec![T::of(f64::NAN); elements as usize]
+}
+
+fn wide<T: Real>(x: &[T]) -> Vec<f64> {
+    x.iter().map(|x| x.wide()).collect()
+}
+
+/// How far a sum of `terms` products of numbers around 1 may be off.
+fn tolerance<T: Real>(terms: usize) -> f64 {
+    let unit = if size_of::<T>() == 4 { f64::from(f32::EPSILON) } else { f64::EPSILON };
+    4.0 * unit * (terms as f64 + 4.0)
+}
+
+#[track_caller]
+fn close<T: Real>(got: &[T], want: &[f64], tolerance: f64, what: &str) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    for (i, (got, want)) in got.iter().zip(want).enumerate() {
+        let off = (got.wide() - want).abs();
+        assert!(off <= tolerance * (1.0 + want.abs()), "{what}[{i}]: {got:?} for {want}");
+    }
+}
+
+/// Central differences of `loss` at some elements of x, against `gradient`.
+#[track_caller]
+fn differences(x: &mut [f64], gradient: &[f64], what: &str, mut loss: impl FnMut(&[f64]) -> f64) {
+    let h = 1e-5;
+    let step = (x.len() / 50).max(1);
+    for i in (0..x.len()).step_by(step) {
+        let kept = x[i];
+        x[i] = kept + h;
+        let up = loss(x);
+        x[i] = kept - h;
+        let down = loss(x);
+        x[i] = kept;
+        let slope = (up - down) / (2.0 * h);
+        assert!((slope - gradient[i]).abs() <= 1e-6 * (1.0 + slope.abs()), "{what}[{i}]: {} for {slope}", gradient[i]);
+    }
+}
+
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+// Products
+
+#[derive(Clone, Copy, Debug)]
+struct ProductCase {
+    m: usize,
+    n: usize,
+    k: usize,
+    a_transposed: bool,
+    b_transposed: bool,
+    bias: bool,
+    residual: bool,
+    accumulate: bool,
+}
+
+fn run_product<T: Real>(threads: usize, case: ProductCase, draw: &mut Draw) -> (Vec<T>, Vec<f64>) {
+    let ProductCase { m, n, k, .. } = case;
+    let (a, b): (Vec<T>, Vec<T>) = (draw.many(m * k), draw.many(k * n));
+    let (bias, residual): (Vec<T>, Vec<T>) = (draw.many(n), draw.many(m * n));
+    let mut out: Vec<T> = draw.many(m * n);
+    let mut want = vec![0.0; m * n];
+    for i in 0..m {
+        for j in 0..n {
+            let mut sum = if case.accumulate { out[i * n + j].wide() } else { 0.0 };
+            for p in 0..k {
+                let left = a[if case.a_transposed { p * m + i } else { i * k + p }].wide();
+                sum += left * b[if case.b_transposed { j * k + p } else { p * n + j }].wide();
+            }
+            sum += if case.bias { bias[j].wide() } else { 0.0 };
+            sum += if case.residual { residual[i * n + j].wide() } else { 0.0 };
+            want[i * n + j] = sum;
+        }
+    }
+    let product_of = Product {
+        m,
+        n,
+        k,
+        a: &a,
+        a_transposed: case.a_transposed,
+        b: &b,
+        b_transposed: case.b_transposed,
+        bias: case.bias.then_some(&bias[..]),
+        residual: case.residual.then_some(&residual[..]),
+        accumulate: case.accumulate,
+    };
+    let size = workspace::product(threads as u64, m as u64, n as u64, k as u64);
+    product(&pool(threads), product_of, &mut out, &mut scratch(size));
+    (out, want)
+}
+
+fn flags(m: usize, n: usize, k: usize, bits: usize) -> ProductCase {
+    let bit = |i: usize| bits >> i & 1 == 1;
+    ProductCase {
+        m,
+        n,
+        k,
+        a_transposed: bit(0),
+        b_transposed: bit(1),
+        bias: bit(2),
+        residual: bit(3),
+        accumulate: bit(4),
+    }
+}
+
+#[test]
+fn products_are_right_in_every_form() {
+    let mut draw = Draw(1);
+    for (m, n, k) in [(1, 1, 1), (1, 70, 33), (3, 65, 17), (4, 9, 130), (5, 131, 40), (13, 64, 8), (98, 67, 23)] {
+        for bits in 0..32 {
+            let case = flags(m, n, k, bits);
+            let (got, want) = run_product::<f32>(2, case, &mut draw);
+            close(&got, &want, tolerance::<f32>(k), &format!("{case:?}"));
+            let (got, want) = run_product::<f64>(2, case, &mut draw);
+            close(&got, &want, tolerance::<f64>(k), &format!("{case:?}"));
+        }
+    }
+    // More than one slice of k, more than one pass of columns, nothing to sum over.
+    for (m, n, k) in [(7, 33, 1100), (9, 2100, 3), (100, 70, 513), (6, 5, 0)] {
+        for bits in [0, 3, 30, 31] {
+            let case = flags(m, n, k, bits);
+            let (got, want) = run_product::<f32>(3, case, &mut draw);
+            close(&got, &want, tolerance::<f32>(k), &format!("{case:?}"));
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
+
+    #[test]
+    fn products_of_any_shape_are_right(
+        m in 1usize..40, n in 1usize..150, k in 1usize..90, bits in 0usize..32, threads in 1usize..4, seed: u64,
+    ) {
+        let case = flags(m, n, k, bits);
+        let (got, want) = run_product::<f32>(threads, case, &mut Draw(seed));
+        close(&got, &want, tolerance::<f32>(k), &format!("{case:?}"));
+    }
+}
+
+// Embedding
+
+#[test]
+fn embedding_takes_rows_and_gives_gradients_back() {
+    fn check<T: Real>() {
+        let mut draw = Draw(2);
+        let (vocab, hidden) = (11, 70);
+        let tokens: Vec<i32> = (0..37).map(|_| draw.below(vocab) as i32).collect();
+        let table: Vec<T> = draw.many(vocab * hidden);
+        let mut out = vec![T::of(f64::NAN); tokens.len() * hidden];
+        embed(&pool(2), &tokens, &table, hidden, &mut out);
+        let rows: Vec<T> =
+            tokens.iter().flat_map(|&t| table[t as usize * hidden..][..hidden].iter().copied()).collect();
+        assert_eq!(out, rows);
+        let mut dtable: Vec<T> = draw.many(vocab * hidden);
+        let mut want = wide(&dtable);
+        for (row, &token) in tokens.iter().enumerate() {
+            for d in 0..hidden {
+                want[token as usize * hidden + d] += out[row * hidden + d].wide();
+            }
+        }
+        embed_grad(&pool(2), &tokens, &out, hidden, &mut dtable);
+        close(&dtable, &want, tolerance::<T>(tokens.len()), "dtable");
+    }
+    check::<f32>();
+    check::<f64>();
+}
+
+// Norms
+
+fn naive_norm(x: &[f64], weight: &[f64], eps: f64) -> (Vec<f64>, f64) {
+    let r = 1.0 / (dot(x, x) / x.len() as f64 + eps).sqrt();
+    (x.iter().zip(weight).map(|(x, w)| x * r * w).collect(), r)
+}
+
+#[test]
+fn rms_norm_is_right() {
+    fn check<T: Real>() {
+        let mut draw = Draw(3);
+        for (rows, dim) in [(1, 1), (3, 16), (70, 37), (5, 384)] {
+            let (x, weight): (Vec<T>, Vec<T>) = (draw.many(rows * dim), draw.many(dim));
+            let (mut out, mut rstd) = (vec![T::ZERO; rows * dim], vec![T::ZERO; rows]);
+            rms_norm(&pool(2), &x, &weight, 1e-5, &mut out, &mut rstd);
+            for row in 0..rows {
+                let (want, r) = naive_norm(&wide(&x[row * dim..(row + 1) * dim]), &wide(&weight), 1e-5);
+                close(&out[row * dim..(row + 1) * dim], &want, tolerance::<T>(8), "norm");
+                close(&[rstd[row]], &[r], tolerance::<T>(8), "rstd");
+            }
+        }
+    }
+    check::<f32>();
+    check::<f64>();
+}
+
+#[test]
+fn rms_norm_grad_is_the_slope() {
+    let mut draw = Draw(4);
+    for (rows, dim) in [(1, 1), (70, 5), (3, 37)] {
+        let (mut x, mut weight): (Vec<f64>, Vec<f64>) = (draw.many(rows * dim), draw.many(dim));
+        let dout: Vec<f64> = draw.many(rows * dim);
+        let loss = |x: &[f64], weight: &[f64]| {
+            let (mut out, mut rstd) = (vec![0.0; rows * dim], vec![0.0; rows]);
+            rms_norm(&pool(1), x, weight, 1e-3, &mut out, &mut rstd);
+            (dot(&out, &dout), rstd)
+        };
+        let rstd = loss(&x, &weight).1;
+        let before: Vec<f64> = draw.many(rows * dim);
+        for accumulate in [false, true] {
+            let (mut dx, mut dweight) = (before.clone(), vec![1.0; dim]);
+            let mut scratch = scratch(workspace::rms_norm_grad(rows as u64, dim as u64));
+            rms_norm_grad(&pool(2), &x, &weight, &rstd, &dout, &mut dx, &mut dweight, accumulate, &mut scratch);
+            if accumulate {
+                dx.iter_mut().zip(&before).for_each(|(dx, before)| *dx -= before);
+            }
+            dweight.iter_mut().for_each(|d| *d -= 1.0);
+            let kept = weight.clone();
+            differences(&mut x, &dx, "dx", |x| loss(x, &kept).0);
+            let kept = x.clone();
+            differences(&mut weight, &dweight, "dweight", |weight| loss(&kept, weight).0);
+        }
+    }
+}
+
+const SHAPES: [Heads; 4] = [
+    Heads { heads: 1, kv_heads: 1, head_dim: 2 },
+    Heads { heads: 3, kv_heads: 1, head_dim: 18 },
+    Heads { heads: 4, kv_heads: 2, head_dim: 64 },
+    Heads { heads: 2, kv_heads: 2, head_dim: 70 },
+];
+
+#[test]
+fn head_norm_norms_queries_and_keys_and_copies_values() {
+    fn check<T: Real>() {
+        let mut draw = Draw(5);
+        for shape in SHAPES {
+            let (rows, all, e) = (5, shape.columns() as usize, shape.head_dim as usize);
+            let x: Vec<T> = draw.many(rows * all);
+            let (wq, wk): (Vec<T>, Vec<T>) = (draw.many(e), draw.many(e));
+            let normed = shape.rotated() as usize;
+            let (mut out, mut rstd) = (vec![T::of(f64::NAN); rows * all], vec![T::ZERO; rows * normed]);
+            head_norm(&pool(2), shape, &x, &wq, &wk, 1e-6, &mut out, &mut rstd);
+            for row in 0..rows {
+                for head in 0..all / e {
+                    let part = row * all + head * e..row * all + (head + 1) * e;
+                    if head < normed {
+                        let weight = if head < shape.heads as usize { &wq } else { &wk };
+                        let (want, r) = naive_norm(&wide(&x[part.clone()]), &wide(weight), 1e-6);
+                        close(&out[part], &want, tolerance::<T>(8), "head norm");
+                        close(&[rstd[row * normed + head]], &[r], tolerance::<T>(8), "rstd");
+                    } else {
+                        assert_eq!(out[part.clone()], x[part]);
+                    }
+                }
+            }
+        }
+    }
+    check::<f32>();
+    check::<f64>();
+}
+
+#[test]
+fn head_norm_grad_is_the_slope() {
+    let mut draw = Draw(6);
+    for shape in SHAPES {
+        let (rows, all, e) = (35, shape.columns() as usize, shape.head_dim as usize);
+        let mut x: Vec<f64> = draw.many(rows * all);
+        let (mut wq, mut wk): (Vec<f64>, Vec<f64>) = (draw.many(e), draw.many(e));
+        let dout: Vec<f64> = draw.many(rows * all);
+        let loss = |x: &[f64], wq: &[f64], wk: &[f64]| {
+            let (mut out, mut rstd) = (vec![0.0; x.len()], vec![0.0; rows * shape.rotated() as usize]);
+            head_norm(&pool(1), shape, x, wq, wk, 1e-3, &mut out, &mut rstd);
+            (dot(&out, &dout), rstd)
+        };
+        let rstd = loss(&x, &wq, &wk).1;
+        let (mut dx, mut dwq, mut dwk) = (dout.clone(), vec![0.0; e], vec![0.0; e]);
+        let elements = workspace::head_norm_grad(rows as u64, shape.heads, shape.kv_heads, shape.head_dim);
+        head_norm_grad(&pool(2), shape, &x, &wq, &wk, &rstd, &mut dx, &mut dwq, &mut dwk, &mut scratch(elements));
+        let (q, k, y) = (wq.clone(), wk.clone(), x.clone());
+        differences(&mut x, &dx, "dx", |x| loss(x, &q, &k).0);
+        differences(&mut wq, &dwq, "dwq", |wq| loss(&y, wq, &k).0);
+        differences(&mut wk, &dwk, "dwk", |wk| loss(&y, &q, wk).0);
+    }
+}
+
+// Positions
+
+#[test]
+fn rope_turns_pairs_and_back() {
+    fn check<T: Real>() {
+        let mut draw = Draw(7);
+        for shape in SHAPES {
+            let (rows, all, e) = (9, shape.columns() as usize, shape.head_dim as usize);
+            let positions: Vec<i32> = (0..rows).map(|_| draw.below(20) as i32).collect();
+            let mut table = vec![T::of(f64::NAN); 20 * e];
+            rope_table(&pool(2), e, 10_000.0, &RopeScaling::None, &mut table);
+            let x: Vec<T> = draw.many(rows * all);
+            let mut want = wide(&x);
+            for row in 0..rows {
+                for head in 0..shape.rotated() as usize {
+                    for i in 0..e / 2 {
+                        let angle = f64::from(positions[row]) / 10_000f64.powf(2.0 * i as f64 / e as f64);
+                        let (low, high) = (row * all + head * e + i, row * all + head * e + e / 2 + i);
+                        let (a, b) = (want[low], want[high]);
+                        want[low] = a * angle.cos() - b * angle.sin();
+                        want[high] = b * angle.cos() + a * angle.sin();
+                    }
+                }
+            }
+            let mut qkv = x.clone();
+            rope(&pool(2), shape, &table, &positions, false, &mut qkv);
+            close(&qkv, &want, tolerance::<T>(40), "rope");
+            rope(&pool(2), shape, &table, &positions, true, &mut qkv);
+            close(&qkv, &wide(&x), tolerance::<T>(40), "there and back");
+        }
+    }
+    check::<f32>();
+    check::<f64>();
+}
+
+#[test]
+fn rope_scaling_stretches_waves() {
+    let e = 64;
+    let table = |scaling: RopeScaling| {
+        let mut table = vec![0.0f64; 8 * e];
+        rope_table(&pool(1), e, 500_000.0, &scaling, &mut table);
+        // The angle of position 1: none is above π/2 here but the first, which is 1.
+        table[e + e / 2..2 * e].iter().map(|sin| sin.asin()).collect::<Vec<f64>>()
+    };
+    let plain = table(RopeScaling::None);
+    let linear = table(RopeScaling::Linear { factor: 4.0 });
+    let llama3 = table(RopeScaling::Llama3 {
+        factor: 8.0,
+        low_freq_factor: 1.0,
+        high_freq_factor: 4.0,
+        original_max_position_embeddings: 8192,
+    });
+    let (mut kept, mut blended, mut slow) = (0, 0, 0);
+    for i in 0..e / 2 {
+        let frequency = 500_000f64.powf(-2.0 * i as f64 / e as f64);
+        assert!((plain[i] - frequency).abs() < 1e-12);
+        assert!((linear[i] - frequency / 4.0).abs() < 1e-12);
+        let turns = 8192.0 * frequency / std::f64::consts::TAU;
+        let want = if turns > 4.0 {
+            kept += 1;
+            frequency
+        } else if turns < 1.0 {
+            slow += 1;
+            frequency / 8.0
+        } else {
+            blended += 1;
+            let smooth = (turns - 1.0) / 3.0;
+            frequency * ((1.0 - smooth) / 8.0 + smooth)
+        };
+        assert!((llama3[i] - want).abs() < 1e-12, "{i}");
+    }
+    assert!(kept > 0 && blended > 0 && slow > 0);
+}
+
+// Attention
+
+/// Sequences of documents of odd lengths: the first visible key of every token.
+fn documents(draw: &mut Draw, batch: usize, sequence: usize, longest: usize) -> Vec<i32> {
+    let mut starts = Vec::new();
+    for _ in 0..batch {
+        let (mut start, mut end) = (0, 1 + draw.below(longest));
+        for token in 0..sequence {
+            if token == end {
+                (start, end) = (token, token + 1 + draw.below(longest));
+            }
+            starts.push(start as i32);
+        }
+    }
+    starts
+}
+
+fn naive_attention(shape: Heads, sequence: usize, qkv: &[f64], starts: &[i32]) -> (Vec<f64>, Vec<f64>) {
+    let (h, kv, e) = (shape.heads as usize, shape.kv_heads as usize, shape.head_dim as usize);
+    let (all, rows) = (shape.columns() as usize, starts.len());
+    let (mut out, mut stats) = (vec![0.0; rows * h * e], vec![0.0; rows * h]);
+    for row in 0..rows {
+        let (b, i) = (row / sequence, row % sequence);
+        for head in 0..h {
+            let key = |j: usize, part: usize| {
+                let at = (b * sequence + j) * all + (h + part * kv + head / (h / kv)) * e;
+                &qkv[at..at + e]
+            };
+            let query = &qkv[row * all + head * e..][..e];
+            let seen = starts[row] as usize..=i;
+            let scores: Vec<f64> = seen.clone().map(|j| dot(query, key(j, 0)) / (e as f64).sqrt()).collect();
+            let sum: f64 = scores.iter().map(|s| s.exp()).sum();
+            stats[(b * h + head) * sequence + i] = sum.ln();
+            for (j, score) in seen.zip(&scores) {
+                for (d, value) in key(j, 1).iter().enumerate() {
+                    out[row * h * e + head * e + d] += score.exp() / sum * value;
+                }
+            }
+        }
+    }
+    (out, stats)
+}
+
+fn run_attention<T: Real>(
+    threads: usize,
+    shape: Heads,
+    sequence: usize,
+    qkv: &[T],
+    starts: &[i32],
+) -> (Vec<T>, Vec<T>) {
+    let rows = starts.len();
+    let mut out = vec![T::of(f64::NAN); rows * shape.query_columns() as usize];
+    let mut stats = vec![T::of(f64::NAN); rows * shape.heads as usize];
+    let mut scratch = scratch(workspace::attention(threads as u64, sequence as u64, shape.head_dim));
+    attention(&pool(threads), shape, sequence, qkv, starts, &mut out, &mut stats, &mut scratch);
+    (out, stats)
+}
+
+fn run_attention_grad<T: Real>(
+    threads: usize,
+    shape: Heads,
+    sequence: usize,
+    qkv: &[T],
+    dout: &[T],
+    starts: &[i32],
+) -> Vec<T> {
+    let (out, stats) = run_attention(threads, shape, sequence, qkv, starts);
+    let mut dqkv = vec![T::of(f64::NAN); qkv.len()];
+    let mut scratch = scratch(workspace::attention_grad(threads as u64, sequence as u64, shape.head_dim));
+    attention_grad(&pool(threads), shape, sequence, qkv, &out, dout, &stats, starts, &mut dqkv, &mut scratch);
+    dqkv
+}
+
+/// (batch, sequence, longest document): one token, less than a block, several blocks of queries
+/// and of keys, with and without boundaries inside.
+const SEQUENCES: [(usize, usize, usize); 5] = [(3, 1, 1), (2, 23, 9), (1, 130, 1000), (2, 130, 50), (1, 600, 300)];
+
+#[test]
+fn attention_sees_its_document_and_nothing_else() {
+    fn check<T: Real>() {
+        let mut draw = Draw(8);
+        for shape in SHAPES {
+            for (batch, sequence, longest) in SEQUENCES {
+                let starts = documents(&mut draw, batch, sequence, longest);
+                let qkv: Vec<T> = draw.many(batch * sequence * shape.columns() as usize);
+                let (out, stats) = run_attention(2, shape, sequence, &qkv, &starts);
+                let (want, want_stats) = naive_attention(shape, sequence, &wide(&qkv), &starts);
+                close(&out, &want, tolerance::<T>(40), &format!("{shape:?} {sequence}"));
+                close(&stats, &want_stats, tolerance::<T>(40), &format!("stats {shape:?} {sequence}"));
+            }
+        }
+    }
+    check::<f32>();
+    check::<f64>();
+}
+
+#[test]
+fn attention_grad_is_the_slope() {
+    let mut draw = Draw(9);
+    for shape in SHAPES {
+        for (batch, sequence, longest) in [(3, 1, 1), (2, 23, 9), (1, 130, 1000), (1, 150, 60)] {
+            let starts = documents(&mut draw, batch, sequence, longest);
+            let mut qkv: Vec<f64> = draw.many(batch * sequence * shape.columns() as usize);
+            let dout: Vec<f64> = draw.many(batch * sequence * shape.query_columns() as usize);
+            let dqkv = run_attention_grad(2, shape, sequence, &qkv, &dout, &starts);
+            differences(&mut qkv, &dqkv, "dqkv", |qkv| dot(&run_attention(1, shape, sequence, qkv, &starts).0, &dout));
+        }
+    }
+}
+
+#[test]
+fn attention_grad_in_f32_is_that_in_f64() {
+    let mut draw = Draw(10);
+    for shape in SHAPES {
+        for (batch, sequence, longest) in SEQUENCES {
+            let starts = documents(&mut draw, batch, sequence, longest);
+            let qkv: Vec<f32> = draw.many(batch * sequence * shape.columns() as usize);
+            let dout: Vec<f32> = draw.many(batch * sequence * shape.query_columns() as usize);
+            let got = run_attention_grad(2, shape, sequence, &qkv, &dout, &starts);
+            let want = run_attention_grad(1, shape, sequence, &wide(&qkv), &wide(&dout), &starts);
+            close(&got, &want, 1e-4, &format!("{shape:?} {sequence}"));
+        }
+    }
+}
+
+#[test]
+fn huge_scores_do_not_overflow() {
+    let shape = Heads { heads: 1, kv_heads: 1, head_dim: 2 };
+    let qkv: Vec<f32> = (0..100 * 6).map(|i| if i % 6 < 4 { 1e4 + i as f32 } else { i as f32 }).collect();
+    let (out, stats) = run_attention(1, shape, 100, &qkv, &[0; 100]);
+    assert!(out.iter().chain(&stats).all(|x| x.is_finite()));
+}
+
+#[test]
+fn cached_attention_continues_what_attention_began() {
+    fn check<T: Real>() {
+        let mut draw = Draw(11);
+        for shape in SHAPES {
+            let (total, all) = (300, shape.columns() as usize);
+            let width = (shape.kv_heads * shape.head_dim) as usize;
+            let qkv: Vec<T> = draw.many(total * all);
+            let (want, _) = naive_attention(shape, total, &wide(&qkv), &vec![0; total]);
+            let capacity = total + 7;
+            let (mut keys, mut values) =
+                (vec![T::of(f64::NAN); capacity * width], vec![T::of(f64::NAN); capacity * width]);
+            let mut start = 0;
+            // A prompt, single tokens, a few, and a long rest.
+            for rows in [70, 1, 1, 5, 8, 215] {
+                let new = &qkv[start * all..(start + rows) * all];
+                append_cache(shape, new, start, &mut keys, &mut values);
+                let mut out = vec![T::of(f64::NAN); rows * shape.query_columns() as usize];
+                let mut scratch = scratch(workspace::cached_attention(2, rows as u64, capacity as u64, shape.head_dim));
+                cached_attention(&pool(2), shape, new, &keys, &values, start, &mut out, &mut scratch);
+                let columns = shape.query_columns() as usize;
+                close(
+                    &out,
+                    &want[start * columns..(start + rows) * columns],
+                    tolerance::<T>(40),
+                    &format!("{shape:?} {start}"),
+                );
+                start += rows;
+            }
+            assert_eq!(start, total);
+        }
+    }
+    check::<f32>();
+    check::<f64>();
+}
+
+// Feed-forward
+
+#[test]
+fn swiglu_is_right_and_its_gradient_is_the_slope() {
+    let mut draw = Draw(12);
+    for (rows, ffn) in [(1, 1), (3, 37), (40, 130)] {
+        let mut gate_up: Vec<f64> = draw.many::<f64>(rows * 2 * ffn).iter().map(|x| x * 6.0).collect();
+        let dout: Vec<f64> = draw.many(rows * ffn);
+        let forward = |gate_up: &[f64]| {
+            let mut out = vec![f64::NAN; rows * ffn];
+            swiglu(&pool(2), ffn, gate_up, &mut out);
+            out
+        };
+        let want: Vec<f64> = (0..rows * ffn)
+            .map(|i| {
+                let at = i / ffn * 2 * ffn + i % ffn;
+                gate_up[at] / (1.0 + (-gate_up[at]).exp()) * gate_up[at + ffn]
+            })
+            .collect();
+        close(&forward(&gate_up), &want, 1e-14, "swiglu");
+        let narrow: Vec<f32> = gate_up.iter().map(|&x| x as f32).collect();
+        let mut out = vec![0.0f32; rows * ffn];
+        swiglu(&pool(2), ffn, &narrow, &mut out);
+        close(&out, &want, 2e-6, "swiglu f32");
+
+        let mut dgate_up = vec![f64::NAN; rows * 2 * ffn];
+        swiglu_grad(&pool(2), ffn, &gate_up, &dout, &mut dgate_up);
+        let mut in_place = gate_up.clone();
+        swiglu_grad_in_place(&pool(2), ffn, &mut in_place, &dout);
+        assert_eq!(in_place, dgate_up);
+        differences(&mut gate_up, &dgate_up, "dgate_up", |x| dot(&forward(x), &dout));
+        let (dout, mut got) = (dout.iter().map(|&x| x as f32).collect::<Vec<f32>>(), vec![f32::NAN; rows * 2 * ffn]);
+        swiglu_grad(&pool(2), ffn, &narrow, &dout, &mut got);
+        close(&got, &dgate_up, 2e-6, "dgate_up f32");
+    }
+    // Far out, the gate is open or shut, and nothing becomes NaN.
+    let mut out = [f32::NAN; 2];
+    swiglu(&pool(1), 2, &[200.0, -200.0, 3.0, 3.0], &mut out);
+    assert_eq!(out, [600.0, 0.0]);
+}
+
+// Loss
+
+fn naive_loss(vocab: usize, logits: &[f64], labels: &[i32], weights: &[f64]) -> f64 {
+    let mut total = 0.0;
+    for (row, (&label, &weight)) in labels.iter().zip(weights).enumerate() {
+        if label >= 0 && weight != 0.0 {
+            let x = &logits[row * vocab..(row + 1) * vocab];
+            total += weight * (x.iter().map(|x| x.exp()).sum::<f64>().ln() - x[label as usize]);
+        }
+    }
+    total
+}
+
+#[test]
+fn cross_entropy_counts_what_it_should_and_its_gradient_is_the_slope() {
+    let mut draw = Draw(13);
+    for (rows, vocab) in [(1, 1), (7, 5), (33, 101), (3, 1000)] {
+        let mut logits: Vec<f64> = draw.many::<f64>(rows * vocab).iter().map(|x| x * 4.0).collect();
+        let labels: Vec<i32> =
+            (0..rows).map(|row| if row % 5 == 2 { IGNORED } else { draw.below(vocab) as i32 }).collect();
+        let weights: Vec<f64> = (0..rows).map(|row| if row % 7 == 3 { 0.0 } else { draw.next() + 1.5 }).collect();
+        let size = workspace::cross_entropy(rows as u64, vocab as u64);
+        let loss = |x: &[f64]| cross_entropy(&pool(2), vocab, x, &labels, &weights, None, &mut scratch(size));
+        let want = naive_loss(vocab, &logits, &labels, &weights);
+        assert!((loss(&logits) - want).abs() <= 1e-12 * (1.0 + want.abs()));
+
+        let mut correct = vec![-1; rows];
+        let mut gradient = logits.clone();
+        let got = cross_entropy_grad(
+            &pool(2),
+            vocab,
+            &mut gradient,
+            &labels,
+            &weights,
+            0.25,
+            Some(&mut correct),
+            &mut scratch(size),
+        );
+        assert_eq!(got, loss(&logits));
+        for row in 0..rows {
+            let x = &logits[row * vocab..(row + 1) * vocab];
+            let counts = labels[row] >= 0 && weights[row] != 0.0;
+            let best = (0..vocab).rev().max_by(|&a, &b| x[a].total_cmp(&x[b])).unwrap();
+            assert_eq!(correct[row], i32::from(counts && best as i32 == labels[row]));
+            if !counts {
+                assert!(gradient[row * vocab..(row + 1) * vocab].iter().all(|&g| g.to_bits() == 0));
+            }
+        }
+        let narrow: Vec<f32> = logits.iter().map(|&x| x as f32).collect();
+        let narrow_weights: Vec<f32> = weights.iter().map(|&x| x as f32).collect();
+        let mut narrow_gradient = narrow.clone();
+        let got = cross_entropy_grad(
+            &pool(2),
+            vocab,
+            &mut narrow_gradient,
+            &labels,
+            &narrow_weights,
+            0.25,
+            None,
+            &mut scratch(size),
+        );
+        assert!((got - want).abs() <= 1e-5 * (1.0 + want.abs()));
+        close(&narrow_gradient, &gradient, 2e-6, "dlogits f32");
+        differences(&mut logits, &gradient, "dlogits", |x| 0.25 * loss(x));
+    }
+}
+
+#[test]
+fn the_first_of_equal_logits_is_the_answer() {
+    let logits = [1.0f32, 3.0, 3.0, 2.0, 1.0, 3.0, 3.0, 2.0];
+    let mut correct = [-1; 2];
+    let mut scratch = [0.0; 2];
+    cross_entropy(&pool(1), 4, &logits, &[1, 2], &[1.0, 1.0], Some(&mut correct), &mut scratch);
+    assert_eq!(correct, [1, 0]);
+}
+
+#[test]
+fn huge_logits_do_not_overflow_and_nan_is_not_hidden() {
+    let mut scratch = [0.0f32; 1];
+    let mut logits = [1e30f32, -1e30, 0.0];
+    let loss = cross_entropy_grad(&pool(1), 3, &mut logits, &[0], &[1.0], 1.0, None, &mut scratch);
+    assert_eq!((loss, logits), (0.0, [0.0, 0.0, 0.0]));
+    let loss = cross_entropy(&pool(1), 3, &[0.0, f32::NAN, 1.0], &[0], &[1.0], None, &mut scratch);
+    assert!(loss.is_nan());
+}
+
+// Element by element
+
+#[test]
+fn sums_copies_and_fills() {
+    fn check<T: Real>() {
+        let mut draw = Draw(14);
+        let pool = pool(3);
+        for n in [0, 1, 33, 70_001] {
+            let (x, y): (Vec<T>, Vec<T>) = (draw.many(n), draw.many(n));
+            let mut sum = y.clone();
+            add(&pool, &x, &mut sum);
+            assert!((0..n).all(|i| sum[i] == x[i] + y[i]));
+            copy(&pool, &x, &mut sum);
+            assert_eq!(sum, x);
+            fill(&pool, T::of(0.5), &mut sum);
+            assert!(sum.iter().all(|&x| x == T::of(0.5)));
+        }
+        for (rows, columns) in [(1, 1), (77, 70), (1000, 3)] {
+            let x: Vec<T> = draw.many(rows * columns);
+            let mut into: Vec<T> = draw.many(columns);
+            let mut want = wide(&into);
+            for i in 0..rows * columns {
+                want[i % columns] += x[i].wide();
+            }
+            let size = workspace::sum_rows(rows as u64, columns as u64);
+            sum_rows(&pool, rows, columns, &x, &mut into, &mut scratch(size));
+            close(&into, &want, tolerance::<T>(rows), "sum of rows");
+        }
+    }
+    check::<f32>();
+    check::<f64>();
+}
+
+// Update
+
+#[test]
+fn squared_norm_is_right_and_lets_nan_through() {
+    let mut draw = Draw(15);
+    for n in [0, 1, 100, 300_001] {
+        let x: Vec<f32> = draw.many(n);
+        let want: f64 = x.iter().map(|x| f64::from(*x).powi(2)).sum();
+        assert!((squared_norm(&pool(2), &x) - want).abs() <= 1e-6 * want);
+    }
+    let mut x = vec![1.0f32; 50_000];
+    x[49_999] = f32::INFINITY;
+    assert_eq!(squared_norm(&pool(2), &x), f64::INFINITY);
+    x[3] = f32::NAN;
+    assert!(squared_norm(&pool(2), &x).is_nan());
+}
+
+#[test]
+fn adamw_follows_its_formula() {
+    fn check<T: Real>() {
+        let mut draw = Draw(16);
+        let n = 50_003;
+        let mut weight: Vec<T> = draw.many(n);
+        let (mut first, mut second) = (vec![T::ZERO; n], vec![T::ZERO; n]);
+        let (mut w, mut m, mut v) = (wide(&weight), vec![0.0; n], vec![0.0; n]);
+        for t in 1..=3 {
+            let gradient: Vec<T> = draw.many(n);
+            let (c1, c2) = (1.0 - 0.9f64.powi(t), 1.0 - 0.95f64.powi(t));
+            let step = AdamW {
+                rate: T::of(1e-2),
+                betas: [0.9, 0.95],
+                eps: T::of(1e-8),
+                decay: T::of(0.1),
+                bias_corrections: [T::of(c1), T::of(c2)],
+                clip: T::of(0.5),
+            };
+            adamw(&pool(2), step, &mut weight, &gradient, &mut first, &mut second);
+            for i in 0..n {
+                let g = gradient[i].wide() * 0.5;
+                w[i] -= 1e-2 * 0.1 * w[i];
+                m[i] = 0.9 * m[i] + 0.1 * g;
+                v[i] = 0.95 * v[i] + 0.05 * g * g;
+                w[i] -= 1e-2 / c1 * m[i] / (v[i].sqrt() / c2.sqrt() + 1e-8);
+            }
+        }
+        close(&weight, &w, tolerance::<T>(16), "weights");
+        close(&first, &m, tolerance::<T>(16), "first moments");
+        close(&second, &v, tolerance::<T>(16), "second moments");
+    }
+    check::<f32>();
+    check::<f64>();
+}
+
+#[test]
+fn sgd_follows_its_formula() {
+    let mut draw = Draw(17);
+    let n = 20_003;
+    for momentum in [None, Some(0.9)] {
+        let mut weight: Vec<f64> = draw.many(n);
+        let mut buffer = vec![0.0; n];
+        let (mut w, mut b) = (weight.clone(), vec![0.0; n]);
+        for _ in 0..3 {
+            let gradient: Vec<f64> = draw.many(n);
+            let step = Sgd { rate: 1e-2, momentum: momentum.unwrap_or(0.0), decay: 0.1, clip: 0.5 };
+            sgd(&pool(2), step, &mut weight, &gradient, momentum.map(|_| &mut buffer[..]));
+            for i in 0..n {
+                b[i] = momentum.unwrap_or(0.0) * b[i] + gradient[i] * 0.5 + 0.1 * w[i];
+                w[i] -= 1e-2 * b[i];
+            }
+        }
+        close(&weight, &w, 1e-14, "weights");
+    }
+}
+
+// Promises over all of them
+
+/// The bits of every op's results, on shapes that make several tasks.
+fn everything(threads: usize) -> Vec<(&'static str, Vec<u32>)> {
+    let pool = &pool(threads);
+    let lanes = threads as u64;
+    let mut draw = Draw(18);
+    let mut results = Vec::new();
+    let mut keep = |name, x: &[f32]| results.push((name, x.iter().map(|x| x.to_bits()).collect()));
+
+    for bits in [0, 1, 2, 3, 31] {
+        keep("product", &run_product::<f32>(threads, flags(200, 150, 700, bits), &mut Draw(bits as u64)).0);
+    }
+    keep("few rows", &run_product::<f32>(threads, flags(2, 3000, 100, 2), &mut draw).0);
+
+    let tokens: Vec<i32> = (0..500).map(|_| draw.below(90) as i32).collect();
+    let (x, weight, dout): (Vec<f32>, Vec<f32>, Vec<f32>) =
+        (draw.many(500 * 130), draw.many(130), draw.many(500 * 130));
+    let mut dtable = vec![0.0; 90 * 130];
+    embed_grad(pool, &tokens, &x, 130, &mut dtable);
+    keep("embed_grad", &dtable);
+    let (mut out, mut rstd) = (vec![0.0; 500 * 130], vec![0.0; 500]);
+    rms_norm(pool, &x, &weight, 1e-5, &mut out, &mut rstd);
+    keep("rms_norm", &out);
+    let (mut dx, mut dweight) = (vec![0.0; 500 * 130], vec![0.0; 130]);
+    let mut space = scratch(workspace::rms_norm_grad(500, 130));
+    rms_norm_grad(pool, &x, &weight, &rstd, &dout, &mut dx, &mut dweight, false, &mut space);
+    keep("rms_norm_grad", &dx);
+    keep("rms_norm_grad weight", &dweight);
+    let mut sums = vec![0.0; 130];
+    sum_rows(pool, 500, 130, &x, &mut sums, &mut scratch(workspace::sum_rows(500, 130)));
+    keep("sum_rows", &sums);
+
+    let shape = Heads { heads: 6, kv_heads: 2, head_dim: 20 };
+    let starts = documents(&mut draw, 2, 300, 150);
+    let qkv: Vec<f32> = draw.many(600 * shape.columns() as usize);
+    let (out, stats) = run_attention(threads, shape, 300, &qkv, &starts);
+    let dqkv = run_attention_grad(threads, shape, 300, &qkv, &out, &starts);
+    keep("attention", &out);
+    keep("attention stats", &stats);
+    keep("attention_grad", &dqkv);
+    let (wq, wk): (Vec<f32>, Vec<f32>) = (draw.many(20), draw.many(20));
+    let (mut normed, mut rstd) = (vec![0.0; qkv.len()], vec![0.0; 600 * 8]);
+    head_norm(pool, shape, &qkv, &wq, &wk, 1e-5, &mut normed, &mut rstd);
+    let (mut dx, mut dq, mut dk) = (dqkv.clone(), vec![0.0; 20], vec![0.0; 20]);
+    let mut space = scratch(workspace::head_norm_grad(600, 6, 2, 20));
+    head_norm_grad(pool, shape, &qkv, &wq, &wk, &rstd, &mut dx, &mut dq, &mut dk, &mut space);
+    for x in [&normed, &dx, &dq, &dk] {
+        keep("head_norm", x);
+    }
+    for rows in [3, 100] {
+        let (keys, values): (Vec<f32>, Vec<f32>) = (draw.many(400 * 40), draw.many(400 * 40));
+        let mut out = vec![0.0; rows * 120];
+        let mut space = scratch(workspace::cached_attention(lanes, rows as u64, 400, 20));
+        cached_attention(pool, shape, &qkv[..rows * 200], &keys, &values, 300, &mut out, &mut space);
+        keep("cached_attention", &out);
+    }
+
+    let (gate_up, dout): (Vec<f32>, Vec<f32>) = (draw.many(600 * 200), draw.many(600 * 100));
+    let (mut out, mut dgate_up) = (vec![0.0; 600 * 100], vec![0.0; 600 * 200]);
+    swiglu(pool, 100, &gate_up, &mut out);
+    swiglu_grad(pool, 100, &gate_up, &dout, &mut dgate_up);
+    keep("swiglu", &out);
+    keep("swiglu_grad", &dgate_up);
+
+    let mut logits: Vec<f32> = draw.many(200 * 501);
+    let labels: Vec<i32> = (0..200).map(|_| draw.below(501) as i32).collect();
+    let weights: Vec<f32> = draw.many(200);
+    let loss = cross_entropy_grad(pool, 501, &mut logits, &labels, &weights, 0.1, None, &mut scratch(200));
+    keep("cross_entropy", &logits);
+    keep("loss", &[loss as f32, (loss - f64::from(loss as f32)) as f32]);
+    let norm = squared_norm(pool, &qkv);
+    keep("norm", &[norm as f32, (norm - f64::from(norm as f32)) as f32]);
+    results
+}
+
+#[test]
+fn results_do_not_depend_on_the_number_of_threads() {
+    let one = everything(1);
+    for threads in [2, 3] {
+        for ((name, a), (_, b)) in one.iter().zip(everything(threads)) {
+            assert!(*a == b, "{name} with {threads} threads");
+        }
+    }
+}
+
+/// Runs the tests of this file again with narrower vectors, each in a process of its own.
+#[test]
+fn every_width_of_vectors_keeps_the_promises() {
+    if std::env::var_os("PLIMSOLL_VECTORS").is_some() {
+        return;
+    }
+    for width in ["portable", "avx2"] {
+        let run = std::process::Command::new(std::env::current_exe().unwrap())
+            .env("PLIMSOLL_VECTORS", width)
+            .output()
+            .unwrap();
+        assert!(run.status.success(), "{width}:\n{}", String::from_utf8_lossy(&run.stdout));
+    }
+}
