@@ -85,10 +85,11 @@ def compute(directory, dtype, prompt):
         nll = [reference.nll_sum(model, sample).item() for sample in batch]
         packed = reference.packed_logits(model, [sample.tokens for sample in batch[:2]])
     tokens, lead = reference.greedy(model, prompt, 12)
+    labelled = [sample.labelled for sample in batch]
     loss, gradient = reference.gradients(model, batch)
     steps = reference.train(model, training_rows(directory), TRAINING)
     numbers |= {
-        "batch": {"loss": loss, "tokens": sum(s.labelled for s in batch), "nll": nll, "labelled": [s.labelled for s in batch]},
+        "batch": {"loss": loss, "tokens": sum(labelled), "nll": nll, "labelled": labelled},
         "packed": {"samples": [0, 1], "differs_from_alone": worst(packed, torch.cat(logits[:2]))},
         "greedy": {"prompt": prompt, "tokens": tokens, "smallest_lead": lead},
         "steps": steps,

@@ -23,7 +23,8 @@ def directional_error(model, sample):
     """How far a gradient is from the central difference of the loss along one random direction, relative."""
     generator = torch.Generator().manual_seed(7)
     _, gradient = reference.gradients(model, [sample])
-    direction = {name: torch.randn(p.shape, generator=generator, dtype=torch.float64) for name, p in model.named_parameters()}
+    noise = lambda p: torch.randn(p.shape, generator=generator, dtype=torch.float64)
+    direction = {name: noise(p) for name, p in model.named_parameters()}
     slope = sum((gradient[name] * direction[name]).sum().item() for name in direction)
     step, losses = 1e-6, []
     with torch.no_grad():
