@@ -1,0 +1,396 @@
+//! The devices of this machine as a person or a program sees them: `plimsoll devices`, its live view, and the figures
+//! of `plimsoll bench devices`. What is found and measured comes from `plimsoll-device`; here it is only drawn.
+
+use crate::text::{columns, flops, percent};
+use plimsoll_core::Bytes;
+use plimsoll_device::bench::{Bench, DeviceBench};
+use plimsoll_device::probe::{self, Cache, Found, Load, Machine};
+use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
+use ratatui::layout::{Constraint, Layout, Rect};
+use ratatui::style::Stylize;
+use ratatui::widgets::{Cell, Gauge, Paragraph, Row, Table};
+use ratatui::{DefaultTerminal, Frame};
+use serde::Serialize;
+use std::io::{self, IsTerminal, Write};
+use std::time::{Duration, Instant};
+
+/// How often the live view looks again.
+const PERIOD: Duration = Duration::from_secs(1);
+
+/// The devices as a table for a person; ends with a line break.
+pub fn table(machine: &Machine) -> String {
+    let mut rows = vec![titles(&["device", "cores", "memory", "free", "would take", "threads"])];
+    rows.extend(machine.devices.iter().map(|found| {
+        vec![
+            found.name.clone(),
+            found.cores.to_string(),
+            found.memory_total_bytes.to_string(),
+            found.memory_free_bytes.to_string(),
+            found.takes.budget_bytes.to_string(),
+            found.takes.threads.to_string(),
+        ]
+    }));
+    let mut text = columns(&rows, "");
+    for found in &machine.devices {
+        text += &format!("\n{}: {}\n", found.name, found.takes.why);
+        text += &format!("{}: {}\n", found.name, abilities(found));
+    }
+    text += &format!("{}\n", machine.nvidia);
+    text
+}
+
+fn titles(titles: &[&str]) -> Vec<String> {
+    titles.iter().map(|title| (*title).to_owned()).collect()
+}
+
+/// What a device is made of, in one line.
+fn abilities(found: &Found) -> String {
+    let threads = if found.threads == 1 { "thread" } else { "threads" };
+    let mut parts = vec![found.model.clone(), format!("{} hardware {threads}", found.threads)];
+    if !found.features.is_empty() {
+        parts.push(found.features.join(" "));
+    }
+    let cache = |cache: &Cache| format!("L{} {}", cache.level, cache.bytes);
+    if !found.caches.is_empty() {
+        parts.push(format!("caches {}", found.caches.iter().map(cache).collect::<Vec<_>>().join(", ")));
+    }
+    parts.join("; ")
+}
+
+/// The devices for a program: a JSON object.
+pub fn json(machine: &Machine) -> String {
+    pretty(machine)
+}
+
+/// The figures of a measurement for a program: a JSON object.
+pub fn bench_json(bench: &Bench) -> String {
+    pretty(bench)
+}
+
+fn pretty(value: &impl Serialize) -> String {
+    serde_json::to_string_pretty(value).expect("plain data has a JSON form")
+}
+
+/// The figures of a measurement as tables for a person; ends with a line break. All of them are measured.
+pub fn bench_table(bench: &Bench) -> String {
+    let mut products = vec![titles(&["device", "threads", "products", "median", "best", "sustained"])];
+    let mut memory = vec![titles(&["device", "threads", "read", "write", "copy", "triad", "empty op"])];
+    let mut simulated = false;
+    for device in &bench.devices {
+        let (name, threads) = (device.device.clone(), device.threads.to_string());
+        simulated |= device.simulated;
+        products.extend(device.products.iter().map(|rate| {
+            let [median, best, sustained] = [rate.median_flops, rate.best_flops, rate.sustained_flops].map(flops);
+            vec![name.clone(), threads.clone(), rate.dtype.to_string(), median, best, sustained]
+        }));
+        let [read, write, copy, triad] =
+            [device.memory.read, device.memory.write, device.memory.copy, device.memory.triad].map(traffic);
+        memory.push(vec![name, threads, read, write, copy, triad, format!("{:.2} µs", device.op_seconds * 1e6)]);
+    }
+    let mut text = format!("{}\n{}\n", columns(&products, ""), columns(&memory, ""));
+    let sums = bench.all.products.iter().map(|sum| format!("{} {}", flops(sum.sustained_flops), sum.dtype));
+    let sums: Vec<String> = sums.chain([traffic(bench.all.memory_bytes_per_second)]).collect();
+    text += &format!("all at once ({}): {}\n", bench.all.devices.join(", "), sums.join(", "));
+    if bench.devices.iter().any(|device| device.device == "cpu") {
+        text += "products in bf16 do not exist on the cpu in this version\n";
+    }
+    let contention = bench.devices.iter().map(|device| device.contention).fold(0.0, f64::max);
+    if bench.devices.iter().any(DeviceBench::disturbed) {
+        let share = percent(contention, 0);
+        text += &format!("other programs held the cores for up to {share} of the time: rates too low are not kept\n");
+    }
+    if simulated {
+        text += "some of these devices are simulated\n";
+    }
+    text
+}
+
+fn traffic(bytes_per_second: f64) -> String {
+    format!("{:.1} GB/s", bytes_per_second / 1e9)
+}
+
+/// What the live view shows at one moment.
+#[derive(Clone, Debug)]
+struct Moment {
+    machine: Machine,
+    /// The share of the processor's time spent working since the last moment.
+    busy: Option<f64>,
+}
+
+/// Keeps showing the devices, once a second: as a live table until `q`, escape or ctrl-c when standard output is a
+/// terminal, else one line at a time until nobody reads them.
+///
+/// # Errors
+/// Where the terminal or standard output fails. The terminal is restored on every way out, a panic included.
+pub fn watch() -> io::Result<()> {
+    let mut earlier = Load::read();
+    let mut moment = move || {
+        let now = Load::read();
+        let busy = now.zip(earlier).map(|(now, earlier)| now.since(earlier));
+        earlier = now;
+        Moment { machine: probe::machine(), busy }
+    };
+    if !io::stdout().is_terminal() {
+        return lines(&mut moment);
+    }
+    // Also sets a panic hook that restores the terminal before the message is printed.
+    let mut terminal = ratatui::try_init()?;
+    let result = live(&mut terminal, &mut moment);
+    ratatui::try_restore().and(result)
+}
+
+/// A line of each device, again and again, until the reader goes away.
+fn lines(moment: &mut impl FnMut() -> Moment) -> io::Result<()> {
+    loop {
+        std::thread::sleep(PERIOD);
+        let moment = moment();
+        let text: String = moment.machine.devices.iter().map(|found| line(found, moment.busy) + "\n").collect();
+        let mut out = io::stdout().lock();
+        match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return Ok(()),
+            other => other?,
+        }
+    }
+}
+
+/// A device at one moment, in one line.
+fn line(found: &Found, busy: Option<f64>) -> String {
+    format!(
+        "{}: {} free of {}, {} busy, would take {} and {} threads",
+        found.name,
+        found.memory_free_bytes,
+        found.memory_total_bytes,
+        share_of_time(busy),
+        found.takes.budget_bytes,
+        found.takes.threads
+    )
+}
+
+fn share_of_time(busy: Option<f64>) -> String {
+    busy.map_or_else(|| "?".to_owned(), |share| percent(share, 0))
+}
+
+fn live(terminal: &mut DefaultTerminal, moment: &mut impl FnMut() -> Moment) -> io::Result<()> {
+    let mut shown = moment();
+    loop {
+        terminal.draw(|frame| draw(frame, &shown))?;
+        let next = Instant::now() + PERIOD;
+        while let Some(left) = next.checked_duration_since(Instant::now()) {
+            if event::poll(left)? {
+                match event::read()? {
+                    event if quits(&event) => return Ok(()),
+                    Event::Resize(..) => {
+                        terminal.draw(|frame| draw(frame, &shown))?;
+                    }
+                    _ => {}
+                }
+            }
+        }
+        shown = moment();
+    }
+}
+
+/// Whether the user wants to leave. In raw mode ctrl-c is a key, not a signal.
+fn quits(event: &Event) -> bool {
+    let Event::Key(key) = event else { return false };
+    key.kind == KeyEventKind::Press
+        && match key.code {
+            KeyCode::Char('q') | KeyCode::Esc => true,
+            KeyCode::Char('c') => key.modifiers.contains(KeyModifiers::CONTROL),
+            _ => false,
+        }
+}
+
+/// Columns of the live table; the third is the bar of used memory.
+const WIDTHS: [Constraint; 5] = [
+    Constraint::Length(10),
+    Constraint::Length(6),
+    Constraint::Min(26),
+    Constraint::Length(11),
+    Constraint::Length(22),
+];
+
+fn draw(frame: &mut Frame, moment: &Moment) {
+    let devices = &moment.machine.devices;
+    let [head, body, notes, keys] = Layout::vertical([
+        Constraint::Length(1),
+        Constraint::Length(devices.len() as u16),
+        Constraint::Length(2),
+        Constraint::Length(1),
+    ])
+    .areas(frame.area());
+    let titles = Row::new(["device", "busy", "memory used", "free", "would take"].map(Cell::from)).bold();
+    frame.render_widget(Table::new([titles], WIDTHS).column_spacing(2), head);
+    for (index, found) in devices.iter().enumerate() {
+        let row = Rect { y: body.y + index as u16, height: 1, ..body }.intersection(body);
+        if !row.is_empty() {
+            draw_device(frame, row, found, moment.busy);
+        }
+    }
+    frame.render_widget(Paragraph::new(format!("\n{}", moment.machine.nvidia)), notes);
+    frame.render_widget(Paragraph::new("q quits").dim(), keys);
+}
+
+fn draw_device(frame: &mut Frame, row: Rect, found: &Found, busy: Option<f64>) {
+    let [name, load, used, free, takes] = Layout::horizontal(WIDTHS).spacing(2).areas(row);
+    frame.render_widget(found.name.as_str(), name);
+    frame.render_widget(share_of_time(busy), load);
+    let (total, held) = (found.memory_total_bytes, found.memory_total_bytes.saturating_sub(found.memory_free_bytes));
+    let share = if total == Bytes::ZERO { 0.0 } else { held.0 as f64 / total.0 as f64 };
+    frame.render_widget(Gauge::default().ratio(share.clamp(0.0, 1.0)).label(format!("{held} of {total}")), used);
+    frame.render_widget(found.memory_free_bytes.to_string(), free);
+    frame.render_widget(format!("{}, {} threads", found.takes.budget_bytes, found.takes.threads), takes);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use plimsoll_core::{DType, DeviceKind};
+    use plimsoll_device::bench::{MemoryRate, ProductRate, Sum, SumRate};
+    use plimsoll_device::probe::{Nvidia, Takes};
+    use ratatui::Terminal;
+    use ratatui::backend::TestBackend;
+    use ratatui::crossterm::event::KeyEvent;
+
+    fn laptop() -> Machine {
+        let cpu = Found {
+            name: "cpu".to_owned(),
+            kind: DeviceKind::Cpu,
+            model: "Example 4000".to_owned(),
+            memory_total_bytes: Bytes::gib(16),
+            memory_free_bytes: Bytes::gib(12),
+            memory_bound_by: "the machine".to_owned(),
+            cores: 4,
+            threads: 8,
+            features: vec!["avx2".to_owned(), "fma".to_owned()],
+            caches: vec![
+                Cache { level: 1, bytes: Bytes(48 << 10), shared_by: 2 },
+                Cache { level: 3, bytes: Bytes::mib(8), shared_by: 8 },
+            ],
+            takes: Takes {
+                budget_bytes: Bytes::gib(12),
+                threads: 3,
+                why: "all of it (the machine); 80% of 4 physical cores".to_owned(),
+            },
+        };
+        Machine { devices: vec![cpu], nvidia: Nvidia { library: None, version: None } }
+    }
+
+    #[test]
+    fn the_table_says_what_is_here_and_what_would_be_taken_and_why() {
+        let expected = "\
+device  cores     memory       free  would take  threads
+cpu         4  16.00 GiB  12.00 GiB   12.00 GiB        3
+
+cpu: all of it (the machine); 80% of 4 physical cores
+cpu: Example 4000; 8 hardware threads; avx2 fma; caches L1 48.00 KiB, L3 8.00 MiB
+NVIDIA driver not found
+";
+        assert_eq!(table(&laptop()), expected);
+    }
+
+    #[test]
+    fn programs_get_bytes_as_numbers() {
+        let value: serde_json::Value = serde_json::from_str(&json(&laptop())).unwrap();
+        assert_eq!(value["devices"][0]["name"], "cpu");
+        assert_eq!(value["devices"][0]["kind"], "cpu");
+        assert_eq!(value["devices"][0]["memory_free_bytes"], 12u64 << 30);
+        assert_eq!(value["devices"][0]["takes"]["threads"], 3);
+        assert_eq!(value["nvidia"]["library"], serde_json::Value::Null);
+    }
+
+    fn measured(threads: u32, f32_flops: f64) -> DeviceBench {
+        let rate = |dtype, flops: f64| ProductRate {
+            dtype,
+            median_flops: flops,
+            best_flops: flops * 1.1,
+            sustained_flops: flops * 0.9,
+        };
+        DeviceBench {
+            device: "cpu".to_owned(),
+            simulated: false,
+            model: "Example 4000".to_owned(),
+            threads,
+            products: vec![rate(DType::F32, f32_flops), rate(DType::F64, f32_flops / 2.0)],
+            memory: MemoryRate { array_bytes: Bytes::mib(64), read: 2e10, write: 1.1e10, copy: 1.5e10, triad: 1.6e10 },
+            op_seconds: 3.26e-6 / f64::from(threads * threads),
+            contention: f64::from(threads) / 100.0,
+        }
+    }
+
+    #[test]
+    fn the_figures_of_a_measurement_stand_in_two_tables_and_a_sum() {
+        let bench = Bench {
+            plimsoll: "0.1.0".to_owned(),
+            seconds: 30.0,
+            devices: vec![measured(1, 1e11), measured(16, 1.5e12)],
+            all: Sum {
+                devices: vec!["cpu".to_owned()],
+                products: vec![SumRate { dtype: DType::F32, sustained_flops: 1.35e12 }],
+                memory_bytes_per_second: 1.6e10,
+            },
+        };
+        let expected = "\
+device  threads  products         median           best      sustained
+cpu           1       f32  100.0 GFLOP/s  110.0 GFLOP/s   90.0 GFLOP/s
+cpu           1       f64   50.0 GFLOP/s   55.0 GFLOP/s   45.0 GFLOP/s
+cpu          16       f32   1.50 TFLOP/s   1.65 TFLOP/s   1.35 TFLOP/s
+cpu          16       f64  750.0 GFLOP/s  825.0 GFLOP/s  675.0 GFLOP/s
+
+device  threads       read      write       copy      triad  empty op
+cpu           1  20.0 GB/s  11.0 GB/s  15.0 GB/s  16.0 GB/s   3.26 µs
+cpu          16  20.0 GB/s  11.0 GB/s  15.0 GB/s  16.0 GB/s   0.01 µs
+
+all at once (cpu): 1.35 TFLOP/s f32, 16.0 GB/s
+products in bf16 do not exist on the cpu in this version
+other programs held the cores for up to 16 % of the time: rates too low are not kept
+";
+        assert_eq!(bench_table(&bench), expected);
+        let value: serde_json::Value = serde_json::from_str(&bench_json(&bench)).unwrap();
+        assert_eq!(value["devices"][1]["products"][0]["dtype"], "f32");
+    }
+
+    #[test]
+    fn a_moment_in_a_pipe_is_one_whole_line() {
+        let machine = laptop();
+        let text = line(&machine.devices[0], Some(0.256));
+        assert_eq!(text, "cpu: 12.00 GiB free of 16.00 GiB, 26 % busy, would take 12.00 GiB and 3 threads");
+        assert!(line(&machine.devices[0], None).contains("? busy"));
+    }
+
+    fn screen(width: u16, height: u16) -> Vec<String> {
+        let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
+        let moment = Moment { machine: laptop(), busy: Some(0.5) };
+        terminal.draw(|frame| draw(frame, &moment)).unwrap();
+        let buffer = terminal.backend().buffer();
+        let row = |y| (0..width).map(|x| buffer[(x, y)].symbol()).collect::<String>().trim_end().to_owned();
+        (0..height).map(row).collect()
+    }
+
+    #[test]
+    fn the_live_table_shows_load_and_memory_of_each_device() {
+        let rows = screen(83, 6);
+        assert_eq!(rows[0], "device      busy    memory used                 free         would take");
+        assert!(rows[1].starts_with("cpu         50 %    "), "{}", rows[1]);
+        assert!(rows[1].contains("4.00 GiB of 16.00 GiB"), "{}", rows[1]);
+        assert!(rows[1].ends_with("12.00 GiB    12.00 GiB, 3 threads"), "{}", rows[1]);
+        assert_eq!(rows[3], "NVIDIA driver not found");
+        assert_eq!(rows[4], "q quits");
+    }
+
+    #[test]
+    fn a_tiny_terminal_is_no_reason_to_fail() {
+        for (width, height) in [(1, 1), (5, 2), (30, 3), (200, 1)] {
+            screen(width, height);
+        }
+    }
+
+    #[test]
+    fn the_live_table_ends_on_q_and_on_ctrl_c() {
+        let key = |code, modifiers| Event::Key(KeyEvent::new(code, modifiers));
+        assert!(quits(&key(KeyCode::Char('q'), KeyModifiers::NONE)));
+        assert!(quits(&key(KeyCode::Char('c'), KeyModifiers::CONTROL)));
+        assert!(!quits(&key(KeyCode::Char('c'), KeyModifiers::NONE)));
+        assert!(!quits(&Event::FocusGained));
+    }
+}
