@@ -58,7 +58,7 @@ def arithmetic(dtype):
 def load(directory, dtype=torch.float64):
     """The model of a Hugging Face directory; refuses tensors that are missing, left over or misshapen."""
     if not Path(directory).is_dir():
-        raise ValueError(f"{directory}: no such directory")  # transformers would look for it on the hub
+        raise ValueError("no such directory")  # transformers would look for it on the hub
     with arithmetic(dtype):
         model, info = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, attn_implementation="eager", output_loading_info=True
