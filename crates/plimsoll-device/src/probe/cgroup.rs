@@ -109,6 +109,7 @@ fn membership<'a>(line: &'a str, controller: &str, version: u8) -> Option<&'a st
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
     use std::fs;
 
     /// A root with these files.
@@ -199,5 +200,16 @@ mod tests {
         assert!(memory_limits(root.path()).is_empty());
         assert!(memory_limits(Path::new("/nowhere")).is_empty());
         assert_eq!(cpu_quota(root.path()), None);
+    }
+
+    proptest! {
+        #[test]
+        fn any_line_about_control_groups_is_read_or_passed_over(line in "[ -/:0-9a-z,]{0,40}( - )?(cgroup2?)?\\PC{0,20}") {
+            for version in [1, 2] {
+                let _ = membership(&line, "memory", version);
+            }
+            let _ = mount(&line, "memory");
+            let _ = stat_field(&line, "inactive_file");
+        }
     }
 }

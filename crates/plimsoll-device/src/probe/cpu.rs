@@ -130,8 +130,8 @@ impl Load {
     fn of(stat: &str) -> Option<Load> {
         let line = stat.lines().find_map(|line| line.strip_prefix("cpu "))?;
         let ticks: Vec<u64> = line.split_whitespace().take(8).map(|tick| tick.parse().unwrap_or(0)).collect();
-        let idle = ticks.get(3)? + ticks.get(4)?;
-        let all = ticks.iter().sum::<u64>();
+        let idle = ticks.get(3)?.saturating_add(*ticks.get(4)?);
+        let all = ticks.iter().fold(0, |sum: u64, &tick| sum.saturating_add(tick));
         Some(Load { busy: all - idle, all })
     }
 
@@ -281,6 +281,13 @@ mod tests {
         #[test]
         fn any_list_of_processors_is_read_or_refused(text in "[0-9,\\- ]{0,20}") {
             let _ = cpu_list(&text);
+        }
+
+        #[test]
+        fn any_account_of_the_load_is_read_or_refused(ticks in prop::collection::vec(any::<u64>(), 0..12), tail in "\\PC{0,9}") {
+            let ticks: Vec<String> = ticks.iter().map(u64::to_string).collect();
+            let load = Load::of(&format!("cpu  {} {tail}", ticks.join(" ")));
+            prop_assert!(load.is_none_or(|load| load.busy <= load.all));
         }
     }
 }
