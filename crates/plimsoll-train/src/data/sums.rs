@@ -10,6 +10,7 @@
 
 use super::error::DataError;
 use super::order::{Order, mix};
+use plimsoll_program::models::ModelConfig;
 use std::fs::{self, File};
 use std::io::{BufWriter, Write};
 use std::path::Path;
@@ -116,6 +117,11 @@ fn tokenizer_config() -> serde_json::Value {
         "clean_up_tokenization_spaces": false,
         "model_max_length": 32
     })
+}
+
+/// The example's model, as [`write`] writes it into `config.json`.
+pub fn model_config() -> ModelConfig {
+    ModelConfig::from_json(&config().to_string(), &[]).expect("the example is a model")
 }
 
 fn config() -> serde_json::Value {

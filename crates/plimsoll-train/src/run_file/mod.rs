@@ -16,7 +16,7 @@ use plimsoll_core::{Budget, DType, RecomputeLevel, Rung};
 use plimsoll_plan::request::DevicesRequest;
 use serde::{Deserialize, Serialize};
 
-/// Sources that start with this are made by Plimsoll itself; they are no paths.
+/// Models and data that start with this are made by Plimsoll itself; they are no paths.
 pub const EXAMPLE_PREFIX: &str = "example:";
 
 /// A run file, resolved: every key has its value.

@@ -225,8 +225,8 @@ impl RunFile {
     /// everywhere.
     fn absolute(mut self) -> Result<RunFile, RunFileError> {
         let sources = self.data.train.iter_mut().chain(&mut self.data.eval);
-        let sources = sources.filter(|source| !source.starts_with(EXAMPLE_PREFIX));
-        for path in self.model.path.iter_mut().chain(sources).chain([&mut self.run.dir]) {
+        let paths = self.model.path.iter_mut().chain(sources).chain([&mut self.run.dir]);
+        for path in paths.filter(|path| !path.starts_with(EXAMPLE_PREFIX)) {
             let whole =
                 path::absolute(&*path).map_err(|source| RunFileError::Unreadable { path: path.clone(), source })?;
             // A path from a String with parts of the working directory; lossy only where that is no UTF-8.
