@@ -54,13 +54,14 @@ pub fn usable(name: &str) -> Option<Bytes> {
     Some(Bytes((sheet(name)?.usable_gib * f64::from(1 << 30)) as u64))
 }
 
-/// A device on paper under `budget`; `None` where no such device is in the table. Its charges are assumed.
+/// A device on paper under `budget`, of which no more counts than the device has; `None` where no such device is in the
+/// table. Its charges are assumed.
 pub fn paper(name: &str, budget: Budget) -> Option<DeviceSpec> {
     let sheet = sheet(name)?;
     Some(DeviceSpec {
         name: name.to_owned(),
         kind: DeviceKind::Paper,
-        budget: budget.of(usable(name)?),
+        budget: budget.of(usable(name)?).min(usable(name)?),
         charges: ASSUMED_CHARGES,
         charges_measured: false,
         threads: 1,
@@ -119,6 +120,8 @@ mod tests {
         let whole = paper("rtx3070", Budget::Share(1.0)).unwrap();
         assert_eq!(whole.budget.to_string(), "7.67 GiB");
         assert_eq!(paper("rtx3070", Budget::Amount(Bytes::gib(4))).unwrap().budget, Bytes::gib(4));
+        // No plan may count on memory that the device does not have.
+        assert_eq!(paper("rtx3070", Budget::Amount(Bytes::gib(64))).unwrap().budget, whole.budget);
     }
 
     #[test]
