@@ -116,7 +116,8 @@ struct Known {
 }
 
 /// The folder of the cache; `None` where the environment names none.
-fn folder() -> Option<PathBuf> {
+/// Where what is known of this machine is kept: `PLIMSOLL_CACHE`, or `plimsoll` in the caches of the user.
+pub fn folder() -> Option<PathBuf> {
     let named = |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     named("PLIMSOLL_CACHE")
         .or_else(|| Some(named("XDG_CACHE_HOME")?.join("plimsoll")))

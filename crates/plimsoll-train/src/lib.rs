@@ -2,5 +2,6 @@
 
 pub mod data;
 pub mod files;
+pub mod resolve;
 pub mod run;
 pub mod run_file;

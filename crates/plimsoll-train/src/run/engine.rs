@@ -196,6 +196,8 @@ impl Engine {
     /// Gradients of all rows of a step, and the clip factor. The weights stay as they are: a step that
     /// fails, or is not finite, can be dropped and done again.
     pub fn gradients(&mut self, rows: &mut Rows, input: &StepInput) -> Result<StepLoss, DeviceError> {
+        // A step whose rows have no label at all changes nothing but the averages.
+        let inverse_tokens = if input.labelled_tokens == 0 { 0.0 } else { 1.0 / input.labelled_tokens as f64 };
         let corrections = input.betas.map(|beta| 1.0 - beta.powf(input.step as f64));
         self.set_scalars(&[
             (Scalar::LearningRate, input.learning_rate),
@@ -203,7 +205,7 @@ impl Engine {
             (Scalar::BiasCorrection2, corrections[1]),
             (Scalar::ClipNorm, input.clip_norm),
             (Scalar::ClipFactor, 1.0),
-            (Scalar::InverseTokens, 1.0 / input.labelled_tokens as f64),
+            (Scalar::InverseTokens, inverse_tokens),
         ]);
         self.run("begin")?;
         let values = self.recipe.micro_batch as usize * self.sequence;
@@ -217,7 +219,7 @@ impl Engine {
         }
         self.run("norm")?;
         Ok(StepLoss {
-            loss: self.metric(Metric::LossSum) / input.labelled_tokens as f64,
+            loss: self.metric(Metric::LossSum) * inverse_tokens,
             norm: self.metric(Metric::NormSquared).sqrt(),
         })
     }

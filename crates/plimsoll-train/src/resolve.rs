@@ -1,0 +1,403 @@
+//! What a run file means on this machine: which model, which device under which load line, and the
+//! question that this puts to the planner. Nothing is run and no weight is read.
+
+use crate::data::sums;
+use crate::files::{Entry, ModelDir, read_config};
+use crate::run::prepare::charges;
+use crate::run_file::{EXAMPLE_PREFIX, Init, Optimizer, RunFile};
+use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Failure, Link, Rates};
+use plimsoll_device::calibration;
+use plimsoll_device::probe::{Cpu, Memory};
+use plimsoll_plan::paper;
+use plimsoll_plan::request::DeviceRequest;
+use plimsoll_plan::search::{Answer, Pins, Question, search};
+use plimsoll_program::models::decoder::{self, Generation, Source};
+use plimsoll_program::models::{ModelConfig, closest_preset, preset, preset_names};
+use std::cmp::Reverse;
+use std::path::{Path, PathBuf};
+
+/// The model that a run file names.
+#[derive(Debug)]
+pub struct Model {
+    /// What it is.
+    pub config: ModelConfig,
+    /// Its directory; none for a preset, a `config.json` alone, or an example that is not written yet.
+    pub dir: Option<ModelDir>,
+}
+
+impl Model {
+    /// Opens what `[model]` names.
+    ///
+    /// # Errors
+    /// No such model, or one that Plimsoll cannot compute.
+    pub fn open(file: &RunFile) -> Result<Model, Failure> {
+        if let Some(name) = &file.model.preset {
+            let config = preset(name).ok_or_else(|| unknown_preset(name))?;
+            return Ok(Model { config, dir: None });
+        }
+        if model_is_example(file) {
+            return Ok(Model { config: sums::model_config(), dir: None });
+        }
+        let path = Path::new(file.model.path.as_deref().unwrap_or_default());
+        if path.is_file() {
+            let (config, _) = read_config(path, &file.model.ignore_config_keys)?;
+            return Ok(Model { config, dir: None });
+        }
+        let dir = ModelDir::open(path, &file.model.ignore_config_keys)?;
+        Ok(Model { config: dir.config.clone(), dir: Some(dir) })
+    }
+
+    /// The model's directory, where it has one.
+    pub fn folder(&self) -> Option<&Path> {
+        self.dir.as_ref().map(|dir| &*dir.path)
+    }
+
+    /// `tokenizer.json`, where there is one.
+    pub fn tokenizer(&self) -> Option<PathBuf> {
+        self.dir.as_ref().and_then(|dir| dir.tokenizer_path.clone())
+    }
+
+    /// That a run which begins with trained weights has them.
+    ///
+    /// # Errors
+    /// There are none.
+    pub fn check_weights(&self, file: &RunFile) -> Result<(), Failure> {
+        if file.model.init == Init::Random {
+            return Ok(());
+        }
+        match &self.dir {
+            Some(dir) => Ok(dir.need_weights().map(|_| ())?),
+            None => Err(Failure::input(format!("model.path: {} is no directory with weights", file.model_name()))
+                .hint("name the directory, or set model.init = \"random\"")),
+        }
+    }
+
+    /// Where the first weights come from. A model without files is planned as if they were drawn.
+    fn source(&self, file: &RunFile) -> Source {
+        let dtype = |entry: &Entry| entry.dtype().expect("opened weights are floats");
+        match self.dir.as_ref().and_then(|dir| dir.weights.as_ref()) {
+            Some(weights) if file.model.init == Init::Pretrained => {
+                Source::Files { dtypes: weights.parameters.iter().map(|(_, entry)| dtype(entry)).collect() }
+            }
+            _ => Source::Random { seed: file.train.seed },
+        }
+    }
+}
+
+fn unknown_preset(name: &str) -> Failure {
+    let failure = Failure::input(format!("model.preset: `{name}` is no known shape"));
+    match closest_preset(name) {
+        Some(near) => failure.hint(format!("did you mean `{near}`?")),
+        None => failure
+            .hint(format!("known shapes: {}", preset_names().collect::<Vec<_>>().join(", ")))
+            .hint("a directory or a config.json is named with its path, such as ./my-llama"),
+    }
+}
+
+fn model_is_example(file: &RunFile) -> bool {
+    file.model.path.as_deref().is_some_and(|path| path.starts_with(EXAMPLE_PREFIX))
+}
+
+/// What the planner is asked to make room for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Work {
+    /// A training run, with evaluations where there is data for them, and samples where the data can be
+    /// read as text.
+    Train,
+    /// An evaluation alone.
+    Evaluate,
+    /// Tokens from a prompt.
+    Generate(Generation),
+}
+
+/// All that the planner's question borrows from.
+#[derive(Debug)]
+pub struct Resolved {
+    /// The model.
+    pub model: Model,
+    /// The device. Its charges are assumed until model and data are open.
+    pub device: DeviceSpec,
+}
+
+impl Resolved {
+    /// Opens the model and looks at the device.
+    ///
+    /// # Errors
+    /// What the user has to change.
+    pub fn new(file: &RunFile) -> Result<Resolved, Failure> {
+        let model = open_model(file)?;
+        let mut devices = devices(file)?;
+        if devices.len() > 1 {
+            let names: Vec<&str> = devices.iter().map(|device| &*device.name).collect();
+            let message = format!("run.devices: this version uses one device, not {}", names.join(" and "));
+            return Err(Failure::input(message).hint("name one of them"));
+        }
+        Ok(Resolved { model, device: devices.remove(0) })
+    }
+
+    /// What to ask the planner.
+    ///
+    /// # Errors
+    /// Pins that do not go with the model.
+    pub fn question(&self, file: &RunFile, work: Work) -> Result<Question<'_>, Failure> {
+        question(file, &self.model, &self.device, work)
+    }
+}
+
+/// The model, with a sequence that it can take.
+fn open_model(file: &RunFile) -> Result<Model, Failure> {
+    let model = Model::open(file)?;
+    let (sequence, most) = (u64::from(file.data.sequence), model.config.max_positions);
+    if sequence > most {
+        let message = format!("data.sequence is {sequence}, but {} takes no more than {most}", file.model_name());
+        return Err(Failure::input(message).hint(format!("set data.sequence to {most} or less")));
+    }
+    Ok(model)
+}
+
+fn question<'a>(file: &RunFile, model: &'a Model, device: &'a DeviceSpec, work: Work) -> Result<Question<'a>, Failure> {
+    let train = work == Work::Train;
+    Ok(Question {
+        config: &model.config,
+        precision: file.arithmetic(),
+        sequence: u64::from(file.data.sequence),
+        sequences: file.batch_sequences(),
+        source: model.source(file),
+        optimizer: train.then(|| optimizer(file)),
+        evaluate: work == Work::Evaluate || train && !file.data.eval.is_empty(),
+        generation: match work {
+            Work::Train => samples(file, model),
+            Work::Evaluate => None,
+            Work::Generate(generation) => Some(generation),
+        },
+        device,
+        pins: pins(file, model.config.layers as usize)?,
+    })
+}
+
+/// Room for the samples at the end of a run, where there is a tokenizer and something to start from.
+fn samples(file: &RunFile, model: &Model) -> Option<Generation> {
+    let readable = model.tokenizer().is_some() || model_is_example(file);
+    let sequence = u64::from(file.data.sequence);
+    let chunk = sequence.min(64);
+    let generation = Generation { capacity: sequence.min(512).next_multiple_of(chunk), chunk };
+    (readable && !file.data.eval.is_empty()).then_some(generation)
+}
+
+/// The optimizer of a run file, as the op that it becomes.
+pub fn optimizer(file: &RunFile) -> decoder::Optimizer {
+    let train = &file.train;
+    match train.optimizer {
+        Optimizer::Adamw => decoder::Optimizer::AdamW { betas: train.betas, eps: train.eps, decay: train.weight_decay },
+        Optimizer::Sgd => decoder::Optimizer::Sgd { momentum: train.betas[0], decay: train.weight_decay },
+    }
+}
+
+fn pins(file: &RunFile, layers: usize) -> Result<Pins, Failure> {
+    let levels = &file.recipe.recompute;
+    let recompute = match levels.len() {
+        0 => None,
+        1 => Some(vec![levels[0]; layers]),
+        given if given == layers => Some(levels.clone()),
+        given => {
+            let message = format!("recipe.recompute names {given} layers, the model has {layers}");
+            return Err(Failure::input(message).hint("name one level for all layers, or one for each"));
+        }
+    };
+    Ok(Pins { micro_batch: file.recipe.micro_batch, recompute })
+}
+
+/// The devices that a run file names, at least one, with their load lines.
+fn devices(file: &RunFile) -> Result<Vec<DeviceSpec>, Failure> {
+    let request = file.devices();
+    if request.devices.is_empty() {
+        return Ok(vec![cpu(file, None)?]);
+    }
+    request.devices.iter().map(|asked| device(file, asked)).collect()
+}
+
+fn device(file: &RunFile, asked: &DeviceRequest) -> Result<DeviceSpec, Failure> {
+    match asked {
+        DeviceRequest::Cpu { budget } => cpu(file, *budget),
+        DeviceRequest::Virtual { name, budget, pace } => virtual_device(file, name, *budget, *pace),
+        DeviceRequest::Paper { name, budget } => {
+            Ok(paper::paper(name, budget.unwrap_or(file.memory.budget)).expect("requests name devices of the table"))
+        }
+        DeviceRequest::Cuda { .. } => {
+            let message = format!("run.devices: this version does not drive GPUs such as `{}`", asked.name());
+            Err(Failure::input(message).hint("it runs on cpu, and plans for devices on paper"))
+        }
+    }
+}
+
+fn assumed_charges(file: &RunFile) -> Bytes {
+    charges(file.batch_sequences(), u64::from(file.data.sequence))
+}
+
+fn cpu(file: &RunFile, budget: Option<Budget>) -> Result<DeviceSpec, Failure> {
+    let threads = Cpu::read().threads_for(file.run.threads.asked())?;
+    Ok(DeviceSpec {
+        name: "cpu".to_owned(),
+        kind: DeviceKind::Cpu,
+        budget: budget.unwrap_or(file.memory.budget).of(Memory::read().free),
+        charges: assumed_charges(file),
+        charges_measured: false,
+        threads,
+        rates: calibration::cpu(threads)?.rates,
+    })
+}
+
+/// A part of this processor, as large as its pace says.
+fn virtual_device(file: &RunFile, name: &str, budget: Budget, pace: f64) -> Result<DeviceSpec, Failure> {
+    let core = calibration::cpu(1)?.rates;
+    Ok(DeviceSpec {
+        name: format!("virtual:{name}"),
+        kind: DeviceKind::Virtual,
+        budget: budget.of(Memory::read().free),
+        charges: assumed_charges(file),
+        charges_measured: false,
+        threads: pace.ceil().max(1.0) as u32,
+        rates: Rates {
+            f32_flops: core.f32_flops * pace,
+            bf16_flops: core.bf16_flops * pace,
+            memory_bytes_per_second: core.memory_bytes_per_second * pace,
+            host_link: Link { bytes_per_second: 16e9, latency_seconds: 10e-6 },
+            measured: false,
+            ..core
+        },
+    })
+}
+
+/// A plan made without running anything.
+#[derive(Debug)]
+pub struct OnPaper {
+    /// The model, and the device that the plan uses.
+    pub resolved: Resolved,
+    /// The plan.
+    pub answer: Answer,
+    /// Devices that were asked for and are left out: this version uses one.
+    pub left_out: Vec<String>,
+}
+
+/// Plans a training run on each device that the run file names and takes the fastest that fits; where
+/// none does, the largest.
+///
+/// # Errors
+/// As [`Resolved::new`], except that several devices may be named.
+pub fn plan(file: &RunFile) -> Result<OnPaper, Failure> {
+    let model = open_model(file)?;
+    let devices = devices(file)?;
+    let mut answers = Vec::new();
+    for device in devices {
+        let answer = search(&question(file, &model, &device, Work::Train)?);
+        answers.push((device, answer));
+    }
+    answers.sort_by(|(a_device, a), (b_device, b)| {
+        (b.plan.fits.cmp(&a.plan.fits)).then(if a.plan.fits {
+            a.plan.predicted.step_seconds.total_cmp(&b.plan.predicted.step_seconds)
+        } else {
+            Reverse(a_device.budget).cmp(&Reverse(b_device.budget))
+        })
+    });
+    let mut answers = answers.into_iter();
+    let (device, answer) = answers.next().expect("a run file names at least one device");
+    let left_out = answers.map(|(device, _)| device.name).collect();
+    Ok(OnPaper { resolved: Resolved { model, device }, answer, left_out })
+}
+
+/// Writes the built-in example into the run folder, where the run file names it, and names its files
+/// instead: from then on it is a run like any other.
+///
+/// # Errors
+/// A folder that cannot be written.
+pub fn write_example(file: &mut RunFile) -> Result<(), Failure> {
+    let folder = Path::new(&file.run.dir).join("example");
+    let inside = |name: &str| folder.join(name).to_string_lossy().into_owned();
+    let is_example = |path: &String| path.starts_with(EXAMPLE_PREFIX);
+    let mut named = false;
+    if let Some(path) = file.model.path.as_mut().filter(|path| is_example(path)) {
+        (*path, named) = (folder.to_string_lossy().into_owned(), true);
+    }
+    for (sources, name) in [(&mut file.data.train, "train.jsonl"), (&mut file.data.eval, "eval.jsonl")] {
+        for source in sources.iter_mut().filter(|source| is_example(source)) {
+            (*source, named) = (inside(name), true);
+        }
+    }
+    if named {
+        sums::write(&folder, file.train.seed)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::run_file::setting;
+    use plimsoll_core::RecomputeLevel;
+
+    fn file(settings: &[&str]) -> RunFile {
+        let settings: Vec<String> = settings.iter().map(|setting| (*setting).to_owned()).collect();
+        RunFile::parse("run.toml", "", &settings).unwrap()
+    }
+
+    fn refusal(settings: &[&str]) -> String {
+        let file = file(settings);
+        let refused = Resolved::new(&file).and_then(|resolved| resolved.question(&file, Work::Train).map(|_| ()));
+        let failure = refused.expect_err("this is refused");
+        assert_eq!(failure.exit as i32, 2);
+        failure.to_string()
+    }
+
+    #[test]
+    fn a_preset_on_paper_is_planned_without_a_device() {
+        let file = file(&["model.preset=smollm2-135m", "run.devices=rtx3090=8GiB", "recipe.recompute=block"]);
+        let paper = plan(&file).unwrap();
+        assert_eq!(paper.resolved.device.budget, Bytes::gib(8));
+        assert!(paper.answer.plan.fits);
+        assert_eq!(paper.answer.plan.recipe.recompute, vec![RecomputeLevel::Block; 30]);
+    }
+
+    #[test]
+    fn of_several_devices_the_fastest_that_fits_is_planned_and_the_others_are_named() {
+        let model = "model.preset=smollm2-135m";
+        let paper = plan(&file(&[model, "run.devices=rtx3070,rtx3090"])).unwrap();
+        assert_eq!((&*paper.resolved.device.name, &paper.left_out[..]), ("rtx3090", &["rtx3070".to_owned()][..]));
+        let paper = plan(&file(&[model, "run.devices=rtx3070,rtx3090=1GiB"])).unwrap();
+        assert_eq!(paper.resolved.device.name, "rtx3070");
+    }
+
+    #[test]
+    fn what_this_version_cannot_do_is_named() {
+        let model = "model.preset=smollm2-135m";
+        assert_eq!(
+            refusal(&["model.preset=smolm2-135m", "run.devices=rtx3090"]),
+            "model.preset: `smolm2-135m` is no known shape\n  hint: did you mean `smollm2-135m`?"
+        );
+        assert_eq!(
+            refusal(&[model, "run.devices=rtx3090,rtx3070"]),
+            "run.devices: this version uses one device, not rtx3090 and rtx3070\n  hint: name one of them"
+        );
+        assert!(refusal(&[model, "run.devices=cuda:0"]).starts_with("run.devices: this version does not drive GPUs"));
+        assert!(
+            refusal(&[model, "data.sequence=1048576", "run.devices=rtx3090"])
+                .starts_with("data.sequence is 1048576, but smollm2-135m takes no more than ")
+        );
+        assert!(
+            refusal(&[model, "run.devices=rtx3090", "recipe.recompute=[\"block\", \"norms\"]"])
+                .starts_with("recipe.recompute names 2 layers, the model has 30\n")
+        );
+    }
+
+    #[test]
+    fn the_example_becomes_files_of_the_run() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut file = RunFile::load(None, &[setting("run.dir", folder.path().to_str().unwrap())]).unwrap();
+        let planned = Model::open(&file).unwrap().config;
+        write_example(&mut file).unwrap();
+        assert_eq!(Model::open(&file).unwrap().config, planned);
+        for source in file.data.train.iter().chain(&file.data.eval) {
+            assert!(Path::new(source).starts_with(folder.path()) && Path::new(source).is_file(), "{source}");
+        }
+        assert_eq!(u64::from(file.data.sequence), sums::SEQUENCE);
+    }
+}

@@ -1,0 +1,144 @@
+//! Checkpoints: what a run needs to go on as if it had never stopped.
+//!
+//! `checkpoints/step-N/` holds `state.safetensors` (weights and optimizer state) and
+//! `checkpoint.json`. It is written aside, synced and renamed: a folder of that name is whole, unless
+//! the disk lost something afterwards, which reading notices.
+
+use crate::files::{FilesError, MAX_SHARD_BYTES, StoredTensor, WeightFiles, WeightWriter, atomic};
+use crate::run::engine::Engine;
+use crate::run::spaces::{Storing, Stored};
+use plimsoll_core::{DType, Failure, Recipe};
+use plimsoll_program::models::ModelConfig;
+use serde::{Deserialize, Serialize};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// The version of `checkpoint.json`.
+const VERSION: u32 = 1;
+
+/// What a checkpoint says beside its tensors.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct CheckpointInfo {
+    /// Changes when a field changes its meaning.
+    pub version: u32,
+    /// Steps done.
+    pub step: u64,
+    /// Steps in all, where the run file says so.
+    pub steps: Option<u64>,
+    /// Seconds of training so far.
+    pub elapsed_seconds: f64,
+    /// Loss of the first step.
+    pub first_loss: f64,
+    /// Loss of the last step done.
+    pub last_loss: f64,
+    /// The choices that the run was made with; used again, so that the bits stay the same.
+    pub recipe: Recipe,
+    /// Threads that computed.
+    pub threads: u32,
+    /// The arithmetic.
+    pub precision: DType,
+    /// Rows of the data; another number is other data.
+    pub rows: u64,
+    /// Labelled tokens of the data.
+    pub labelled_tokens: u64,
+}
+
+impl CheckpointInfo {
+    /// The version that this program writes.
+    pub const VERSION: u32 = VERSION;
+}
+
+/// A checkpoint that was found whole.
+pub struct Checkpoint {
+    /// Its folder.
+    pub path: PathBuf,
+    /// What it says.
+    pub info: CheckpointInfo,
+    /// Its tensors.
+    pub tensors: WeightFiles,
+}
+
+/// The newest whole checkpoint of a run folder; and a line for each newer one that is not whole.
+pub fn newest(run_dir: &Path) -> Result<(Option<Checkpoint>, Vec<String>), Failure> {
+    let mut warnings = Vec::new();
+    for (_, path) in folders(run_dir).into_iter().rev() {
+        match read(&path) {
+            Ok(checkpoint) => return Ok((Some(checkpoint), warnings)),
+            Err(problem) => warnings.push(format!("{} is not whole ({problem}); trying an older one", path.display())),
+        }
+    }
+    Ok((None, warnings))
+}
+
+fn read(path: &Path) -> Result<Checkpoint, String> {
+    let text = fs::read(path.join("checkpoint.json")).map_err(|e| format!("checkpoint.json: {e}"))?;
+    let info: CheckpointInfo = serde_json::from_slice(&text).map_err(|e| format!("checkpoint.json: {e}"))?;
+    if info.version != VERSION {
+        return Err(format!("version {} is not {VERSION}", info.version));
+    }
+    let mut files: Vec<PathBuf> = fs::read_dir(path)
+        .map_err(|e| e.to_string())?
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .filter(|file| file.extension().is_some_and(|e| e == "safetensors"))
+        .collect();
+    files.sort();
+    let tensors = WeightFiles::open_files(files).map_err(|e| e.to_string())?;
+    Ok(Checkpoint { path: path.to_owned(), info, tensors })
+}
+
+/// Checkpoint folders by step, oldest first.
+fn folders(run_dir: &Path) -> Vec<(u64, PathBuf)> {
+    let mut found: Vec<(u64, PathBuf)> = fs::read_dir(run_dir.join("checkpoints"))
+        .into_iter()
+        .flatten()
+        .filter_map(|entry| {
+            let path = entry.ok()?.path();
+            let step = path.file_name()?.to_str()?.strip_prefix("step-")?.parse().ok()?;
+            Some((step, path))
+        })
+        .collect();
+    found.sort();
+    found
+}
+
+/// Writes a checkpoint, then takes away all but the `keep` newest. Gives its folder.
+pub fn write(run_dir: &Path, info: &CheckpointInfo, config: &ModelConfig, engine: &mut Engine, states: &[&str], keep: u32) -> Result<PathBuf, Failure> {
+    let path = run_dir.join("checkpoints").join(format!("step-{}", info.step));
+    atomic::write_dir(&path, |dir| -> Result<(), Failure> {
+        let mut writer = WeightWriter::create(dir, "state", &tensors(config, states, info.precision), MAX_SHARD_BYTES)?;
+        engine.move_files("checkpoint", &mut Storing(&mut writer))?;
+        writer.finish()?;
+        let text = serde_json::to_vec_pretty(info).expect("plain data has a JSON form");
+        atomic::write_file(&dir.join("checkpoint.json"), &text)?;
+        Ok(())
+    })?;
+    let all = folders(run_dir);
+    for (_, old) in all.iter().take(all.len().saturating_sub(keep as usize)) {
+        fs::remove_dir_all(old).map_err(|e| Failure::from(FilesError::io(old, "remove", e)))?;
+    }
+    Ok(path)
+}
+
+fn tensors(config: &ModelConfig, states: &[&str], dtype: DType) -> Vec<StoredTensor> {
+    config
+        .hf_parameters()
+        .into_iter()
+        .flat_map(|p| {
+            let names = [p.hf_name.clone()].into_iter().chain(states.iter().map(move |state| format!("{state}.{}", p.hf_name)));
+            names.map(move |name| StoredTensor { name, dtype, shape: p.shape.clone() }).collect::<Vec<_>>()
+        })
+        .collect()
+}
+
+/// Puts a checkpoint's tensors into the arena.
+pub fn restore(checkpoint: &Checkpoint, config: &ModelConfig, engine: &mut Engine, states: &[&str]) -> Result<(), Failure> {
+    for wanted in tensors(config, states, checkpoint.info.precision) {
+        let entry = checkpoint.tensors.entry(&wanted.name);
+        if entry.is_none_or(|e| e.shape != wanted.shape || e.dtype() != Some(wanted.dtype)) {
+            let message = format!("{}: tensor `{}` is not what this run needs", checkpoint.path.display(), wanted.name);
+            return Err(Failure::input(message).hint("the run file or the model was changed after the checkpoint was written"));
+        }
+    }
+    engine.move_files("restore", &mut Stored(&checkpoint.tensors))?;
+    Ok(())
+}

@@ -1,0 +1,423 @@
+//! The training loop: steps, evaluations, checkpoints, the end.
+
+use super::checkpoint::{self, Checkpoint, CheckpointInfo};
+use super::engine::{Engine, Evaluated, StepInput};
+use super::events::EventLog;
+use super::prepare::{Prepared, prepare};
+use crate::resolve::{Model, Resolved, optimizer};
+use super::rate::learning_rate;
+use super::samples::{Sample, samples};
+use super::spaces::{ModelSource, Storing};
+use crate::data::{Batches, Dataset, Loader, Order, Rows};
+use crate::files::{atomic, write_model_dir};
+use crate::run_file::{Init, Length, RunFile};
+use plimsoll_core::{
+    Bytes, DeviceMemory, EvalResult, Event, Failure, LossSpan, Plan, Record, RunResult, RunStatus, StepSeconds,
+};
+use plimsoll_device::{cpu::executor, process};
+use plimsoll_plan::price::needed_product_flops;
+use plimsoll_program::models::decoder::Optimizer;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+/// A run that has been planned and can start, or go on.
+pub struct Run {
+    prepared: Prepared,
+    checkpoint: Option<Checkpoint>,
+    warnings: Vec<String>,
+}
+
+/// What a run leaves.
+pub struct Outcome {
+    /// `result.json`.
+    pub result: RunResult,
+    /// Some prompts with what the model makes of them.
+    pub samples: Vec<Sample>,
+    /// The written model, where the run is done.
+    pub model: Option<PathBuf>,
+    /// The run folder.
+    pub folder: PathBuf,
+}
+
+impl Run {
+    /// Plans a new run.
+    ///
+    /// # Errors
+    /// What is wrong with the run file, the model or the data. A plan that does not fit is no error here.
+    pub fn new(run: RunFile) -> Result<Run, Failure> {
+        let folder = Path::new(&run.run.dir);
+        if folder.join("run.toml").exists() || folder.join("checkpoints").exists() {
+            let message = format!("run.dir: {} holds a run already", folder.display());
+            return Err(Failure::input(message)
+                .hint(format!("go on with it: plimsoll train --resume {}", folder.display()))
+                .hint("or start anew elsewhere: --set run.dir=runs/another"));
+        }
+        let prepared = prepare(run, None)?;
+        Ok(Run { prepared, checkpoint: None, warnings: Vec::new() })
+    }
+
+    /// Plans to go on with a run from its newest whole checkpoint; from the start, where there is none yet.
+    ///
+    /// # Errors
+    /// As [`Run::new`]; and where the data are not those of the checkpoint.
+    pub fn resume(run: RunFile) -> Result<Run, Failure> {
+        let folder = PathBuf::from(&run.run.dir);
+        let (checkpoint, mut warnings) = checkpoint::newest(&folder)?;
+        let recipe = checkpoint.as_ref().map(|c| &c.info.recipe);
+        let prepared = prepare(run, recipe)?;
+        if let Some(Checkpoint { info, path, .. }) = &checkpoint {
+            let (rows, labelled_tokens) = (prepared.train.rows(), prepared.train.labelled_tokens());
+            if (rows, labelled_tokens) != (info.rows, info.labelled_tokens) {
+                return Err(Failure::input(format!(
+                    "data.train: {rows} rows with {labelled_tokens} labels are not the data of {}, which had {} and {}",
+                    path.display(),
+                    info.rows,
+                    info.labelled_tokens
+                ))
+                .hint("put the files back as they were; other data are another run"));
+            }
+            if prepared.answer.plan.recipe != info.recipe || prepared.resolved.device.threads != info.threads {
+                warnings.push(format!(
+                    "planned anew ({}; the checkpoint had {}): last bits may differ from an undisturbed run",
+                    prepared.answer.plan.recipe, info.recipe
+                ));
+            }
+        }
+        Ok(Run { prepared, checkpoint, warnings })
+    }
+
+    /// The plan and what it is about.
+    pub fn prepared(&self) -> &Prepared {
+        &self.prepared
+    }
+
+    /// Runs to the end, or until `stop` is raised: then the step is finished and saved.
+    ///
+    /// # Errors
+    /// What stops a run: a full disk, a loss that is no number. What was saved before stays.
+    ///
+    /// # Panics
+    /// When the plan does not fit: the caller has seen it.
+    pub fn start(self, watch: &mut dyn FnMut(&Record), stop: &AtomicBool) -> Result<Outcome, Failure> {
+        assert!(self.prepared.answer.plan.fits, "a plan that does not fit is not started");
+        let folder = PathBuf::from(&self.prepared.run.run.dir);
+        make_folder(&folder)?;
+        let mut log = EventLog::open(&folder, watch)?;
+        if self.checkpoint.is_none() {
+            atomic::write_file(&folder.join("run.toml"), self.prepared.run.to_toml().as_bytes())?;
+        }
+        let plan = &self.prepared.answer.plan;
+        atomic::write_file(&folder.join("plan.json"), &serde_json::to_vec_pretty(plan).expect("plain data"))?;
+        for message in &self.warnings {
+            log.emit(Event::Warning { message: message.clone() })?;
+        }
+        let mut trainer = Trainer::open(self, folder)?;
+        let status = trainer.run(&mut log, stop)?;
+        trainer.finish(status, &mut log)
+    }
+}
+
+fn make_folder(folder: &Path) -> Result<(), Failure> {
+    fs::create_dir_all(folder.join("checkpoints"))
+        .map_err(|e| Failure::input(format!("run.dir: {}: {e}", folder.display())).hint("name a folder that can be written"))
+}
+
+struct Trainer {
+    folder: PathBuf,
+    run: RunFile,
+    model: Model,
+    data: Arc<Dataset>,
+    eval: Option<Dataset>,
+    engine: Engine,
+    plan: Plan,
+    info: CheckpointInfo,
+    batches: Batches,
+    product_flops: f64,
+    peak_flops: f64,
+    seconds: Vec<f64>,
+    last_eval: Option<(u64, EvalResult)>,
+    last_saved: (u64, Instant),
+    generates: bool,
+}
+
+impl Trainer {
+    fn open(run: Run, folder: PathBuf) -> Result<Trainer, Failure> {
+        let Run { prepared, checkpoint, .. } = run;
+        let Prepared { run, resolved: Resolved { model, device }, train, eval, answer } = prepared;
+        let precision = run.arithmetic();
+        let product_flops = needed_product_flops(&answer.set);
+        let set = answer.set.clone();
+        // From here on the peak is this run's: what the data took before has been given back or is a charge.
+        let _ = process::reset_peak();
+        let opened = executor::open(answer.set, answer.layout.placement, precision, device.threads as usize)?;
+        let recipe = answer.plan.recipe.clone();
+        let mut engine = Engine::new(opened, &set, precision, recipe.clone(), u64::from(run.data.sequence), model.config.vocab);
+        let order = Order { seed: run.train.seed, rows: train.rows(), shuffle: run.data.shuffle };
+        let end = match run.length() {
+            Some(Length::Epochs(epochs)) => Some(order.rows_of_epochs(epochs).max(1)),
+            _ => None,
+        };
+        let batches = Batches { order, rows: run.batch_sequences(), end };
+        let steps = match run.length() {
+            Some(Length::Steps(steps)) => Some(steps),
+            _ => batches.steps(),
+        };
+        let fresh = CheckpointInfo {
+            version: CheckpointInfo::VERSION,
+            step: 0,
+            steps,
+            elapsed_seconds: 0.0,
+            first_loss: f64::NAN,
+            last_loss: f64::NAN,
+            recipe,
+            threads: device.threads,
+            precision,
+            rows: train.rows(),
+            labelled_tokens: train.labelled_tokens(),
+        };
+        let info = match &checkpoint {
+            Some(checkpoint) => {
+                checkpoint::restore(checkpoint, &model.config, &mut engine, states(&run))?;
+                CheckpointInfo {
+                    step: checkpoint.info.step,
+                    elapsed_seconds: checkpoint.info.elapsed_seconds,
+                    first_loss: checkpoint.info.first_loss,
+                    last_loss: checkpoint.info.last_loss,
+                    ..fresh
+                }
+            }
+            None => {
+                let weights = model.dir.as_ref().filter(|_| run.model.init == Init::Pretrained);
+                match weights.and_then(|dir| dir.weights.as_ref()) {
+                    Some(weights) => engine.move_files("load", &mut ModelSource::new(weights))?,
+                    None => engine.run("load")?,
+                }
+                engine.run("fresh")?;
+                fresh
+            }
+        };
+        Ok(Trainer {
+            folder,
+            generates: set.program("prefill").is_some(),
+            product_flops: product_flops * batches.rows.div_ceil(u64::from(info.recipe.micro_batch)) as f64,
+            peak_flops: device.rates.f32_flops,
+            last_saved: (info.step, Instant::now()),
+            run,
+            model,
+            data: Arc::new(train),
+            eval,
+            engine,
+            plan: answer.plan,
+            info,
+            batches,
+            seconds: Vec::new(),
+            last_eval: None,
+        })
+    }
+
+    fn is_last(&self) -> bool {
+        let hours = match self.run.length() {
+            Some(Length::Hours(hours)) => hours * 3600.0,
+            _ => f64::INFINITY,
+        };
+        self.info.steps.is_some_and(|steps| self.info.step >= steps) || self.info.elapsed_seconds >= hours
+    }
+
+    /// How far the run is behind the warm-up: 0 to 1.
+    fn progress(&self, step: u64) -> f64 {
+        let warmup = self.run.train.warmup_steps;
+        match (self.info.steps, self.run.length()) {
+            (Some(steps), _) => (step - 1).saturating_sub(warmup) as f64 / steps.saturating_sub(warmup).max(1) as f64,
+            (None, Some(Length::Hours(hours))) => self.info.elapsed_seconds / (hours * 3600.0),
+            _ => 0.0,
+        }
+    }
+
+    fn run(&mut self, log: &mut EventLog, stop: &AtomicBool) -> Result<RunStatus, Failure> {
+        log.emit(Event::Start {
+            step: self.info.step + 1,
+            steps: self.info.steps.unwrap_or(0),
+            parameters: self.model.config.parameters(),
+            arena_bytes: self.plan.devices[0].arena_bytes,
+            predicted_step_seconds: self.plan.predicted.step_seconds,
+            product_flops: self.product_flops,
+            peak_flops: self.peak_flops,
+        })?;
+        let mut loader = Loader::start(Arc::clone(&self.data), self.batches, self.info.step);
+        while !self.is_last() {
+            let Some(batch) = loader.next_step()? else { break };
+            self.step(&mut batch.rows, batch.labelled_tokens, log)?;
+            let step = self.info.step;
+            let every = |every: u64| every > 0 && step.is_multiple_of(every);
+            if every(self.run.train.eval_every) && !self.is_last() {
+                self.evaluate(log)?;
+            }
+            let minutes = self.run.train.save_every_minutes;
+            let due = minutes > 0.0 && self.last_saved.1.elapsed().as_secs_f64() > minutes * 60.0;
+            if every(self.run.train.save_every) || due {
+                self.save(log)?;
+            }
+            if stop.load(Ordering::Relaxed) && !self.is_last() {
+                self.save(log)?;
+                return Ok(RunStatus::Stopped);
+            }
+        }
+        Ok(RunStatus::Done)
+    }
+
+    fn step(&mut self, rows: &mut Rows, labelled_tokens: u64, log: &mut EventLog) -> Result<(), Failure> {
+        let step = self.info.step + 1;
+        let start = Instant::now();
+        let train = &self.run.train;
+        let rate = learning_rate(train.schedule, train.learning_rate, step, train.warmup_steps, self.progress(step));
+        let input = StepInput { step, learning_rate: rate, betas: train.betas, clip_norm: train.clip_norm, labelled_tokens };
+        let tokens = rows.tokens.len() as u64;
+        let found = self.engine.gradients(rows, &input)?;
+        if !found.is_finite() {
+            self.save(log)?;
+            let message = format!("step {step}: the loss is {} and the gradient norm {}", found.loss, found.norm);
+            return Err(Failure::stopped(message)
+                .hint("the step was dropped; the weights before it are saved")
+                .hint("a lower train.learning_rate or train.clip_norm is the usual cure; look at the samples of this step, too"));
+        }
+        self.engine.update()?;
+        let seconds = start.elapsed().as_secs_f64();
+        self.seconds.push(seconds);
+        self.info.step = step;
+        self.info.elapsed_seconds += seconds;
+        self.info.last_loss = found.loss;
+        if step == 1 {
+            self.info.first_loss = found.loss;
+        }
+        log.emit(Event::Step {
+            step,
+            loss: found.loss,
+            norm: found.norm,
+            learning_rate: rate,
+            tokens,
+            labelled_tokens,
+            seconds,
+            bytes: process::resident().unwrap_or(Bytes::ZERO),
+        })
+    }
+
+    fn evaluate(&mut self, log: &mut EventLog) -> Result<(), Failure> {
+        let Some(data) = &self.eval else { return Ok(()) };
+        if self.last_eval.is_some_and(|(step, _)| step == self.info.step) {
+            return Ok(());
+        }
+        let start = Instant::now();
+        let sum = evaluate(&mut self.engine, data)?;
+        let exact_match = (sum.samples > 0).then(|| sum.exact as f64 / sum.samples as f64);
+        self.last_eval = Some((self.info.step, EvalResult { loss: sum.loss(), exact_match }));
+        log.emit(Event::Evaluation {
+            step: self.info.step,
+            loss: sum.loss(),
+            exact_match,
+            tokens: sum.tokens,
+            seconds: start.elapsed().as_secs_f64(),
+        })
+    }
+
+    fn save(&mut self, log: &mut EventLog) -> Result<(), Failure> {
+        let path = self.folder.join("checkpoints").join(format!("step-{}", self.info.step));
+        if self.last_saved.0 == self.info.step && path.exists() {
+            return Ok(());
+        }
+        let start = Instant::now();
+        let states = states(&self.run);
+        let keep = self.run.train.keep;
+        checkpoint::write(&self.folder, &self.info, &self.model.config, &mut self.engine, states, keep)?;
+        self.last_saved = (self.info.step, Instant::now());
+        log.emit(Event::Checkpoint {
+            step: self.info.step,
+            path: path.display().to_string(),
+            seconds: start.elapsed().as_secs_f64(),
+        })
+    }
+
+    fn finish(mut self, status: RunStatus, log: &mut EventLog) -> Result<Outcome, Failure> {
+        let mut model = None;
+        let mut shown = Vec::new();
+        if status == RunStatus::Done {
+            self.evaluate(log)?;
+            self.save(log)?;
+            let path = self.folder.join("model");
+            write_model(&path, &self.model, self.info.precision, &mut self.engine)?;
+            if let (true, Some(eval), Some(tokenizer)) = (self.generates, &self.eval, self.model.tokenizer()) {
+                shown = samples(&mut self.engine, eval, &tokenizer, &self.model.config)?;
+            }
+            model = Some(path);
+        }
+        let measured = process::peak_resident().unwrap_or(Bytes::ZERO);
+        let stats = self.engine.stats();
+        let device = &self.plan.devices[0];
+        let (median, p95) = (quantile(&self.seconds, 0.5), quantile(&self.seconds, 0.95));
+        let tokens = (self.batches.rows * u64::from(self.run.data.sequence)) as f64;
+        let result = RunResult {
+            status,
+            steps: self.info.step,
+            loss: LossSpan { first: self.info.first_loss, last: self.info.last_loss },
+            tokens_per_second: if median > 0.0 { tokens / median } else { 0.0 },
+            step_seconds: StepSeconds { median, p95, predicted: self.plan.predicted.step_seconds },
+            eval: self.last_eval.map(|(_, result)| result),
+            memory: vec![DeviceMemory {
+                device: device.name.clone(),
+                budget_bytes: device.budget_bytes,
+                arena_bytes: device.arena_bytes,
+                arena_measured_bytes: stats.arena_measured_bytes,
+                predicted_bytes: device.peak_bytes,
+                measured_bytes: measured,
+            }],
+            recipe: self.info.recipe.clone(),
+            retreats: Vec::new(),
+        };
+        let text = serde_json::to_vec_pretty(&result).expect("plain data has a JSON form");
+        atomic::write_file(&self.folder.join("result.json"), &text)?;
+        let word = match status {
+            RunStatus::Done => "done",
+            RunStatus::Stopped => "stopped",
+        };
+        log.emit(Event::End { status: word.into(), step: self.info.step })?;
+        Ok(Outcome { result, samples: shown, model, folder: self.folder })
+    }
+}
+
+/// The states that the optimizer keeps for each parameter.
+fn states(run: &RunFile) -> &'static [&'static str] {
+    match optimizer(run) {
+        Optimizer::AdamW { .. } => &["first", "second"],
+        Optimizer::Sgd { momentum, .. } if momentum != 0.0 => &["first"],
+        Optimizer::Sgd { .. } => &[],
+    }
+}
+
+/// All rows of a data set once, in order.
+pub fn evaluate(engine: &mut Engine, data: &Dataset) -> Result<Evaluated, Failure> {
+    let at_once = u64::from(engine.recipe().micro_batch);
+    let mut rows = Rows::new(at_once, data.sequence());
+    let mut sum = Evaluated::default();
+    for first in (0..data.rows()).step_by(at_once as usize) {
+        data.read(first..(first + at_once).min(data.rows()), &mut rows)?;
+        sum.add(engine.evaluate(&mut rows)?);
+    }
+    Ok(sum)
+}
+
+/// Writes the model as a Hugging Face directory, whole or not at all.
+fn write_model(path: &Path, model: &Model, dtype: plimsoll_core::DType, engine: &mut Engine) -> Result<(), Failure> {
+    let raw = model.dir.as_ref().map(|dir| &dir.raw_config);
+    write_model_dir(path, &model.config, raw, dtype, model.folder(), |writer| -> Result<(), Failure> {
+        Ok(engine.move_files("save", &mut Storing(writer))?)
+    })
+}
+
+/// The value below which `share` of the values lie; 0 where there is none.
+fn quantile(values: &[f64], share: f64) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    sorted.get(((sorted.len() as f64 - 1.0) * share).round() as usize).copied().unwrap_or(0.0)
+}
