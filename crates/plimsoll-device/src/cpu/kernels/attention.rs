@@ -11,7 +11,7 @@
 
 use super::Heads;
 use super::product::{Left, Target, small_product};
-use super::simd::{Real, get, put, strips, vectorised};
+use super::simd::{Real, get, get_or, put, strips, transpose, vectorised};
 use crate::cpu::pool::{Pool, Shared};
 use plimsoll_program::workspace::{self, ATTENTION_KEYS, ATTENTION_QUERIES};
 
@@ -192,7 +192,7 @@ fn forward<T: Real>(
     s: Scratch<T>,
 ) {
     let count = block.count;
-    transpose(queries, query_row, count, head, scale_of(head), s.queries);
+    lay_out(queries, query_row, count, head, scale_of(head), s.queries);
     block.lanes(s.start);
     s.largest.fill(T::LOWEST);
     s.sum.fill(T::ZERO);
@@ -305,8 +305,8 @@ fn backward<T: Real>(
     s: &mut Scratch<T>,
 ) {
     let (count, head) = (block.count, c.head);
-    transpose(queries, c.all, count, head, scale_of(head), s.queries);
-    transpose(dout, c.keys, count, head, T::ONE, s.douts);
+    lay_out(queries, c.all, count, head, scale_of(head), s.queries);
+    lay_out(dout, c.keys, count, head, T::ONE, s.douts);
     block.lanes(s.start);
     s.largest.fill(T::ZERO);
     s.largest[..count].copy_from_slice(stats);
@@ -430,15 +430,11 @@ fn scale_of<T: Real>(head: usize) -> T {
 }
 
 /// to[E, Q] = scale · the first `count` rows of from, `row` apart; other lanes become zeros.
-fn transpose<T: Real>(from: &[T], row: usize, count: usize, head: usize, scale: T, to: &mut [T]) {
+fn lay_out<T: Real>(from: &[T], row: usize, count: usize, head: usize, scale: T, to: &mut [T]) {
     if count < QUERIES {
         to.fill(T::ZERO);
     }
-    for lane in 0..count {
-        for (e, &value) in from[lane * row..][..head].iter().enumerate() {
-            to[e * QUERIES + lane] = value * scale;
-        }
-    }
+    transpose(from, row, count, head, scale, to, QUERIES);
 }
 
 vectorised! {
@@ -475,7 +471,7 @@ vectorised! {
     fn weights<T, V>(x: &mut [T], largest: T) -> T {
         let mut sum = V::splat(T::ZERO);
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
-            let value = (super::simd::get_or(x, at, count, V::splat(T::MINUS_INFINITY)) - V::splat(largest)).exp();
+            let value = (get_or(x, at, count, V::splat(T::MINUS_INFINITY)) - V::splat(largest)).exp();
             sum = sum + value;
             put(x, at, count, value);
         });

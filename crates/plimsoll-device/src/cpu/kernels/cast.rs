@@ -64,8 +64,6 @@ pub fn to_bytes<T: Real>(pool: &Pool, dtype: DType, from: &[T], bytes: &mut [u8]
     check(dtype, bytes.len(), from.len())?;
     let bytes = Shared::new(bytes);
     let size = dtype.bytes() as usize;
-    // Rounding once: an f32 goes through f64 unchanged, an f64 must not go through f32.
-    let narrow = size_of::<T>() == size_of::<f32>();
     pool.split(from.len(), LEAST, |range, _| {
         // SAFETY: ranges of one split are disjoint.
         let to = unsafe { bytes.part(range.start * size..range.end * size) };
@@ -73,13 +71,23 @@ pub fn to_bytes<T: Real>(pool: &Pool, dtype: DType, from: &[T], bytes: &mut [u8]
         match dtype {
             DType::F64 => write(from, to, |x| x.wide().to_le_bytes()),
             DType::F32 => write(from, to, |x| (x.wide() as f32).to_le_bytes()),
-            DType::Bf16 if narrow => write(from, to, |x| bf16::from_f32(x.wide() as f32).to_le_bytes()),
-            DType::Bf16 => write(from, to, |x| bf16::from_f64(x.wide()).to_le_bytes()),
-            _ if narrow => write(from, to, |x| f16::from_f32(x.wide() as f32).to_le_bytes()),
-            _ => write(from, to, |x| f16::from_f64(x.wide()).to_le_bytes()),
+            DType::Bf16 => write(from, to, |x| bf16::from_f32(to_odd(x.wide())).to_le_bytes()),
+            _ => write(from, to, |x| f16::from_f32(to_odd(x.wide())).to_le_bytes()),
         }
     });
     Ok(())
+}
+
+/// `x` in 32 bits, where inexact rounded to the neighbour whose last bit is 1: rounding that again
+/// to half as many bits gives what rounding `x` once would (Boldo and Melquiond, "When double
+/// rounding is odd"). `half` drops the low half of an f64 instead.
+fn to_odd(x: f64) -> f32 {
+    let nearest = x as f32;
+    if f64::from(nearest) == x || x.is_nan() {
+        return nearest;
+    }
+    let toward_zero = nearest.to_bits() - u32::from(f64::from(nearest).abs() > x.abs());
+    f32::from_bits(toward_zero | 1)
 }
 
 fn read<T, const N: usize>(bytes: &[u8], first: usize, to: &mut [T], convert: impl Fn([u8; N]) -> T) {

@@ -7,7 +7,7 @@
 //!
 //! `small_product` is the unpacked, single-threaded core, which attention uses, too.
 
-use super::simd::{Real, Vector, vectorised};
+use super::simd::{Real, Vector, transpose, vectorised};
 use crate::cpu::pool::{Pool, Shared};
 use plimsoll_program::workspace::{self, PRODUCT_COLUMNS, PRODUCT_FEW_ROWS, PRODUCT_ROWS};
 use std::ops::Range;
@@ -331,12 +331,7 @@ impl<T> Sendable<T> {
 /// Packs rows `slice` × `columns` of b as [slice, wide].
 fn pack_right<T: Real>(p: &Product<T>, slice: Range<usize>, columns: Range<usize>, wide: usize, panel: &mut [T]) {
     if p.b_transposed {
-        for (j, column) in columns.enumerate() {
-            let from = &p.b[column * p.k..][slice.clone()];
-            for (q, &value) in from.iter().enumerate() {
-                panel[q * wide + j] = value;
-            }
-        }
+        transpose(&p.b[columns.start * p.k + slice.start..], p.k, columns.len(), slice.len(), T::ONE, panel, wide);
     } else {
         for (row, to) in slice.zip(panel.chunks_exact_mut(wide)) {
             to[..columns.len()].copy_from_slice(&p.b[row * p.n..][columns.clone()]);
@@ -347,16 +342,16 @@ fn pack_right<T: Real>(p: &Product<T>, slice: Range<usize>, columns: Range<usize
 /// Packs `rows` × `slice` of a transposed a as groups [slice, GROUP].
 fn pack_left<T: Real>(p: &Product<T>, slice: Range<usize>, rows: Range<usize>, block: &mut [T]) {
     let depth = slice.len();
-    for (group, row) in rows.clone().step_by(GROUP).enumerate() {
-        let to = &mut block[group * GROUP * depth..][..GROUP * depth];
-        if row + GROUP <= rows.end {
-            for (q, to) in slice.clone().zip(to.chunks_exact_mut(GROUP)) {
-                to.copy_from_slice(&p.a[q * p.m + row..][..GROUP]);
-            }
-        } else {
-            for (q, to) in slice.clone().zip(to.chunks_exact_mut(GROUP)) {
-                to[..rows.end - row].copy_from_slice(&p.a[q * p.m + row..q * p.m + rows.end]);
-            }
+    let whole = rows.len() / GROUP;
+    // Row by row of a, so that each is read once and in order.
+    for (q, row) in slice.enumerate() {
+        let from = &p.a[row * p.m..][rows.clone()];
+        let (groups, rest) = from.as_chunks::<GROUP>();
+        for (group, values) in groups.iter().enumerate() {
+            block[(group * depth + q) * GROUP..][..GROUP].copy_from_slice(values);
+        }
+        if !rest.is_empty() {
+            block[(whole * depth + q) * GROUP..][..rest.len()].copy_from_slice(rest);
         }
     }
 }

@@ -100,6 +100,9 @@ pub trait Vector<T>: Copy + Add<Output = Self> + Sub<Output = Self> + Mul<Output
     fn exp(self) -> Self;
     /// `yes` where `self <= other`, else `no`.
     fn where_le(self, other: Self, yes: Self, no: Self) -> Self;
+    /// Swaps the lanes of `self` whose number has `bit` with those of `other` that lie `bit` below: the step of a
+    /// transposition.
+    fn swap_lanes(self, other: Self, bit: usize) -> (Self, Self);
     /// The sum of all lanes, in an order fixed by the type.
     fn sum(self) -> T;
     /// The largest lane.
@@ -221,6 +224,47 @@ pub fn put<T, V: Vector<T>>(slice: &mut [T], at: usize, count: usize, value: V) 
             value.store(slice.as_mut_ptr().add(at))
         } else {
             value.store_part(slice.as_mut_ptr().add(at), count)
+        }
+    }
+}
+
+vectorised! {
+    /// to[columns, to_row] = factor · the transpose of from[rows, from_row]; `rows <= to_row`.
+    pub fn transpose<T, V>(from: &[T], from_row: usize, rows: usize, columns: usize, factor: T, to: &mut [T], to_row: usize) {
+        if rows == 0 || columns == 0 {
+            return;
+        }
+        assert!(from.len() >= (rows - 1) * from_row + columns && to.len() >= (columns - 1) * to_row + rows);
+        let scale = V::splat(factor);
+        let whole = (rows - rows % V::LANES, columns - columns % V::LANES);
+        for i in (0..whole.0).step_by(V::LANES) {
+            for j in (0..whole.1).step_by(V::LANES) {
+                // No vector has more than 16 lanes.
+                let mut block = [scale; 16];
+                for r in 0..V::LANES {
+                    // SAFETY: row i + r, columns j.. are inside `from`, as asserted.
+                    block[r] = unsafe { V::load(from.as_ptr().add((i + r) * from_row + j)) } * scale;
+                }
+                let mut bit = 1;
+                while bit < V::LANES {
+                    for r in 0..V::LANES {
+                        if r & bit == 0 {
+                            (block[r], block[r | bit]) = block[r].swap_lanes(block[r | bit], bit);
+                        }
+                    }
+                    bit *= 2;
+                }
+                for r in 0..V::LANES {
+                    // SAFETY: row j + r, columns i.. are inside `to`, as asserted.
+                    unsafe { block[r].store(to.as_mut_ptr().add((j + r) * to_row + i)) };
+                }
+            }
+        }
+        for i in 0..rows {
+            let first = if i < whole.0 { whole.1 } else { 0 };
+            for j in first..columns {
+                to[j * to_row + i] = from[i * from_row + j] * factor;
+            }
         }
     }
 }
@@ -414,6 +458,16 @@ impl<T: Real, const N: usize> Vector<T> for Lanes<T, N> {
         Lanes(out)
     }
     #[inline(always)]
+    fn swap_lanes(self, other: Self, bit: usize) -> (Self, Self) {
+        let (mut a, mut b) = (self.0, other.0);
+        for lane in 0..N {
+            if lane & bit != 0 {
+                std::mem::swap(&mut a[lane], &mut b[lane - bit]);
+            }
+        }
+        (Lanes(a), Lanes(b))
+    }
+    #[inline(always)]
     fn sum(self) -> T {
         let mut out = self.0;
         let mut width = N / 2;
@@ -464,6 +518,7 @@ mod x86 {
          |$from:ident, $count:ident, $fill:ident| $load_part:expr,
          |$to:ident, $places:ident, $value:ident| $store_part:expr,
          |$a:ident, $b:ident, $yes:ident, $no:ident| $where_le:expr,
+         |$low:ident, $high:ident, $bit:ident| $swap:expr,
          |$s:ident| $sum:expr, |$l:ident| $largest:expr, |$x:ident| $exp:expr) => {
             /// Numbers in one register.
             #[derive(Clone, Copy)]
@@ -530,6 +585,13 @@ mod x86 {
                     $name(unsafe { $where_le })
                 }
                 #[inline(always)]
+                fn swap_lanes(self, other: Self, $bit: usize) -> (Self, Self) {
+                    let ($low, $high) = (self.0, other.0);
+                    // SAFETY: the dispatcher.
+                    let (a, b) = unsafe { $swap };
+                    ($name(a), $name(b))
+                }
+                #[inline(always)]
                 fn sum(self) -> $T {
                     let $s = self.0;
                     // SAFETY: the dispatcher.
@@ -564,6 +626,12 @@ mod x86 {
         |from, count, fill| _mm512_mask_loadu_ps(fill, first16(count), from),
         |to, count, value| _mm512_mask_storeu_ps(to, first16(count), value),
         |a, b, yes, no| _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_LE_OQ>(a, b), no, yes),
+        |a, b, bit| {
+            let (first, second) = swap_indices::<16>(bit);
+            let first = _mm512_loadu_si512(first.as_ptr().cast());
+            let second = _mm512_loadu_si512(second.as_ptr().cast());
+            (_mm512_permutex2var_ps(a, first, b), _mm512_permutex2var_ps(a, second, b))
+        },
         |x| _mm512_reduce_add_ps(x),
         |x| _mm512_reduce_max_ps(x),
         |x| exp512(x)
@@ -587,6 +655,12 @@ mod x86 {
         |from, count, fill| _mm512_mask_loadu_pd(fill, first16(count) as u8, from),
         |to, count, value| _mm512_mask_storeu_pd(to, first16(count) as u8, value),
         |a, b, yes, no| _mm512_mask_blend_pd(_mm512_cmp_pd_mask::<_CMP_LE_OQ>(a, b), no, yes),
+        |a, b, bit| {
+            let (first, second) = swap_indices::<8>(bit);
+            let first = _mm512_cvtepu32_epi64(_mm256_loadu_si256(first.as_ptr().cast()));
+            let second = _mm512_cvtepu32_epi64(_mm256_loadu_si256(second.as_ptr().cast()));
+            (_mm512_permutex2var_pd(a, first, b), _mm512_permutex2var_pd(a, second, b))
+        },
         |x| _mm512_reduce_add_pd(x),
         |x| _mm512_reduce_max_pd(x),
         |x| {
@@ -618,6 +692,14 @@ mod x86 {
         },
         |to, count, value| _mm256_maskstore_ps(to, first8(count), value),
         |a, b, yes, no| _mm256_blendv_ps(no, yes, _mm256_cmp_ps::<_CMP_LE_OQ>(a, b)),
+        |a, b, bit| match bit {
+            1 => (
+                _mm256_blend_ps::<0b1010_1010>(a, _mm256_moveldup_ps(b)),
+                _mm256_blend_ps::<0b0101_0101>(b, _mm256_movehdup_ps(a)),
+            ),
+            2 => (_mm256_shuffle_ps::<0b01_00_01_00>(a, b), _mm256_shuffle_ps::<0b11_10_11_10>(a, b),),
+            _ => (_mm256_permute2f128_ps::<0x20>(a, b), _mm256_permute2f128_ps::<0x31>(a, b)),
+        },
         |x| {
             let mut lanes = [0.0f32; 8];
             _mm256_storeu_ps(lanes.as_mut_ptr(), x);
@@ -653,6 +735,10 @@ mod x86 {
         },
         |to, count, value| _mm256_maskstore_pd(to, first4(count), value),
         |a, b, yes, no| _mm256_blendv_pd(no, yes, _mm256_cmp_pd::<_CMP_LE_OQ>(a, b)),
+        |a, b, bit| match bit {
+            1 => (_mm256_unpacklo_pd(a, b), _mm256_unpackhi_pd(a, b)),
+            _ => (_mm256_permute2f128_pd::<0x20>(a, b), _mm256_permute2f128_pd::<0x31>(a, b)),
+        },
         |x| {
             let mut lanes = [0.0f64; 4];
             _mm256_storeu_pd(lanes.as_mut_ptr(), x);
@@ -671,6 +757,20 @@ mod x86 {
             _mm256_loadu_pd(lanes.as_ptr())
         }
     );
+
+    /// Which of the lanes of a pair (the second's counted from N) go where in `swap_lanes`.
+    #[inline(always)]
+    const fn swap_indices<const N: usize>(bit: usize) -> ([u32; N], [u32; N]) {
+        let (mut first, mut second) = ([0; N], [0; N]);
+        let mut lane = 0;
+        while lane < N {
+            let has = lane & bit != 0;
+            first[lane] = if has { N + lane - bit } else { lane } as u32;
+            second[lane] = if has { N + lane } else { lane + bit } as u32;
+            lane += 1;
+        }
+        (first, second)
+    }
 
     /// The mask of the first `count` of up to 16 lanes.
     #[inline(always)]
@@ -783,6 +883,25 @@ mod tests {
         exp_all(&mut x);
         assert_eq!(x[..2], [0.0, 1f64.exp()]);
         assert!(x[2].is_nan() && x[3].is_infinite() && x[4] == (-5f64).exp());
+    }
+
+    #[test]
+    fn transposes_of_any_shape_are_right() {
+        fn check<T: Real>() {
+            for (rows, columns) in [(1, 1), (16, 16), (5, 40), (40, 5), (67, 33), (64, 64)] {
+                let (from_row, to_row) = (columns + 3, rows + 2);
+                let from: Vec<T> = (0..rows * from_row).map(|i| T::of(i as f64)).collect();
+                let mut to = vec![T::of(-1.0); columns * to_row];
+                transpose(&from, from_row, rows, columns, T::of(0.5), &mut to, to_row);
+                for (at, value) in to.iter().enumerate() {
+                    let (j, i) = (at / to_row, at % to_row);
+                    let want = if i < rows { T::of((i * from_row + j) as f64 * 0.5) } else { T::of(-1.0) };
+                    assert_eq!(*value, want, "{i}, {j} of {rows} x {columns}");
+                }
+            }
+        }
+        check::<f32>();
+        check::<f64>();
     }
 
     vectorised! {
