@@ -1,5 +1,7 @@
 //! A run: its file, its data, its model's files, and the training loop.
 
+#![forbid(unsafe_code)]
+
 pub mod data;
 pub mod files;
 pub mod resolve;

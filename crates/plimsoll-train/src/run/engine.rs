@@ -3,8 +3,9 @@
 use crate::data::Rows;
 use bytemuck::cast_slice;
 use plimsoll_core::{DType, Recipe};
-use plimsoll_device::cpu::executor::{real_bytes, real_values};
+use plimsoll_device::cpu::executor::{self, real_bytes, real_values};
 use plimsoll_device::device::{Device, DeviceError, FileSpace, NoFiles, Observer, Stats, Unobserved};
+use plimsoll_plan::search::Answer;
 use plimsoll_program::scalars::{METRIC_COUNT, METRICS, Metric, SCALAR_COUNT, SCALARS, Scalar};
 use plimsoll_program::{ProgramSet, TensorId};
 
@@ -92,6 +93,16 @@ pub struct Engine {
 }
 
 impl Engine {
+    /// Opens the CPU with the Programs of a plan.
+    ///
+    /// # Errors
+    /// What the machine refuses.
+    pub fn open(answer: Answer, precision: DType, threads: u32, sequence: u64, vocab: u64) -> Result<Engine, DeviceError> {
+        let set = answer.set.clone();
+        let device = executor::open(answer.set, answer.layout.placement, precision, threads as usize)?;
+        Ok(Engine::new(device, &set, precision, answer.plan.recipe, sequence, vocab))
+    }
+
     /// Wraps an opened device whose Programs are `set`.
     pub fn new(device: Box<dyn Device>, set: &ProgramSet, precision: DType, recipe: Recipe, sequence: u64, vocab: u64) -> Engine {
         let find = |name: &str| set.find(name).unwrap_or_else(|| panic!("the programs have no `{name}`"));

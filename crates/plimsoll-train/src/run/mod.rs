@@ -1,9 +1,11 @@
 //! A run: from a resolved run file to a trained model. `prepare` opens and plans, `training` is the
 //! loop, `engine` does one step on the device, `checkpoint` is what a run goes on from.
 
+pub mod bench;
 pub mod checkpoint;
 pub mod engine;
 pub mod events;
+pub mod inference;
 pub mod prepare;
 pub mod rate;
 pub mod samples;

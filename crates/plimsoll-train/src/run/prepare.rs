@@ -1,9 +1,11 @@
 //! What a training run needs before its device is opened: model, data, and a plan with measured charges.
 
 use crate::data::{self, DataSpec, Dataset, Loader};
-use crate::resolve::{Resolved, Work, write_example};
-use crate::run_file::RunFile;
-use plimsoll_core::{Bytes, DeviceKind, Failure, Recipe};
+use super::engine::Engine;
+use super::spaces::ModelSource;
+use crate::resolve::{Model, Resolved, Work, write_example};
+use crate::run_file::{Init, RunFile};
+use plimsoll_core::{Bytes, Failure, Recipe};
 use plimsoll_device::{calibration, process};
 use plimsoll_plan::search::{Answer, plan_of, search};
 use std::ops::ControlFlow;
@@ -35,26 +37,13 @@ pub struct Prepared {
 pub fn prepare(mut run: RunFile, known: Option<&Recipe>) -> Result<Prepared, Failure> {
     write_example(&mut run)?;
     let mut resolved = Resolved::new(&run)?;
-    if resolved.device.kind != DeviceKind::Cpu {
-        let message = format!("run.devices: this version does not run on `{}`", resolved.device.name);
-        return Err(Failure::input(message).hint("plan for it with `plimsoll plan`, or run on `cpu`"));
+    if let Some(other) = resolved.others.first() {
+        let message = format!("run.devices: this version uses one device, not {} and {}", resolved.device.name, other.name);
+        return Err(Failure::input(message).hint("name one of them"));
     }
+    resolved.only_here()?;
     resolved.model.check_weights(&run)?;
-    let open = |patterns: &[String]| {
-        let end_token = resolved.model.folder().map(data::end_token).transpose()?.flatten();
-        let spec = DataSpec {
-            patterns: patterns.to_vec(),
-            format: run.data.format,
-            sequence: u64::from(run.data.sequence),
-            pack: run.data.pack,
-            long: run.data.long,
-            vocab: resolved.model.config.vocab,
-            end_token,
-        };
-        let tokenizer = resolved.model.tokenizer();
-        let threads = resolved.device.threads as usize;
-        Dataset::open(&spec, tokenizer.as_deref(), &token_cache(), threads, &mut |_, _| ControlFlow::Continue(()))
-    };
+    let open = |patterns: &[String]| dataset(&run, &resolved.model, patterns, resolved.device.threads as usize);
     let train = open(&run.data.train)?;
     let eval = if run.data.eval.is_empty() { None } else { Some(open(&run.data.eval)?) };
     resolved.device.charges = charges(run.batch_sequences(), u64::from(run.data.sequence));
@@ -63,6 +52,38 @@ pub fn prepare(mut run: RunFile, known: Option<&Recipe>) -> Result<Prepared, Fai
     let again = known.map(|recipe| plan_of(&question, recipe)).filter(|answer| answer.plan.fits);
     let answer = again.unwrap_or_else(|| search(&question));
     Ok(Prepared { run, resolved, train, eval, answer })
+}
+
+/// The rows of some files, as a run file says.
+///
+/// # Errors
+/// What is wrong with the files or the tokenizer.
+pub fn dataset(run: &RunFile, model: &Model, patterns: &[String], threads: usize) -> Result<Dataset, Failure> {
+    let end_token = model.folder().map(data::end_token).transpose()?.flatten();
+    let spec = DataSpec {
+        patterns: patterns.to_vec(),
+        format: run.data.format,
+        sequence: u64::from(run.data.sequence),
+        pack: run.data.pack,
+        long: run.data.long,
+        vocab: model.config.vocab,
+        end_token,
+    };
+    let go_on = &mut |_, _| ControlFlow::Continue(());
+    Ok(Dataset::open(&spec, model.tokenizer().as_deref(), &token_cache(), threads, go_on)?)
+}
+
+/// The first weights, from files or drawn.
+///
+/// # Errors
+/// Files that cannot be read, or hold no numbers.
+pub fn load_weights(engine: &mut Engine, model: &Model, run: &RunFile) -> Result<(), Failure> {
+    let pretrained = model.dir.as_ref().filter(|_| run.model.init == Init::Pretrained);
+    match pretrained.and_then(|dir| dir.weights.as_ref()) {
+        Some(weights) => engine.move_files("load", &mut ModelSource::new(weights))?,
+        None => engine.run("load")?,
+    }
+    Ok(())
 }
 
 /// Bytes of the process outside the arena, once data and tokenizer are open: what it holds now, the

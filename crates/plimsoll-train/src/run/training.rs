@@ -3,18 +3,18 @@
 use super::checkpoint::{self, Checkpoint, CheckpointInfo};
 use super::engine::{Engine, Evaluated, StepInput};
 use super::events::EventLog;
-use super::prepare::{Prepared, prepare};
+use super::prepare::{Prepared, load_weights, prepare};
 use crate::resolve::{Model, Resolved, optimizer};
 use super::rate::learning_rate;
 use super::samples::{Sample, samples};
-use super::spaces::{ModelSource, Storing};
+use super::spaces::Storing;
 use crate::data::{Batches, Dataset, Loader, Order, Rows};
 use crate::files::{atomic, write_model_dir};
-use crate::run_file::{Init, Length, RunFile};
+use crate::run_file::{Length, RunFile};
 use plimsoll_core::{
     Bytes, DeviceMemory, EvalResult, Event, Failure, LossSpan, Plan, Record, RunResult, RunStatus, StepSeconds,
 };
-use plimsoll_device::{cpu::executor, process};
+use plimsoll_device::process;
 use plimsoll_plan::price::needed_product_flops;
 use plimsoll_program::models::decoder::Optimizer;
 use std::fs;
@@ -146,15 +146,15 @@ struct Trainer {
 impl Trainer {
     fn open(run: Run, folder: PathBuf) -> Result<Trainer, Failure> {
         let Run { prepared, checkpoint, .. } = run;
-        let Prepared { run, resolved: Resolved { model, device }, train, eval, answer } = prepared;
+        let Prepared { run, resolved: Resolved { model, device, .. }, train, eval, answer } = prepared;
         let precision = run.arithmetic();
         let product_flops = needed_product_flops(&answer.set);
-        let set = answer.set.clone();
+        let generates = answer.set.program("prefill").is_some();
         // From here on the peak is this run's: what the data took before has been given back or is a charge.
         let _ = process::reset_peak();
-        let opened = executor::open(answer.set, answer.layout.placement, precision, device.threads as usize)?;
-        let recipe = answer.plan.recipe.clone();
-        let mut engine = Engine::new(opened, &set, precision, recipe.clone(), u64::from(run.data.sequence), model.config.vocab);
+        let (plan, sequence) = (answer.plan.clone(), u64::from(run.data.sequence));
+        let recipe = plan.recipe.clone();
+        let mut engine = Engine::open(answer, precision, device.threads, sequence, model.config.vocab)?;
         let order = Order { seed: run.train.seed, rows: train.rows(), shuffle: run.data.shuffle };
         let end = match run.length() {
             Some(Length::Epochs(epochs)) => Some(order.rows_of_epochs(epochs).max(1)),
@@ -190,18 +190,14 @@ impl Trainer {
                 }
             }
             None => {
-                let weights = model.dir.as_ref().filter(|_| run.model.init == Init::Pretrained);
-                match weights.and_then(|dir| dir.weights.as_ref()) {
-                    Some(weights) => engine.move_files("load", &mut ModelSource::new(weights))?,
-                    None => engine.run("load")?,
-                }
+                load_weights(&mut engine, &model, &run)?;
                 engine.run("fresh")?;
                 fresh
             }
         };
         Ok(Trainer {
             folder,
-            generates: set.program("prefill").is_some(),
+            generates,
             product_flops: product_flops * batches.rows.div_ceil(u64::from(info.recipe.micro_batch)) as f64,
             peak_flops: device.rates.f32_flops,
             last_saved: (info.step, Instant::now()),
@@ -210,7 +206,7 @@ impl Trainer {
             data: Arc::new(train),
             eval,
             engine,
-            plan: answer.plan,
+            plan,
             info,
             batches,
             seconds: Vec::new(),

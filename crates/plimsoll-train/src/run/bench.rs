@@ -1,0 +1,195 @@
+//! One training step, timed: the same shapes, options and figures as `torch_step.py`, so that both
+//! can be run in turn.
+
+use super::engine::{Engine, StepInput};
+use crate::data::Rows;
+use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, Failure, Recipe, RecomputeLevel};
+use plimsoll_device::{calibration, process};
+use plimsoll_plan::search::{Pins, Question, plan_of};
+use plimsoll_program::models::decoder::{Optimizer, Source};
+use plimsoll_program::models::{ModelConfig, ModelType, RopeScaling};
+use serde::Serialize;
+use std::time::Instant;
+
+/// The shapes and counts of a timed step.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StepShape {
+    /// V.
+    pub vocab: u64,
+    /// L.
+    pub layers: u64,
+    /// D.
+    pub hidden: u64,
+    /// H.
+    pub heads: u64,
+    /// K.
+    pub kv_heads: u64,
+    /// F.
+    pub ffn: u64,
+    /// T.
+    pub sequence: u64,
+    /// Sequences of a micro-batch.
+    pub batch: u64,
+    /// Micro-batches of a step.
+    pub accumulate: u64,
+    /// Threads that compute.
+    pub threads: u32,
+    /// Timed steps.
+    pub steps: u64,
+    /// Steps before them.
+    pub warmup: u64,
+    /// Whether each block is computed again in the backward pass.
+    pub checkpoint: bool,
+}
+
+/// What was found, with the names that `torch_step.py` prints. Bytes and seconds are measured.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct StepBench {
+    /// This program and its version.
+    pub peer: String,
+    /// The device.
+    pub device: String,
+    /// The arithmetic.
+    pub dtype: DType,
+    /// Always false: there is nothing to compile.
+    pub compile: bool,
+    /// Whether each block was computed again.
+    pub checkpoint: bool,
+    /// Trained parameters.
+    pub parameters: u64,
+    /// Tokens of an optimizer step.
+    pub tokens_per_step: u64,
+    /// Median of the timed steps.
+    pub step_seconds_median: f64,
+    /// Tokens a second at the median.
+    pub tokens_per_second: f64,
+    /// The most that the process held.
+    pub peak_rss_mib: f64,
+    /// What it held before the device was opened.
+    pub import_rss_mib: f64,
+    /// The difference.
+    pub growth_mib: f64,
+    /// The arena, as planned.
+    pub arena_bytes: Bytes,
+    /// The arena, as its high-water mark was measured.
+    pub arena_measured_bytes: Bytes,
+    /// What the planner said a step takes.
+    pub predicted_step_seconds: f64,
+}
+
+/// Times training steps of a model with random weights on random tokens.
+///
+/// # Errors
+/// Shapes that make no model, or an arena that is refused.
+pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
+    let config = ModelConfig {
+        model_type: ModelType::Llama,
+        hidden: shape.hidden,
+        layers: shape.layers,
+        heads: shape.heads,
+        kv_heads: shape.kv_heads,
+        head_dim: shape.hidden / shape.heads.max(1),
+        ffn: shape.ffn,
+        vocab: shape.vocab,
+        tied: false,
+        norm_eps: 1e-5,
+        rope_theta: 10000.0,
+        rope_scaling: RopeScaling::None,
+        qkv_bias: false,
+        qk_norm: false,
+        max_positions: shape.sequence,
+        bos: None,
+        eos: vec![],
+        init_std: 0.02,
+    };
+    config.validate()?;
+    let device = DeviceSpec {
+        name: "cpu".into(),
+        kind: DeviceKind::Cpu,
+        budget: Bytes(u64::MAX),
+        charges: Bytes::ZERO,
+        charges_measured: false,
+        threads: shape.threads,
+        rates: calibration::cpu(shape.threads)?.rates,
+    };
+    let betas = [0.9, 0.999];
+    let sequences = shape.batch * shape.accumulate;
+    let question = Question {
+        config: &config,
+        precision: DType::F32,
+        sequence: shape.sequence,
+        sequences,
+        source: Source::Random { seed: 0 },
+        optimizer: Some(Optimizer::AdamW { betas, eps: 1e-8, decay: 0.01 }),
+        evaluate: false,
+        generation: None,
+        device: &device,
+        pins: Pins::default(),
+    };
+    let level = if shape.checkpoint { RecomputeLevel::Block } else { RecomputeLevel::Nothing };
+    let recipe = Recipe { micro_batch: shape.batch as u32, recompute: vec![level; shape.layers as usize] };
+    let answer = plan_of(&question, &recipe);
+    let (arena_bytes, predicted) = (answer.plan.devices[0].arena_bytes, answer.plan.predicted.step_seconds);
+
+    let resident = |read: fn() -> std::io::Result<Bytes>| read().unwrap_or(Bytes::ZERO).as_mib();
+    let _ = process::reset_peak();
+    let before = resident(process::resident);
+    let mut engine = Engine::open(answer, DType::F32, shape.threads, shape.sequence, shape.vocab)?;
+    engine.run("load")?;
+    engine.run("fresh")?;
+    let mut seconds = Vec::new();
+    for number in 1..=shape.warmup + shape.steps {
+        let mut rows = random_rows(shape, number);
+        let start = Instant::now();
+        let labelled_tokens = rows.labelled_tokens();
+        let input = StepInput { step: number, learning_rate: 3e-4, betas, clip_norm: 1.0, labelled_tokens };
+        engine.gradients(&mut rows, &input)?;
+        engine.update()?;
+        if number > shape.warmup {
+            seconds.push(start.elapsed().as_secs_f64());
+        }
+    }
+    let peak = resident(process::peak_resident);
+    let stats = engine.stats();
+    seconds.sort_by(f64::total_cmp);
+    let middle = seconds.len() / 2;
+    let median = if seconds.len().is_multiple_of(2) { (seconds[middle - 1] + seconds[middle]) / 2.0 } else { seconds[middle] };
+    let tokens_per_step = sequences * shape.sequence;
+    Ok(StepBench {
+        peer: concat!("plimsoll ", env!("CARGO_PKG_VERSION")).into(),
+        device: "cpu".into(),
+        dtype: DType::F32,
+        compile: false,
+        checkpoint: shape.checkpoint,
+        parameters: config.parameters(),
+        tokens_per_step,
+        step_seconds_median: median,
+        tokens_per_second: tokens_per_step as f64 / median,
+        peak_rss_mib: peak,
+        import_rss_mib: before,
+        growth_mib: peak - before,
+        arena_bytes,
+        arena_measured_bytes: stats.arena_measured_bytes,
+        predicted_step_seconds: predicted,
+    })
+}
+
+/// Rows of random tokens, every one of them labelled, another set for each step.
+fn random_rows(shape: &StepShape, number: u64) -> Rows {
+    let values = shape.batch * shape.accumulate * shape.sequence;
+    let mut state = number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let mut draw = || {
+        // xorshift64* (Vigna 2016): nobody looks at these numbers.
+        state ^= state >> 12;
+        state ^= state << 25;
+        state ^= state >> 27;
+        (state.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) as i32 % shape.vocab as i32
+    };
+    let mut rows = Rows::new(shape.batch * shape.accumulate, shape.sequence);
+    rows.tokens = (0..values).map(|_| draw()).collect();
+    rows.labels = (0..values).map(|_| draw()).collect();
+    rows.positions = (0..values).map(|i| (i % shape.sequence) as i32).collect();
+    rows.document_start = vec![0; values as usize];
+    rows.weights = vec![1.0; values as usize];
+    rows
+}
