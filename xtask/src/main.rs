@@ -1,2 +1,17 @@
-//! chores
-fn main() {}
+//! The project's own chores: `cargo xtask CHORE`. One file per chore; here is only which is called.
+
+#![forbid(unsafe_code)]
+
+mod arrows;
+
+const USAGE: &str = "usage: cargo xtask CHORE
+
+  arrows    check which crates may depend on which, and where unsafe code may stand";
+
+fn main() -> anyhow::Result<()> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    match arguments.first().map(String::as_str) {
+        Some("arrows") => arrows::run(),
+        _ => anyhow::bail!("{USAGE}"),
+    }
+}

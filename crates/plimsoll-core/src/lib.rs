@@ -3,6 +3,8 @@
 //!
 //! Nothing here reads, writes or computes; that is what the other crates are for.
 
+#![forbid(unsafe_code)]
+
 mod budget;
 mod bytes;
 mod device;

@@ -4,6 +4,8 @@
 //! Start at [`program::Program`]; [`op::OpKind`] is the closed set of ops; [`models::decoder`]
 //! writes the Programs of the Llama, Mistral and Qwen family.
 
+#![forbid(unsafe_code)]
+
 pub mod builder;
 pub mod derivative;
 pub mod models;

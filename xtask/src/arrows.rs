@@ -1,0 +1,194 @@
+//! `cargo xtask arrows`: the shape of the house. Which crate may depend on which, and that `unsafe`
+//! stands in one crate only. The same check runs as a test.
+
+use anyhow::{Context, bail};
+use serde::Deserialize;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Each crate and the crates of the workspace that it may depend on, tests included. A crate that is
+/// not here may not exist.
+const ARROWS: &[(&str, &[&str])] = &[
+    ("plimsoll-core", &[]),
+    ("plimsoll-program", &["plimsoll-core"]),
+    ("plimsoll-plan", &["plimsoll-core", "plimsoll-program"]),
+    ("plimsoll-device", &["plimsoll-core", "plimsoll-program"]),
+    ("plimsoll-train", &["plimsoll-core", "plimsoll-program", "plimsoll-plan", "plimsoll-device"]),
+    ("plimsoll-watch", &["plimsoll-core", "plimsoll-plan", "plimsoll-device"]),
+    ("plimsoll", LIBRARIES),
+    ("xtask", LIBRARIES),
+];
+
+const LIBRARIES: &[&str] =
+    &["plimsoll-core", "plimsoll-program", "plimsoll-plan", "plimsoll-device", "plimsoll-train", "plimsoll-watch"];
+
+/// The one crate that may hold unsafe code.
+const UNSAFE_CRATE: &str = "plimsoll-device";
+
+/// What a crate root outside of [`UNSAFE_CRATE`] says, so that the compiler checks it, too.
+const FORBID: &str = "#![forbid(unsafe_code)]";
+
+#[derive(Deserialize)]
+struct Metadata {
+    packages: Vec<Package>,
+}
+
+#[derive(Deserialize)]
+struct Package {
+    name: String,
+    manifest_path: PathBuf,
+    dependencies: Vec<Dependency>,
+    targets: Vec<Target>,
+}
+
+#[derive(Deserialize)]
+struct Dependency {
+    name: String,
+}
+
+#[derive(Deserialize)]
+struct Target {
+    kind: Vec<String>,
+    src_path: PathBuf,
+}
+
+/// Checks the workspace that this was built from, and prints what it found.
+pub fn run() -> anyhow::Result<()> {
+    let packages = packages()?;
+    let wrong: Vec<String> = strays(&packages, ARROWS).into_iter().chain(unsafe_code(&packages)?).collect();
+    if !wrong.is_empty() {
+        bail!("the house is out of shape\n  {}", wrong.join("\n  "));
+    }
+    println!("arrows: {} crates depend only on what they may; unsafe code only in {UNSAFE_CRATE}", packages.len());
+    Ok(())
+}
+
+/// The crates of the workspace, as cargo sees them.
+fn packages() -> anyhow::Result<Vec<Package>> {
+    let output = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+        .args(["metadata", "--no-deps", "--offline", "--format-version=1"])
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .output()
+        .context("cannot start cargo metadata")?;
+    if !output.status.success() {
+        bail!("cargo metadata failed: {}", String::from_utf8_lossy(&output.stderr));
+    }
+    Ok(serde_json::from_slice::<Metadata>(&output.stdout).context("cannot read what cargo metadata printed")?.packages)
+}
+
+/// Every dependency within the workspace that has no arrow, and every crate that is missing on one side.
+fn strays(packages: &[Package], arrows: &[(&str, &[&str])]) -> Vec<String> {
+    let allowed: BTreeMap<&str, &[&str]> = arrows.iter().copied().collect();
+    let mut wrong = Vec::new();
+    for package in packages {
+        let Some(arrows) = allowed.get(package.name.as_str()) else {
+            wrong.push(format!("{} has no place in the house", package.name));
+            continue;
+        };
+        for dependency in &package.dependencies {
+            let inside = packages.iter().any(|other| other.name == dependency.name);
+            if inside && !arrows.contains(&dependency.name.as_str()) {
+                wrong.push(format!("{} may not depend on {}", package.name, dependency.name));
+            }
+        }
+    }
+    for name in allowed.keys() {
+        if !packages.iter().any(|package| package.name == *name) {
+            wrong.push(format!("{name} is not in the workspace"));
+        }
+    }
+    wrong
+}
+
+/// Every crate root that does not forbid unsafe code, and every line with unsafe code, outside of the one
+/// crate that may hold it. Tests and examples are read as well: a crate root does not speak for them.
+fn unsafe_code(packages: &[Package]) -> anyhow::Result<Vec<String>> {
+    let mut wrong = Vec::new();
+    for package in packages.iter().filter(|package| package.name != UNSAFE_CRATE) {
+        let roots =
+            package.targets.iter().filter(|target| target.kind.iter().any(|kind| kind == "lib" || kind == "bin"));
+        for root in roots {
+            if !read(&root.src_path)?.lines().any(|line| line.trim() == FORBID) {
+                wrong.push(format!("{} does not say {FORBID}", root.src_path.display()));
+            }
+        }
+        let folder = package.manifest_path.parent().context("a manifest lies in a folder")?;
+        let mut files = Vec::new();
+        rust_files(folder, &mut files)?;
+        for file in files {
+            let text = read(&file)?;
+            let lines = (1..).zip(text.lines()).filter(|(_, line)| is_unsafe(line));
+            wrong.extend(lines.map(|(number, _)| format!("{}:{number}: unsafe code", file.display())));
+        }
+    }
+    Ok(wrong)
+}
+
+/// Whether a line opens unsafe code; the word in comments, strings and lint names does not.
+fn is_unsafe(line: &str) -> bool {
+    let code = line.split("//").next().unwrap_or_default();
+    code.match_indices("unsafe").any(|(start, word)| {
+        let after = &code[start + word.len()..];
+        let whole_word = !code[..start].ends_with(|letter: char| letter.is_alphanumeric() || letter == '_');
+        let opens = ["{", "(", "fn ", "impl ", "impl<", "trait ", "extern "];
+        whole_word && (after.trim().is_empty() || opens.iter().any(|next| after.trim_start().starts_with(next)))
+    })
+}
+
+fn rust_files(folder: &Path, files: &mut Vec<PathBuf>) -> anyhow::Result<()> {
+    for entry in folder.read_dir().with_context(|| format!("cannot list {}", folder.display()))? {
+        let path = entry?.path();
+        if path.is_dir() {
+            rust_files(&path, files)?;
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            files.push(path);
+        }
+    }
+    Ok(())
+}
+
+fn read(path: &Path) -> anyhow::Result<String> {
+    std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn crates_depend_only_on_what_they_may_and_unsafe_stays_in_one() {
+        run().unwrap();
+    }
+
+    #[test]
+    fn a_wrong_arrow_a_new_crate_and_a_missing_one_are_found() {
+        let package = |name: &str, dependencies: &[&str]| Package {
+            name: name.to_owned(),
+            manifest_path: PathBuf::new(),
+            dependencies: dependencies.iter().map(|name| Dependency { name: (*name).to_owned() }).collect(),
+            targets: Vec::new(),
+        };
+        let packages = [package("low", &["serde"]), package("high", &["low", "side"]), package("side", &[])];
+        let arrows: &[(&str, &[&str])] = &[("low", &[]), ("high", &["low"]), ("gone", &[])];
+        let wrong = strays(&packages, arrows);
+        assert_eq!(
+            wrong,
+            ["high may not depend on side", "side has no place in the house", "gone is not in the workspace"]
+        );
+        assert!(strays(&packages[..1], &arrows[..1]).is_empty());
+    }
+
+    #[test]
+    fn unsafe_code_is_told_from_the_word() {
+        // In capitals here, so that this file passes its own check.
+        for code in
+            ["    UNSAFE { *p }", "pub UNSAFE fn f() {", "UNSAFE impl Send for A {}", "x = UNSAFE", "#[UNSAFE(a)]"]
+        {
+            assert!(is_unsafe(&code.to_lowercase()), "{code}");
+        }
+        for word in ["#![forbid(UNSAFE_CODE)]", "// UNSAFE { }", "\"UNSAFE\"", "/// UNSAFE fn", "not_UNSAFE {"] {
+            assert!(!is_unsafe(&word.to_lowercase()), "{word}");
+        }
+    }
+}
