@@ -26,7 +26,7 @@ pub enum Event {
     Start {
         /// The first step that will be done, counted from 1.
         step: u64,
-        /// The last step.
+        /// The last step; 0 where the run is measured in hours.
         steps: u64,
         /// Trained parameters.
         parameters: u64,

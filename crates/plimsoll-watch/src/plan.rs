@@ -29,7 +29,7 @@ pub struct PlanView<'a> {
 /// Ends with a line break.
 pub fn table(view: &PlanView) -> String {
     let PlanView { plan, specs, .. } = view;
-    let mut text = format!("plan for {}\n", view.title);
+    let mut text = wrapped(&format!("plan for {}", view.title), WIDTH, "  ");
     text += &wrapped(&format!("recipe: {} ({})", plan.recipe, class(plan.class)), WIDTH, "  ");
     text += &wrapped(&format!("why: {}", why(view)), WIDTH, "  ");
 

@@ -13,6 +13,7 @@ const SILENCE_SECONDS: f64 = 30.0;
 /// The state of a run, made of its events alone.
 #[derive(Clone, Debug, Default)]
 pub struct Progress {
+    /// 0 where the run is measured in hours.
     steps: u64,
     product_flops: f64,
     peak_flops: f64,
@@ -38,7 +39,7 @@ impl Progress {
         match event {
             Event::Start { step, steps, product_flops, peak_flops, .. } => {
                 (self.steps, self.product_flops, self.peak_flops) = (*steps, *product_flops, *peak_flops);
-                (*step > 1).then(|| format!("goes on at step {step} of {steps}"))
+                (*step > 1).then(|| format!("goes on at step {step}"))
             }
             Event::Step { step, loss, learning_rate, tokens, seconds, bytes, .. } => {
                 let mean = self.step_seconds.map_or(*seconds, |mean| mean + NEWEST * (seconds - mean));
@@ -52,7 +53,7 @@ impl Progress {
                     bytes: *bytes,
                 });
                 self.silent_seconds += seconds;
-                let due = step.is_multiple_of(self.steps.div_ceil(LINES).max(1)) || *step == self.steps;
+                let due = self.steps > 0 && (step.is_multiple_of(self.steps.div_ceil(LINES)) || *step == self.steps);
                 if !first && !due && self.silent_seconds < SILENCE_SECONDS {
                     return None;
                 }
@@ -76,7 +77,7 @@ impl Progress {
     pub fn line(&self) -> String {
         let (Some(last), Some(mean)) = (self.last, self.step_seconds) else { return "starting".to_owned() };
         let mut parts = vec![
-            format!("{}/{}", last.step, self.steps),
+            if self.steps > 0 { format!("{}/{}", last.step, self.steps) } else { format!("step {}", last.step) },
             format!("loss {:.4}", last.loss),
             format!("rate {:.1e}", last.learning_rate),
             format!("{} tok/s", count(last.tokens as f64 / mean)),
@@ -85,7 +86,9 @@ impl Progress {
             parts.push(format!("{} of peak", percent(self.product_flops / mean / self.peak_flops, 0)));
         }
         parts.push(last.bytes.to_string());
-        parts.push(format!("{} left", clock(self.steps.saturating_sub(last.step) as f64 * mean)));
+        if self.steps > 0 {
+            parts.push(format!("{} left", clock(self.steps.saturating_sub(last.step) as f64 * mean)));
+        }
         parts.join("  ")
     }
 
@@ -165,6 +168,16 @@ pub(crate) mod tests {
         let mut slow = Progress::default();
         slow.see(&start(1000));
         assert!((1..=10).all(|number| slow.see(&step(number, 31.0)).is_some()));
+    }
+
+    #[test]
+    fn a_run_of_hours_claims_no_last_step() {
+        let mut progress = Progress::default();
+        progress.see(&start(0));
+        let told: Vec<u64> = (1..=100).filter(|number| progress.see(&step(*number, 1.0)).is_some()).collect();
+        assert_eq!(told, [1, 31, 61, 91]);
+        let line = progress.line();
+        assert!(line.starts_with("step 100  loss") && !line.contains("left"), "{line}");
     }
 
     #[test]

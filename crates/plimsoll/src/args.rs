@@ -180,7 +180,7 @@ pub struct PlanArgs {
     #[arg(long)]
     pub json: bool,
     /// Show every recipe that was tried, with its predicted bytes and seconds
-    #[arg(long)]
+    #[arg(long, conflicts_with = "json")]
     pub explain: bool,
 }
 
@@ -204,16 +204,6 @@ impl PlanArgs {
                 settings.insert(0, model_setting(model));
                 RunFile::from_settings(&settings)
             }
-        }
-    }
-
-    /// The command that trains under this plan, for the hints of one that does not fit; flags may be
-    /// appended. `None` where no run file says what to train.
-    pub fn train_command(&self) -> Option<String> {
-        match (&self.run_file, &self.model) {
-            (Some(path), None) => Some(format!("plimsoll train {}", path.display())),
-            (None, None) => Some("plimsoll train".to_owned()),
-            _ => None,
         }
     }
 }

@@ -1,10 +1,14 @@
 //! The `plimsoll` command line: parse, resolve, call, print. What things mean is in the libraries.
 
+#![forbid(unsafe_code)]
+
+mod again;
 mod args;
+mod commands;
 mod say;
 mod signals;
 
-use args::{Cli, Command};
+use args::{BenchCommand, Cli, Command};
 use clap::Parser;
 use plimsoll_core::{Exit, Failure};
 use std::process::ExitCode;
@@ -29,19 +33,12 @@ fn main() -> ExitCode {
 
 fn run(command: Command) -> Result<Exit, Failure> {
     match command {
-        Command::Train(args) => {
-            args.resolve()?;
+        Command::Train(args) => commands::train::run(&args),
+        Command::Plan(args) => commands::plan::run(&args),
+        Command::Devices(args) => commands::devices::show(&args),
+        Command::Bench { what: BenchCommand::Devices(args) } => commands::devices::measure(&args),
+        Command::Bench { what: BenchCommand::Step(_) } | Command::Eval(_) | Command::Generate(_) => {
+            Err(Failure::input("this command is not in this version yet"))
         }
-        Command::Plan(args) => {
-            args.resolve()?;
-        }
-        Command::Eval(args) => {
-            args.resolve()?;
-        }
-        Command::Generate(args) => {
-            args.resolve()?;
-        }
-        Command::Devices(_) | Command::Bench { .. } => {}
     }
-    Err(Failure::input("this command is not built yet"))
 }

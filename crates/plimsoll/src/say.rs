@@ -29,6 +29,13 @@ pub fn complain(failure: &Failure) {
     let _ = writeln!(io::stderr(), "{word} {failure}");
 }
 
+/// Tells a person what takes a while.
+pub fn stage(what: &str) {
+    if io::stderr().is_terminal() {
+        let _ = writeln!(io::stderr(), "{what} ...");
+    }
+}
+
 /// Whether the output takes colours: a terminal that is not told otherwise (no-color.org).
 fn colours(output: &impl IsTerminal) -> bool {
     let plain = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());

@@ -1,0 +1,5 @@
+//! What each command does: resolve, call, print.
+
+pub mod devices;
+pub mod plan;
+pub mod train;

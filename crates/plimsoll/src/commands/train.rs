@@ -1,0 +1,60 @@
+//! `plimsoll train`: a run from its plan to its summary.
+
+use super::plan::{refusal, shown};
+use crate::args::TrainArgs;
+use crate::{say, signals};
+use plimsoll_core::{Exit, Failure, RunStatus};
+use plimsoll_train::run::training::{Outcome, Run};
+use plimsoll_watch::summary::{Sample, resume_command, summary};
+use plimsoll_watch::terminal::for_stdout;
+
+/// Plans, runs, and says what came of it.
+///
+/// # Errors
+/// What is wrong with the input, or does not fit, or stops the run.
+pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
+    let file = args.resolve()?;
+    let run = if args.resumes() { Run::resume(file)? } else { Run::new(file)? };
+    let prepared = run.prepared();
+    if !args.json && !args.quiet {
+        let table = shown(&prepared.run, &prepared.resolved, &prepared.answer, false);
+        say::answer(&format!("{table}\n"));
+    }
+    if !prepared.answer.plan.fits {
+        return Err(refusal(&prepared.run, &prepared.answer.plan));
+    }
+    let simulated = prepared.resolved.device.simulated();
+    // Not earlier: until here nothing is lost when a signal ends the program at once.
+    let stop = signals::install().map_err(|error| Failure::bug(format!("signals cannot be caught: {error}")))?;
+    let mut watcher = for_stdout(args.json, args.quiet);
+    let outcome = run.start(&mut |record| watcher.see(record), &stop)?;
+    Ok(tell(args, &outcome, simulated))
+}
+
+/// Says how the run ended: to a person, or to a program.
+fn tell(args: &TrainArgs, outcome: &Outcome, simulated: bool) -> Exit {
+    let folder = outcome.folder.display().to_string();
+    if args.json {
+        let result = serde_json::to_string(&outcome.result).expect("a result is plain data");
+        say::answer(&format!("{result}\n"));
+    } else if !args.quiet {
+        let sample = |sample: &plimsoll_train::run::samples::Sample| Sample {
+            prompt: sample.prompt.clone(),
+            expected: sample.expected.clone(),
+            answer: sample.answer.clone(),
+        };
+        let samples: Vec<Sample> = outcome.samples.iter().map(sample).collect();
+        let model = outcome.model.as_ref().map(|path| path.display().to_string());
+        say::answer(&format!("\n{}", summary(&outcome.result, &samples, &folder, model.as_deref(), simulated)));
+    }
+    match outcome.result.status {
+        RunStatus::Done => Exit::Done,
+        RunStatus::Stopped => {
+            if args.json || args.quiet {
+                let message = format!("after step {}", outcome.result.steps);
+                say::complain(&Failure::stopped(message).hint(format!("it goes on with: {}", resume_command(&folder))));
+            }
+            Exit::Stopped
+        }
+    }
+}

@@ -1,0 +1,72 @@
+//! `plimsoll plan` as people and programs use it: no device, no weights.
+
+use serde_json::Value;
+use std::process::{Command, Output};
+
+fn plan(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_plimsoll")).arg("plan").args(args).output().unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+const SMALL: [&str; 8] =
+    ["--model", "smollm2-135m", "--devices", "rtx3090", "--sequence", "512", "--batch-tokens", "4096"];
+
+#[test]
+fn a_plan_on_paper_is_a_table_that_fits_a_terminal() {
+    let output = plan(&[&SMALL[..], &["--explain", "--allow", "bf16"]].concat());
+    let table = text(&output.stdout);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    assert!(table.lines().all(|line| line.chars().count() <= 80), "{table}");
+    for words in [
+        "plan for smollm2-135m: 134.5 M parameters",
+        "charges (assumed)",
+        "peak (predicted)",
+        "recipes tried",
+        "published",
+    ] {
+        assert!(table.contains(words), "{words}: {table}");
+    }
+}
+
+#[test]
+fn a_program_gets_the_plan_as_json() {
+    let output = plan(&[&SMALL[..], &["--json"]].concat());
+    let plan: Value = serde_json::from_slice(&output.stdout).unwrap();
+    for key in ["fits", "recipe", "class", "devices", "host", "predicted", "needs"] {
+        assert!(!plan[key].is_null(), "{key}: {plan}");
+    }
+    let device = &plan["devices"][0];
+    assert_eq!(device["name"], "rtx3090");
+    let number = |key: &str| device[key].as_u64().unwrap_or_else(|| panic!("{key}: {device}"));
+    assert_eq!(number("arena_bytes") + number("charges_bytes"), number("peak_bytes"));
+    assert!(number("peak_bytes") <= number("budget_bytes"));
+    assert!(number("lower_bound_bytes") <= number("arena_bytes"));
+}
+
+#[test]
+fn what_does_not_fit_comes_with_a_command_that_does() {
+    let output = plan(&[&SMALL[..], &["--budget", "1GiB"]].concat());
+    let refusal = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(3), "{refusal}");
+    assert!(refusal.starts_with("error: does not fit: the smallest recipe holds "), "{refusal}");
+    let (_, command) = refusal.split_once("plimsoll plan ").expect("a ready command");
+    let ready: Vec<&str> = command.lines().next().unwrap().split(' ').collect();
+    assert_eq!(plan(&ready).status.code(), Some(0), "{ready:?}");
+}
+
+#[test]
+fn a_plan_pins_the_run_that_takes_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("plan.json");
+    std::fs::write(&path, plan(&[&SMALL[..], &["--json"]].concat()).stdout).unwrap();
+    let output = Command::new(env!("CARGO_BIN_EXE_plimsoll"))
+        .args(["train", "--set", "train.steps=lots", "--plan"])
+        .arg(path)
+        .output()
+        .unwrap();
+    // The plan is read before the setting is refused: a plan that could not be read would be named.
+    assert!(text(&output.stderr).starts_with("error: command line: train.steps"), "{}", text(&output.stderr));
+}
