@@ -229,6 +229,12 @@ impl Arena {
         unsafe { std::slice::from_raw_parts_mut(self.first(), self.body) }
     }
 
+    /// The arena's bytes, for who looks at it from outside while no op runs.
+    pub fn contents(&mut self) -> &mut [u8] {
+        let inside = self.slack..self.slack + self.bytes;
+        &mut self.body()[inside]
+    }
+
     /// The body as words of the pattern. Pages are whole words.
     fn words(&mut self) -> &mut [u64] {
         bytemuck::cast_slice_mut(self.body())

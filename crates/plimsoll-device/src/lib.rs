@@ -8,5 +8,6 @@ pub mod bench;
 pub mod calibration;
 pub mod cpu;
 pub mod device;
+pub mod heap;
 pub mod probe;
 pub mod process;
