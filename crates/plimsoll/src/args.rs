@@ -2,7 +2,7 @@
 //! key of the run file is nothing but a setting of that key, so that the run file stays the one place
 //! where meanings, defaults and checks live.
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Args, Parser, Subcommand};
 use plimsoll_core::{Failure, Plan};
 use plimsoll_train::run_file::{RunFile, list_setting, model_setting, setting};
 use std::path::{Path, PathBuf};
@@ -273,21 +273,14 @@ pub struct BenchStepArgs {
     #[arg(long, default_value_t = 4)]
     pub warmup: u32,
     /// The arithmetic
-    #[arg(long, value_enum, default_value_t = StepDType::F32)]
-    pub dtype: StepDType,
+    #[arg(long, default_value = "f32", value_parser = ["f32"])]
+    dtype: String,
     /// The device
-    #[arg(long, default_value = "cpu")]
-    pub device: String,
+    #[arg(long, default_value = "cpu", value_parser = ["cpu"])]
+    device: String,
     /// Keep only each block's input, and compute the rest again
     #[arg(long)]
     pub checkpoint: bool,
-}
-
-/// The arithmetic of a timed step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum StepDType {
-    /// 32-bit floats
-    F32,
 }
 
 /// `plimsoll eval`.
@@ -303,9 +296,9 @@ pub struct EvalArgs {
     /// What a sample looks like: text or tokens
     #[arg(long)]
     format: Option<String>,
-    /// Tokens of one sequence; longer samples are split
-    #[arg(long)]
-    sequence: Option<u32>,
+    /// Tokens of one sequence; longer samples are split. Without it, as long as the longest sample
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..1 << 24))]
+    pub sequence: Option<u32>,
     #[command(flatten)]
     place: PlaceArgs,
     /// Print loss, perplexity and tokens as JSON
@@ -322,7 +315,6 @@ impl EvalArgs {
         let mut settings = self.place.settings(&self.dir);
         settings.push(setting("data.eval", &self.data));
         settings.extend(self.format.as_ref().map(|format| setting("data.format", format)));
-        settings.extend(self.sequence.map(|sequence| format!("data.sequence={sequence}")));
         RunFile::from_settings(&settings)
     }
 }

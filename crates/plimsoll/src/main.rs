@@ -37,8 +37,8 @@ fn run(command: Command) -> Result<Exit, Failure> {
         Command::Plan(args) => commands::plan::run(&args),
         Command::Devices(args) => commands::devices::show(&args),
         Command::Bench { what: BenchCommand::Devices(args) } => commands::devices::measure(&args),
-        Command::Bench { what: BenchCommand::Step(_) } | Command::Eval(_) | Command::Generate(_) => {
-            Err(Failure::input("this command is not in this version yet"))
-        }
+        Command::Bench { what: BenchCommand::Step(args) } => commands::devices::time_step(&args),
+        Command::Eval(args) => commands::model::eval(&args),
+        Command::Generate(args) => commands::model::generate(&args),
     }
 }

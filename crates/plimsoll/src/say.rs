@@ -47,7 +47,8 @@ fn colours(output: &impl IsTerminal) -> bool {
 /// code 1. Files are written aside and renamed, so ending anywhere loses nothing that was saved.
 pub fn own_our_bugs() {
     std::panic::set_hook(Box::new(|panic| {
-        let message = panic.payload_as_str().unwrap_or("no message");
+        let text = panic.payload().downcast_ref::<&str>().copied();
+        let message = text.or(panic.payload().downcast_ref::<String>().map(|text| &**text)).unwrap_or("no message");
         let place = panic.location().map(|place| format!(" ({}:{})", place.file(), place.line())).unwrap_or_default();
         let backtrace = std::backtrace::Backtrace::capture();
         let mut bug = Failure::bug(format!("this is a bug in plimsoll: {message}{place}"));

@@ -1,9 +1,12 @@
-//! `plimsoll devices` and `plimsoll bench devices`: what is here, and how fast it is.
+//! `plimsoll devices`, `plimsoll bench devices` and `plimsoll bench step`: what is here, and how fast
+//! it is.
 
-use crate::args::{BenchDevicesArgs, DevicesArgs};
+use super::model::line;
+use crate::args::{BenchDevicesArgs, BenchStepArgs, DevicesArgs};
 use crate::say;
 use plimsoll_core::{Exit, Failure};
 use plimsoll_device::{bench, calibration, probe};
+use plimsoll_train::run::bench::{StepShape, step};
 use plimsoll_watch::devices;
 use std::fs;
 
@@ -34,5 +37,29 @@ pub fn measure(args: &BenchDevicesArgs) -> Result<Exit, Failure> {
         fs::write(path, devices::bench_json(&measured))
             .map_err(|error| Failure::input(format!("cannot write {}: {error}", path.display())))?;
     }
+    Ok(Exit::Done)
+}
+
+/// Times a training step, and prints one JSON line.
+///
+/// # Errors
+/// Shapes that make no model; memory that is refused.
+pub fn time_step(args: &BenchStepArgs) -> Result<Exit, Failure> {
+    let measured = step(&StepShape {
+        vocab: u64::from(args.vocab),
+        layers: u64::from(args.layers),
+        hidden: u64::from(args.hidden),
+        heads: u64::from(args.heads),
+        kv_heads: u64::from(args.kv_heads),
+        ffn: u64::from(args.ffn),
+        sequence: u64::from(args.sequence),
+        batch: u64::from(args.batch),
+        accumulate: u64::from(args.accumulate),
+        threads: args.threads,
+        steps: u64::from(args.steps),
+        warmup: u64::from(args.warmup),
+        checkpoint: args.checkpoint,
+    })?;
+    say::answer(&line(&measured));
     Ok(Exit::Done)
 }

@@ -1,5 +1,6 @@
 //! What each command does: resolve, call, print.
 
 pub mod devices;
+pub mod model;
 pub mod plan;
 pub mod train;

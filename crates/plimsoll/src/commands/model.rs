@@ -1,0 +1,58 @@
+//! `plimsoll eval` and `plimsoll generate`: what a finished model says.
+
+use super::plan::refusal;
+use crate::args::{EvalArgs, GenerateArgs};
+use crate::say;
+use plimsoll_core::{Exit, Failure};
+use plimsoll_plan::search::Answer;
+use plimsoll_train::run::inference::{Continuation, Evaluation};
+use plimsoll_train::run::samples::Sampling;
+use plimsoll_train::run_file::RunFile;
+use serde::Serialize;
+
+/// Prints the loss of a model on data.
+///
+/// # Errors
+/// What is wrong with model or data, or does not fit.
+pub fn eval(args: &EvalArgs) -> Result<Exit, Failure> {
+    let evaluation = Evaluation::new(args.resolve()?, args.sequence)?;
+    let (file, _, answer) = evaluation.plan();
+    check_fits(file, answer)?;
+    let loss = evaluation.run()?;
+    if args.json {
+        say::answer(&line(&loss));
+    } else {
+        say::answer(&format!(
+            "loss {:.4}, perplexity {:.2}, {} labelled tokens\n",
+            loss.loss, loss.perplexity, loss.tokens
+        ));
+    }
+    Ok(Exit::Done)
+}
+
+/// Prints what a model makes of a prompt.
+///
+/// # Errors
+/// What is wrong with model or prompt, or does not fit.
+pub fn generate(args: &GenerateArgs) -> Result<Exit, Failure> {
+    let continuation = Continuation::new(args.resolve()?, &args.prompt, args.max_tokens as usize)?;
+    let (file, _, answer) = continuation.plan();
+    check_fits(file, answer)?;
+    let text = continuation.run(&Sampling {
+        temperature: f64::from(args.temperature),
+        top_k: args.top_k.unwrap_or(0) as usize,
+        top_p: args.top_p.map_or(1.0, f64::from),
+        seed: args.seed,
+    })?;
+    say::answer(&if args.json { line(&text) } else { format!("{}{}\n", text.prompt, text.text) });
+    Ok(Exit::Done)
+}
+
+fn check_fits(file: &RunFile, answer: &Answer) -> Result<(), Failure> {
+    if answer.plan.fits { Ok(()) } else { Err(refusal(file, &answer.plan)) }
+}
+
+/// An answer for a program, on a line.
+pub fn line(answer: &impl Serialize) -> String {
+    serde_json::to_string(answer).expect("answers are plain data") + "\n"
+}
