@@ -10,7 +10,7 @@
 //! dS = P · (dP − δ) / √E with δ = Σ out · dO, dK += dS·Q, dQ += dSᵀ·K.
 
 use super::Heads;
-use super::product::{Left, Target, small_product};
+use super::product::{Depth, Left, Target, small_product};
 use super::simd::{Real, get, get_or, put, strips, transpose, vectorised};
 use crate::cpu::pool::{Pool, Shared};
 use plimsoll_program::workspace::{self, ATTENTION_KEYS, ATTENTION_QUERIES};
@@ -125,6 +125,45 @@ impl Block<'_> {
     }
 }
 
+impl Block<'_> {
+    /// Of the keys from `from` on, those that query i of the block may see: 0 ..= first + i − from.
+    fn keys_of_query(&self, from: usize) -> Depth {
+        if from <= self.first { Depth::To(self.first - from) } else { Depth::Whole }
+    }
+
+    /// The queries of the block that may see key j from `from` on: from + j − first ...
+    fn queries_of_key(&self, from: usize) -> Depth {
+        if from <= self.first { Depth::From(self.first - from) } else { Depth::Whole }
+    }
+
+    /// to[keys, Q] = the rows from key `from` on · right[E, Q]. Where the diagonal leaves the first
+    /// half of the lanes nothing to see, that half is not computed but becomes zeros.
+    fn scores<T: Real>(
+        &self,
+        from: usize,
+        keys: usize,
+        head: usize,
+        rows: *const T,
+        row: usize,
+        right: &[T],
+        to: &mut [T],
+    ) {
+        const HALF: usize = QUERIES / 2;
+        let whole = (self.first + HALF).saturating_sub(from).min(keys);
+        let target = Target::new(to.as_mut_ptr(), QUERIES, false);
+        small_product(whole, QUERIES, head, Depth::Whole, Left::rows(rows, row), right.as_ptr(), QUERIES, target);
+        for scores in to[whole * QUERIES..keys * QUERIES].chunks_exact_mut(QUERIES) {
+            scores[..HALF].fill(T::ZERO);
+        }
+        let (rows, target) = (rows.wrapping_add(whole * row), &mut to[whole * QUERIES..]);
+        if whole < keys {
+            let target = Target::new(target[HALF..].as_mut_ptr(), QUERIES, false);
+            let right = right[HALF..].as_ptr();
+            small_product(keys - whole, HALF, head, Depth::Whole, Left::rows(rows, row), right, QUERIES, target);
+        }
+    }
+}
+
 /// out[N, H·E] and stats[B, H, T] (log-sum-exp of the scaled scores) of qkv[N, C] in sequences of
 /// `sequence` tokens: query i of a sequence sees its keys document_start[i] ..= i. `scratch` has
 /// `workspace::attention` elements.
@@ -202,8 +241,7 @@ fn forward<T: Real>(
         let keys = (end - from).min(s.scores.len() / QUERIES);
         let k = &cache.keys[from * cache.row..(from + keys - 1) * cache.row + head];
         let v = &cache.values[from * cache.row..(from + keys - 1) * cache.row + head];
-        let scores = Target::new(s.scores.as_mut_ptr(), QUERIES, false);
-        small_product(keys, QUERIES, head, Left::rows(k.as_ptr(), cache.row), s.queries.as_ptr(), QUERIES, scores);
+        block.scores(from, keys, head, k.as_ptr(), cache.row, s.queries, s.scores);
         let scores = &mut s.scores[..keys * QUERIES];
         if block.masks(from, from + keys) {
             hide(scores, from, block.first, s.start);
@@ -213,7 +251,8 @@ fn forward<T: Real>(
             scale_rows(out, out_row, count, head, s.factor);
         }
         let to = Target::new(out, out_row, from > least);
-        small_product(count, head, keys, Left::columns(scores.as_ptr(), QUERIES), v.as_ptr(), cache.row, to);
+        let (depth, p) = (block.keys_of_query(from), Left::columns(scores.as_ptr(), QUERIES));
+        small_product(count, head, keys, depth, p, v.as_ptr(), cache.row, to);
         from += keys;
     }
     for (factor, sum) in s.factor.iter_mut().zip(&*s.sum) {
@@ -321,9 +360,8 @@ fn backward<T: Real>(
         let rows = from * cache.row..(from + keys - 1) * cache.row + head;
         let k = cache.keys[rows.clone()].as_ptr();
         let v = cache.values[rows].as_ptr();
-        let plain = |to: &mut [T]| Target::new(to.as_mut_ptr(), QUERIES, false);
-        small_product(keys, QUERIES, head, Left::rows(k, cache.row), s.queries.as_ptr(), QUERIES, plain(s.scores));
-        small_product(keys, QUERIES, head, Left::rows(v, cache.row), s.douts.as_ptr(), QUERIES, plain(s.dscores));
+        block.scores(from, keys, head, k, cache.row, s.queries, s.scores);
+        block.scores(from, keys, head, v, cache.row, s.douts, s.dscores);
         let (p, ds) = (&mut s.scores[..keys * QUERIES], &mut s.dscores[..keys * QUERIES]);
         if block.masks(from, from + keys) {
             hide(p, from, block.first, s.start);
@@ -332,10 +370,11 @@ fn backward<T: Real>(
         // SAFETY: rows from.. of dk and dv are inside them.
         let (dk, dv) = unsafe { (dk.add(from * c.all), dv.add(from * c.all)) };
         let add = |to| Target::new(to, c.all, true);
-        small_product(keys, head, count, Left::rows(p.as_ptr(), QUERIES), dout.as_ptr(), c.keys, add(dv));
-        small_product(keys, head, count, Left::rows(ds.as_ptr(), QUERIES), queries.as_ptr(), c.all, add(dk));
-        let to = Target::new(dq, c.all, from > least);
-        small_product(count, head, keys, Left::columns(ds.as_ptr(), QUERIES), k, cache.row, to);
+        let (depth, rows) = (block.queries_of_key(from), |x: &[T]| Left::rows(x.as_ptr(), QUERIES));
+        small_product(keys, head, count, depth, rows(p), dout.as_ptr(), c.keys, add(dv));
+        small_product(keys, head, count, depth, rows(ds), queries.as_ptr(), c.all, add(dk));
+        let (depth, to) = (block.keys_of_query(from), Target::new(dq, c.all, from > least));
+        small_product(count, head, keys, depth, Left::columns(ds.as_ptr(), QUERIES), k, cache.row, to);
         from += keys;
     }
 }

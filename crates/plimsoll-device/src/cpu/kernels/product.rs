@@ -67,6 +67,28 @@ impl<T> Left<T> {
     }
 }
 
+/// Which part of k counts for row i of the result, where the rest of a's row i is zero.
+#[derive(Clone, Copy)]
+pub(super) enum Depth {
+    /// All of it.
+    Whole,
+    /// 0 ..= i + this.
+    To(usize),
+    /// i − this .. k.
+    From(usize),
+}
+
+impl Depth {
+    /// The part that counts for any of rows `i..i + rows`.
+    fn of(self, i: usize, rows: usize, k: usize) -> Range<usize> {
+        match self {
+            Depth::Whole => 0..k,
+            Depth::To(shift) => 0..k.min(i + rows + shift),
+            Depth::From(shift) => k.min(i.saturating_sub(shift))..k,
+        }
+    }
+}
+
 /// Where tiles are written, and what is added to them. Null pointers add nothing.
 #[derive(Clone, Copy)]
 pub(super) struct Target<T> {
@@ -167,6 +189,7 @@ unsafe fn tile<T: Real, V: Vector<T>, const M: usize, const N: usize, const ROWS
 unsafe fn panel<T: Real, V: Vector<T>, const N: usize, const PART: bool>(
     m: usize,
     k: usize,
+    depth: Depth,
     a: Left<T>,
     b: *const T,
     b_row: usize,
@@ -182,17 +205,20 @@ unsafe fn panel<T: Real, V: Vector<T>, const N: usize, const PART: bool>(
             let to = target.from(i, 0);
             macro_rules! rows {
                 ($M:expr) => {{
+                    let part = depth.of(i, $M, k);
+                    let (at, b) = (at.add(part.start * a.column), b.add(part.start * b_row));
                     if a.column == 1 {
-                        tile::<T, V, { $M }, N, true, PART>(k, at, a.row, b, b_row, columns, to)
+                        tile::<T, V, { $M }, N, true, PART>(part.len(), at, a.row, b, b_row, columns, to)
                     } else {
-                        tile::<T, V, { $M }, N, false, PART>(k, at, a.column, b, b_row, columns, to)
+                        tile::<T, V, { $M }, N, false, PART>(part.len(), at, a.column, b, b_row, columns, to)
                     }
                     $M
                 }};
             }
             i += match left {
                 1 => rows!(1),
-                2..GROUP => rows!(2),
+                2..4 => rows!(2),
+                4..GROUP => rows!(4),
                 _ => rows!(GROUP),
             };
         }
@@ -200,28 +226,29 @@ unsafe fn panel<T: Real, V: Vector<T>, const N: usize, const PART: bool>(
 }
 
 vectorised! {
-    /// target[m, n] = a · b on this thread, nothing packed; b is [k, n] with rows `b_row` apart.
+    /// target[m, n] = a · b on this thread, nothing packed; b is [k, n] with rows `b_row` apart;
+    /// of row i of the result, only `depth` of k.
     ///
     /// The pointers must be good for these shapes: a for m × k, b for k × n, the target for m × n,
     /// and nobody else may write b, a or the target meanwhile.
-    pub(super) fn small_product<T, V>(m: usize, n: usize, k: usize, a: Left<T>, b: *const T, b_row: usize, target: Target<T>) {
-        let wide = V::PANEL * V::LANES;
+    pub(super) fn small_product<T, V>(m: usize, n: usize, k: usize, depth: Depth, a: Left<T>, b: *const T, b_row: usize, target: Target<T>) {
         let mut j = 0;
         while j < n {
+            // As wide a tile as fits: PANEL vectors, two, or one in part.
+            let vectors = (n - j) / V::LANES;
             // SAFETY: columns j.. of b and of the target, inside both by the contract.
             unsafe {
                 let from = b.add(j);
                 let to = target.from(0, j);
-                if n - j >= wide {
-                    match V::PANEL {
-                        4 => panel::<T, V, 4, false>(m, k, a, from, b_row, wide, to),
-                        2 => panel::<T, V, 2, false>(m, k, a, from, b_row, wide, to),
-                        _ => unreachable!("a panel is 2 or 4 vectors wide"),
-                    }
-                    j += wide;
+                if V::PANEL == 4 && vectors >= 4 {
+                    panel::<T, V, 4, false>(m, k, depth, a, from, b_row, 4 * V::LANES, to);
+                    j += 4 * V::LANES;
+                } else if vectors >= 2 {
+                    panel::<T, V, 2, false>(m, k, depth, a, from, b_row, 2 * V::LANES, to);
+                    j += 2 * V::LANES;
                 } else {
                     let columns = (n - j).min(V::LANES);
-                    panel::<T, V, 1, true>(m, k, a, from, b_row, columns, to);
+                    panel::<T, V, 1, true>(m, k, depth, a, from, b_row, columns, to);
                     j += columns;
                 }
             }
@@ -307,7 +334,7 @@ fn packed<T: Real>(pool: &Pool, p: Product<T>, out: &mut [T], scratch: &mut [T])
                         to = Target::new(to.at, to.row, true);
                     }
                     let b = right[index * wide * depth..].as_ptr();
-                    small_product(count, wide.min(n - column), part, a, b, wide, to);
+                    small_product(count, wide.min(n - column), part, Depth::Whole, a, b, wide, to);
                 }
             });
         }
@@ -342,16 +369,20 @@ fn pack_right<T: Real>(p: &Product<T>, slice: Range<usize>, columns: Range<usize
 /// Packs `rows` × `slice` of a transposed a as groups [slice, GROUP].
 fn pack_left<T: Real>(p: &Product<T>, slice: Range<usize>, rows: Range<usize>, block: &mut [T]) {
     let depth = slice.len();
-    let whole = rows.len() / GROUP;
-    // Row by row of a, so that each is read once and in order.
-    for (q, row) in slice.enumerate() {
-        let from = &p.a[row * p.m..][rows.clone()];
-        let (groups, rest) = from.as_chunks::<GROUP>();
-        for (group, values) in groups.iter().enumerate() {
-            block[(group * depth + q) * GROUP..][..GROUP].copy_from_slice(values);
-        }
-        if !rest.is_empty() {
-            block[(whole * depth + q) * GROUP..][..rest.len()].copy_from_slice(rest);
+    let a_row = |row: usize| &p.a[row * p.m..(row + 1) * p.m];
+    // A few rows of a at a time: their cache lines serve several groups, and so few fit into one
+    // set of the cache even where rows are a multiple of its size apart.
+    for from in slice.clone().step_by(8) {
+        for (group, row) in rows.clone().step_by(GROUP).enumerate() {
+            for q in from..slice.end.min(from + 8) {
+                let to = &mut block[(group * depth + q - slice.start) * GROUP..][..GROUP];
+                let values = &a_row(q)[row..];
+                if row + GROUP <= rows.end {
+                    to.copy_from_slice(&values[..GROUP]);
+                } else {
+                    to[..rows.end - row].copy_from_slice(&values[..rows.end - row]);
+                }
+            }
         }
     }
 }
