@@ -16,11 +16,12 @@
 //!
 //! # The method
 //!
-//! First-fit and best-fit over several orders; the lowest result is kept and the first that meets the bound ends the
-//! search. A packing whose rounded top is as low as it can be, but whose unrounded top is not, is tried again with buffers
-//! of much rounding pinned to the top. What is still too high is improved: the buffers that stick out are placed earlier,
-//! again and again, until a counted effort is spent. Nothing depends on a clock, on addresses or on hashing: equal input
-//! gives equal offsets.
+//! First-fit and best-fit over several orders, with the buffers of the fullest moment in front or not, with long-lived
+//! ones hanging from the ceiling or not. The lowest result is kept, and the first that meets the bound ends the search. A
+//! packing whose rounded top is as low as can be, but whose unrounded top is not, is tried again with buffers of much
+//! rounding pinned to the top. What is still too high is improved: the buffers that stick out are placed earlier, again
+//! and again, until a counted effort is spent. Nothing depends on a clock, on addresses or on hashing: equal input gives
+//! equal offsets.
 
 use std::cmp::Reverse;
 use std::ops::RangeInclusive;
@@ -64,7 +65,8 @@ pub fn lower_bound(buffers: &[Buffer], alignment: u64) -> u64 {
     Puzzle::new(buffers, alignment).bound()
 }
 
-/// The effort of [`pack`]: about a second at 10,000 buffers, and only where the fixed orders miss the bound.
+/// The effort of [`pack`]: about a second at 10,000 buffers, and only where no fixed order comes down to the bound but
+/// for the rounding of the topmost buffer.
 pub const EFFORT: u64 = 500_000;
 
 /// Packs `buffers` at multiples of `alignment`, with [`EFFORT`].
@@ -154,6 +156,22 @@ impl Puzzle {
         let ends =
             self.items.iter().zip(offsets).map(|(item, offset)| (offset + item.units) * self.alignment - item.slack);
         ends.max().unwrap_or(0)
+    }
+
+    /// The first moment of the largest load.
+    fn peak(&self) -> u32 {
+        self.peaks.first().copied().unwrap_or(0)
+    }
+
+    /// Whether `item` is one of those that hang from the ceiling.
+    fn hangs(&self, item: &Item, hang: Hang) -> bool {
+        let peak = self.peak();
+        let long = item.last - item.first > self.load.len() as u32 / 16;
+        long && match hang {
+            Hang::Nothing => false,
+            Hang::OffPeak => item.last < peak || peak < item.first,
+            Hang::AfterPeak => peak.saturating_sub(item.first) < item.last.saturating_sub(peak) / 8,
+        }
     }
 
     /// Buffers that, pinned under the ceiling, bring the top from the ceiling down to the bound: disjoint in time,
@@ -284,7 +302,7 @@ impl Shelf {
         self.all.clear();
     }
 
-    /// Placed buffers by rising offset, at least all those that live at some tick of `first..=last`.
+    /// Placed buffers by rising offset: at least all those that live together with `item`.
     fn near(&self, item: &Item) -> &[Placed] {
         let window = item.first / self.window_ticks;
         if item.last / self.window_ticks <= window + 1 { &self.windows[window as usize] } else { &self.all }
@@ -334,22 +352,29 @@ impl Shelf {
     }
 }
 
+/// Which long-lived buffers hang from the ceiling instead of standing on the floor. What is kept for the backward and
+/// shrinks in it, and what is born there and stays (gradients), then need not fill each other's holes.
+#[derive(Clone, Copy)]
+enum Hang {
+    Nothing,
+    /// Those that do not live at the peak.
+    OffPeak,
+    /// Those whose life lies after the peak, or nearly so.
+    AfterPeak,
+}
+
 /// How buffers are placed.
 #[derive(Clone, Copy)]
 struct Way {
+    hang: Hang,
     fit: Fit,
-    /// Long-lived buffers that are not alive at the peak hang from the ceiling. What is kept for the backward and shrinks
-    /// in it, and what grows in it (gradients), then do not have to fill each other's holes.
-    facing: bool,
 }
 
 impl Way {
-    const ALL: [Way; 4] = [
-        Way { fit: Fit::First, facing: false },
-        Way { fit: Fit::Best, facing: false },
-        Way { fit: Fit::First, facing: true },
-        Way { fit: Fit::Best, facing: true },
-    ];
+    fn all() -> impl Iterator<Item = Way> {
+        let hangs = [Hang::Nothing, Hang::OffPeak, Hang::AfterPeak];
+        hangs.into_iter().flat_map(|hang| [Fit::First, Fit::Best].map(|fit| Way { hang, fit }))
+    }
 }
 
 /// A packing found: offsets in units, and the order and way that led to them.
@@ -368,24 +393,18 @@ struct Search<'a> {
     puzzle: &'a Puzzle,
     shelf: Shelf,
     crown: Option<Vec<usize>>,
-    /// The buffers that hang from the ceiling when placed facing.
-    hanging: Vec<bool>,
     best: Option<Found>,
 }
 
 impl<'a> Search<'a> {
     fn new(puzzle: &'a Puzzle) -> Search<'a> {
-        let peak = puzzle.peaks.first().copied().unwrap_or(0);
-        let long = puzzle.load.len() as u32 / 16;
-        let hangs = |item: &Item| !(item.first..=item.last).contains(&peak) && item.last - item.first > long;
-        let hanging = puzzle.items.iter().map(hangs).collect();
-        Search { puzzle, shelf: Shelf::new(puzzle.load.len()), crown: puzzle.crown(), hanging, best: None }
+        Search { puzzle, shelf: Shelf::new(puzzle.load.len()), crown: puzzle.crown(), best: None }
     }
 
     fn run(mut self, effort: u64) -> Vec<u64> {
-        for order in Order::ALL {
+        for order in Order::all() {
             let order = order.sort(self.puzzle);
-            for way in Way::ALL {
+            for way in Way::all() {
                 self.consider(&order, way);
                 if self.at_bound() {
                     return self.best.expect("a packing at the bound").offsets;
@@ -415,7 +434,7 @@ impl<'a> Search<'a> {
         self.consider_crowned(order, way);
     }
 
-    /// What gets down to the ceiling is packed once more under a crown, for the bytes between ceiling and bound.
+    /// Under what gets down to the ceiling a crown is tried, for the bytes between ceiling and bound.
     fn consider_crowned(&mut self, order: &[u32], way: Way) {
         if self.at_ceiling()
             && !self.at_bound()
@@ -467,7 +486,7 @@ impl<'a> Search<'a> {
                 offsets[i] = 0;
                 continue;
             }
-            let hangs = way.facing && self.hanging[i];
+            let hangs = self.puzzle.hangs(item, way.hang);
             let offset = self.shelf.fit(item, if hangs { Fit::Last { below: self.puzzle.ceiling } } else { way.fit });
             let end = offset + item.units;
             if end > limit {
@@ -479,7 +498,7 @@ impl<'a> Search<'a> {
         Ok(offsets)
     }
 
-    /// Packs on for a lower top until `effort` buffers are placed: the first buffer that sticks out above what is wanted
+    /// Packs on for a lower rounded top until `effort` buffers are placed: the first buffer that sticks out above what is wanted
     /// is placed earlier the next time. From time to time the walk goes back to the best order.
     fn improve(&mut self, effort: u64) {
         const WALK: u32 = 128;
@@ -511,52 +530,65 @@ impl<'a> Search<'a> {
     }
 }
 
-/// The fixed orders in which buffers are placed, most promising first.
+/// An order in which buffers are placed: those that live at the peak in front or not, the others by a measure.
 #[derive(Clone, Copy)]
-enum Order {
+struct Order {
+    front: Front,
+    by: Measure,
+}
+
+/// What comes before all else: the buffers that live at the peak. There they stand without a gap, and all others have to
+/// get by with what that core leaves. In a training step it is the stack of kept activations, the first made and last
+/// freed at the bottom, with the peak's own work on top of it.
+#[derive(Clone, Copy)]
+enum Front {
+    Nothing,
+    /// In the order in which they begin.
+    PeakByFirst,
+    /// The last to end before the others.
+    PeakByLast,
+    /// The same, but all that is small at the bottom, where it is out of the way (labels, row statistics).
+    SmallThenPeakByLast,
+}
+
+/// What a buffer is ranked by, largest before others.
+#[derive(Clone, Copy)]
+enum Measure {
     Size,
+    /// Size times lifetime.
     Area,
-    PeakThenSize,
+    /// The most that lives at any time of its life.
     Load,
-    SizeClassThenLifetime,
-    LifetimeClassThenSize,
     Lifetime,
+    /// How early it begins.
     Start,
 }
 
 impl Order {
-    const ALL: [Order; 8] = [
-        Order::Size,
-        Order::Area,
-        Order::PeakThenSize,
-        Order::Load,
-        Order::SizeClassThenLifetime,
-        Order::LifetimeClassThenSize,
-        Order::Lifetime,
-        Order::Start,
-    ];
+    const FRONTS: [Front; 4] = [Front::Nothing, Front::PeakByFirst, Front::PeakByLast, Front::SmallThenPeakByLast];
+    const MEASURES: [Measure; 5] = [Measure::Size, Measure::Area, Measure::Load, Measure::Lifetime, Measure::Start];
+
+    /// All orders, those first that most often lead down to the bound.
+    fn all() -> impl Iterator<Item = Order> {
+        Self::MEASURES.into_iter().flat_map(|by| Self::FRONTS.map(|front| Order { front, by }))
+    }
 
     fn sort(self, puzzle: &Puzzle) -> Vec<u32> {
-        let length = |item: &Item| u64::from(item.last - item.first + 1);
-        let class = |value: u64| u64::from(value.ilog2());
-        let peak = puzzle.peaks.first().copied().unwrap_or(0);
-        let at_peak = |item: &Item| item.first <= peak && peak <= item.last;
-        let loads = match self {
-            Order::Load => RangeMax::new(&puzzle.load),
-            _ => RangeMax::new(&[]),
-        };
+        let lifetime = |item: &Item| u64::from(item.last - item.first + 1);
+        let peak = puzzle.peak();
+        let small = puzzle.ceiling / 4096;
+        let loads = RangeMax::new(&puzzle.load);
         let key = |item: &Item| -> (u64, u64) {
-            let units = item.units.max(1);
-            match self {
-                Order::Size => (units, length(item)),
-                Order::Area => (units.saturating_mul(length(item)), units),
-                Order::PeakThenSize if at_peak(item) => (u64::MAX, length(item)),
-                Order::PeakThenSize => (units, length(item)),
-                Order::Load => (loads.largest(item.first, item.last), units),
-                Order::SizeClassThenLifetime => (class(units), length(item)),
-                Order::LifetimeClassThenSize => (class(length(item)), units),
-                Order::Lifetime => (length(item), units),
-                Order::Start => (u64::from(u32::MAX - item.first), units),
+            let at_peak = (item.first..=item.last).contains(&peak);
+            match (self.front, self.by) {
+                (Front::PeakByFirst, _) if at_peak => (u64::MAX, u64::from(u32::MAX - item.first)),
+                (Front::SmallThenPeakByLast, _) if at_peak && item.units < small => (u64::MAX, u64::MAX),
+                (Front::PeakByLast | Front::SmallThenPeakByLast, _) if at_peak => (u64::MAX, u64::from(item.last)),
+                (_, Measure::Size) => (item.units, lifetime(item)),
+                (_, Measure::Area) => (item.units.saturating_mul(lifetime(item)), item.units),
+                (_, Measure::Load) => (loads.largest(item.first, item.last), item.units),
+                (_, Measure::Start) => (u64::from(u32::MAX - item.first), item.units),
+                (_, Measure::Lifetime) => (lifetime(item), item.units),
             }
         };
         // Ties are broken by what a buffer is, by where it was given only between equals: the height that comes out does
