@@ -145,6 +145,17 @@ impl<'a, T: Real> Frame<'a, T> {
         self.write(operand, self.set.tensor(operand.tensor).elements())
     }
 
+    /// The scratch of an op. Which lane gets how many tasks is a matter of chance, and some scratch may
+    /// stay unwritten; its last element is stamped, so that what the op holds is what is measured.
+    #[expect(clippy::mut_from_ref, reason = "the arena hands out disjoint ranges")]
+    fn scratch(&self, operand: &Operand) -> &'a mut [T] {
+        let scratch = self.whole(operand);
+        if let Some(last) = scratch.last_mut() {
+            *last = T::ZERO;
+        }
+        scratch
+    }
+
     #[expect(clippy::mut_from_ref, reason = "the arena hands out disjoint ranges")]
     fn metrics(&self, operand: &Operand) -> &'a mut [f64] {
         self.of_mut(operand, self.set.tensor(operand.tensor).elements())
@@ -189,7 +200,7 @@ impl<'a, T: Real> Frame<'a, T> {
                     residual: residual.filter(|_| !in_place).map(|residual| self.read(&residual, m * n)),
                     accumulate: *accumulate || in_place,
                 };
-                kernels::product(pool, product, self.write(out, m * n), self.whole(workspace));
+                kernels::product(pool, product, self.write(out, m * n), self.scratch(workspace));
             }
             OpKind::Embed { tokens, table, out, rows, hidden, vocab } => {
                 let table = self.read(table, vocab * hidden);
@@ -220,7 +231,7 @@ impl<'a, T: Real> Frame<'a, T> {
                     self.write(dx, rows * dim),
                     self.write(dweight, *dim),
                     *accumulate,
-                    self.whole(workspace),
+                    self.scratch(workspace),
                 );
             }
             OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, rows, shape, eps } => {
@@ -248,7 +259,7 @@ impl<'a, T: Real> Frame<'a, T> {
                     self.write(dx, columns),
                     self.write(dq_weight, shape.head_dim),
                     self.write(dk_weight, shape.head_dim),
-                    self.whole(workspace),
+                    self.scratch(workspace),
                 );
             }
             OpKind::Rope { qkv, table, positions, rows, table_rows, shape, inverse } => {
@@ -270,7 +281,7 @@ impl<'a, T: Real> Frame<'a, T> {
                     self.integers(document_start, rows),
                     self.write(out, rows * shape.query_columns()),
                     self.write(stats, rows * shape.heads),
-                    self.whole(workspace),
+                    self.scratch(workspace),
                 );
             }
             OpKind::AttentionGrad {
@@ -296,7 +307,7 @@ impl<'a, T: Real> Frame<'a, T> {
                     self.read(stats, rows * shape.heads),
                     self.integers(document_start, rows),
                     self.write(dqkv, rows * shape.columns()),
-                    self.whole(workspace),
+                    self.scratch(workspace),
                 );
             }
             OpKind::CachedAttention { qkv, keys, values, scalars, out, workspace, rows, capacity, shape } => {
@@ -309,7 +320,7 @@ impl<'a, T: Real> Frame<'a, T> {
                     self.read(values, cache),
                     self.count(scalars, Scalar::CacheLength),
                     self.write(out, rows * shape.query_columns()),
-                    self.whole(workspace),
+                    self.scratch(workspace),
                 );
             }
             OpKind::AppendCache { qkv, keys, values, scalars, rows, capacity, shape } => {
@@ -347,7 +358,7 @@ impl<'a, T: Real> Frame<'a, T> {
             } => {
                 let (labels, weights) = (self.integers(labels, *rows), self.read(weights, *rows));
                 let correct = correct.map(|correct| self.of_mut::<i32>(&correct, *rows));
-                let (v, scratch) = (*vocab as usize, self.whole(workspace));
+                let (v, scratch) = (*vocab as usize, self.scratch(workspace));
                 let loss = if *gradient {
                     let scale = self.scalar(scalars, Scalar::InverseTokens);
                     let logits = self.write(logits, rows * vocab);
@@ -358,7 +369,7 @@ impl<'a, T: Real> Frame<'a, T> {
                 self.metrics(metrics)[Metric::LossSum as usize] += loss;
             }
             OpKind::SumRows { x, into, workspace, rows, columns } => {
-                let (into, scratch) = (self.write(into, *columns), self.whole(workspace));
+                let (into, scratch) = (self.write(into, *columns), self.scratch(workspace));
                 kernels::sum_rows(pool, *rows as usize, *columns as usize, self.read(x, rows * columns), into, scratch);
             }
             OpKind::PickRow { x, scalars, out, rows, columns } => {

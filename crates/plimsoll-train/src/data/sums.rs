@@ -142,7 +142,7 @@ fn config() -> serde_json::Value {
         "attention_bias": false,
         "mlp_bias": false,
         "tie_word_embeddings": true,
-        "initializer_range": 0.02,
+        "initializer_range": 0.08,
         "bos_token_id": null,
         "eos_token_id": END,
         "torch_dtype": "float32"
