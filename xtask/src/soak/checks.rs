@@ -1,0 +1,220 @@
+//! What is shown of a case.
+
+use super::case::{Case, Draw, Load};
+use super::drive::{How, Numbers, drive};
+use super::tally::Tally;
+use super::watch::Look;
+use plimsoll_core::{Bytes, DType, Recipe, RecomputeLevel};
+use plimsoll_plan::layout::{ALIGNMENT, Layout};
+use plimsoll_plan::lifetimes::lifetimes;
+use plimsoll_plan::search::{Answer, plan_of, search};
+use plimsoll_program::ProgramSet;
+use plimsoll_program::passes::check::check;
+
+/// How far losses and weights may be apart in f64.
+const F64_DISTANCE: f64 = 1e-9;
+
+/// Everything that is shown of one case.
+pub fn run_case(seed: u64, number: u64) -> Tally {
+    let case = Case::new(seed, number);
+    let mut tally = Tally::default();
+    let Some(answer) = budgets(&case, &mut tally) else { return tally };
+    placed(&case, &answer.set, &answer.layout, &mut tally);
+    let label = case.to_string();
+    let how = How { precision: DType::F32, threads: case.threads, look: Look::Beside, label: &label };
+    let Some(plain) = fits_and_runs(&case, &answer, how, &mut tally) else { return tally };
+    tally.check("losses and logits are finite", plain.finite(), || format!("{label}: {:?}", plain.losses));
+    if let Some(poisoned) = fits_and_runs(&case, &answer, How { look: Look::EveryOp, ..how }, &mut tally) {
+        let same = plain.same_bits(&poisoned);
+        tally.check("poison in everything dead changes no bit", same, || {
+            format!("{label}: {:?} was {:?}", poisoned.losses, plain.losses)
+        });
+    }
+    other_recipes(&case, &answer.plan.recipe, &plain, &mut tally);
+    other_threads(&case, &answer.plan.recipe, &plain, &mut tally);
+    tally
+}
+
+fn fits_and_runs(case: &Case, answer: &Answer, how: How, tally: &mut Tally) -> Option<Numbers> {
+    let result = drive(case, answer, how, tally);
+    tally.check("what fits runs", result.is_ok(), || format!("{}: {}", how.label, result.as_ref().unwrap_err()));
+    result.ok()
+}
+
+/// Yes and no at many budgets; gives the plan that the case runs.
+fn budgets(case: &Case, tally: &mut Tally) -> Option<Answer> {
+    let mut draw = Draw::new(case.seed ^ 1, case.number);
+    let mut ask = |budget: u64| {
+        let device = case.device(Bytes(budget), case.threads);
+        let answer = search(&case.question(&device, DType::F32));
+        overhead(case, budget, &answer, tally);
+        let arena = answer.plan.devices[0].arena_bytes.0;
+        tally.check("a plan that fits is under the load line", !answer.plan.fits || arena <= budget, || {
+            format!("{case}: {arena} bytes under {budget}")
+        });
+        answer
+    };
+    let plenty = ask(1 << 40);
+    let refused = ask(1);
+    let most = plenty.plan.devices[0].arena_bytes.0;
+    let need = refused.plan.needs.first().map_or(0, |need| need.budget_bytes.0);
+    let at_need = ask(need);
+    let below: Vec<(u64, Answer)> = [need - 1, need.saturating_sub(1 << 20)].map(|budget| (budget, ask(budget))).into();
+    let between: Vec<u64> = (0..3).map(|_| draw.from(need.min(most), most.max(need))).collect();
+    let between: Vec<(u64, Answer)> = between.into_iter().map(|budget| (budget, ask(budget))).collect();
+    let chosen = match case.load {
+        Load::TooSmall => at_need.clone(),
+        Load::Plenty => plenty.clone(),
+        Load::Between(share) => ask(need.min(most) + (most.saturating_sub(need) as f64 * share) as u64),
+    };
+
+    tally.check("no false no", plenty.plan.fits, || format!("{case}: nothing fits"));
+    tally.check("what is refused names its need", !refused.plan.fits && need > 1, || {
+        format!("{case}: {:?}", refused.plan.needs)
+    });
+    let arena = at_need.plan.devices[0].arena_bytes.0;
+    tally.check("the named need fits, to the byte", at_need.plan.fits && arena == need, || {
+        format!("{case}: needs {need}, has {arena}")
+    });
+    for (budget, answer) in below {
+        let named = answer.plan.needs.first().map_or(0, |need| need.budget_bytes.0);
+        tally.check("less than the need is refused", !answer.plan.fits && named == need, || {
+            format!("{case}: needs {need}, at {budget}: fits {}, names {named}", answer.plan.fits)
+        });
+    }
+    for (budget, answer) in &between {
+        tally.check("no false no", answer.plan.fits, || format!("{case}: needs {need}, refused at {budget}"));
+    }
+    leaner(case, need, tally);
+    tally.check("no false no", chosen.plan.fits, || {
+        format!("{case}: needs {need}, the load line of the case is refused")
+    });
+    chosen.plan.fits.then_some(chosen)
+}
+
+/// Recipes are laid out without the search: none may be smaller than what the search calls the least.
+fn leaner(case: &Case, need: u64, tally: &mut Tally) {
+    let device = case.device(Bytes(1), case.threads);
+    let question = case.question(&device, DType::F32);
+    let mut recipes: Vec<Recipe> = RecomputeLevel::ALL.iter().map(|&level| case.uniform(1, level)).collect();
+    if case.optimizer.is_none() {
+        recipes.truncate(1);
+    } else if case.config.layers == 2 {
+        let pairs = RecomputeLevel::ALL.iter().flat_map(|&a| RecomputeLevel::ALL.map(|b| vec![a, b]));
+        recipes = pairs.map(|recompute| Recipe { micro_batch: 1, recompute }).collect();
+    } else {
+        let mut draw = Draw::new(case.seed ^ 2, case.number);
+        recipes.extend((0..6).map(|_| Recipe { micro_batch: 1, recompute: draw.levels(case.config.layers) }));
+    }
+    for recipe in recipes {
+        let arena = plan_of(&question, &recipe).plan.devices[0].arena_bytes.0;
+        tally.check("no recipe needs less than the named need", arena >= need, || {
+            format!("{case}: {recipe} needs {arena}, named {need}")
+        });
+    }
+}
+
+fn overhead(case: &Case, budget: u64, answer: &Answer, tally: &mut Tally) {
+    let (arena, bound) = (answer.layout.placement.arena_bytes, answer.layout.lower_bound_bytes);
+    let percent = (arena as f64 / bound as f64 - 1.0) * 100.0;
+    tally.figure("packing over the bound, percent", percent, arena >= bound, || {
+        format!("{case}: {arena} below {bound}")
+    });
+    if arena > bound {
+        let recipe = &answer.plan.recipe;
+        tally.note(format!(
+            "packing: {arena} over the bound {bound} ({percent:.4} %) at budget {budget}, {recipe}: {case}"
+        ));
+    }
+}
+
+/// Nothing that lives at one time shares bytes; everything is aligned and inside.
+fn placed(case: &Case, set: &ProgramSet, layout: &Layout, tally: &mut Tally) {
+    let malformed = check(set).err();
+    tally.check("programs are well-formed", malformed.is_none(), || format!("{case}: {}", malformed.unwrap()));
+    let placement = &layout.placement;
+    for phase in &set.phases {
+        let lifetimes = lifetimes(set, phase);
+        let first = |i: usize| {
+            let (id, slot) = lifetimes.slots[i][0];
+            placement.offset(id, slot)
+        };
+        let mut wrong = None;
+        for (i, a) in lifetimes.buffers.iter().enumerate() {
+            let start = first(i);
+            if !start.is_multiple_of(ALIGNMENT)
+                || start + a.bytes > placement.arena_bytes
+                || start < layout.persistent_bytes
+            {
+                wrong = Some(format!("{:?} at {start}", lifetimes.slots[i]));
+            }
+            for (j, b) in lifetimes.buffers.iter().enumerate().skip(i + 1) {
+                let together = a.first <= b.last && b.first <= a.last && a.bytes > 0 && b.bytes > 0;
+                if together && start < first(j) + b.bytes && first(j) < start + a.bytes {
+                    wrong = Some(format!("{:?} on {:?}", lifetimes.slots[i], lifetimes.slots[j]));
+                }
+            }
+        }
+        tally.check("what lives together lies apart", wrong.is_none(), || {
+            format!("{case}: {}", wrong.unwrap_or_default())
+        });
+    }
+}
+
+/// Recompute changes no bit; micro-batches change nothing but the order of sums.
+fn other_recipes(case: &Case, recipe: &Recipe, plain: &Numbers, tally: &mut Tally) {
+    let device = case.device(Bytes(1 << 40), case.threads);
+    let mut draw = Draw::new(case.seed ^ 3, case.number);
+    let run = |recipe: &Recipe, precision: DType, tally: &mut Tally| {
+        let answer = plan_of(&case.question(&device, precision), recipe);
+        let label = format!("{case}, {precision}, {recipe}");
+        fits_and_runs(case, &answer, How { precision, threads: case.threads, look: Look::Beside, label: &label }, tally)
+    };
+    let size = u64::from(recipe.micro_batch);
+    if case.optimizer.is_some() {
+        let mixed = Recipe { micro_batch: recipe.micro_batch, recompute: draw.levels(case.config.layers) };
+        for other in [case.uniform(size, RecomputeLevel::Nothing), case.uniform(size, RecomputeLevel::Block), mixed] {
+            if let Some(numbers) = run(&other, DType::F32, tally) {
+                tally.check("identical is identical", numbers.same_bits(plain), || {
+                    format!("{case}: {other} is not {recipe}: {:?} was {:?}", numbers.losses, plain.losses)
+                });
+            }
+        }
+    }
+    let other_size = |draw: &mut Draw| Recipe {
+        micro_batch: draw.from(1, case.sequences) as u32,
+        recompute: draw.levels(case.config.layers),
+    };
+    let others = [
+        case.uniform(1, RecomputeLevel::Nothing),
+        case.uniform(case.sequences, RecomputeLevel::Block),
+        other_size(&mut draw),
+    ];
+    for (precision, most) in [(DType::F64, F64_DISTANCE), (DType::F32, f64::INFINITY)] {
+        let first = if precision == DType::F32 { Some(plain.clone()) } else { run(recipe, precision, tally) };
+        let Some(first) = first else { continue };
+        for other in &others {
+            let Some(mut numbers) = run(other, precision, tally) else { continue };
+            // Another micro-batch evaluates another number of rows.
+            numbers.evaluated = None;
+            let distance = first.distance(&numbers, precision);
+            let kind = format!("reordered: distance over micro-batches in {precision}");
+            tally.figure(&kind, distance, distance <= most, || format!("{case}: {other} from {recipe}: {distance:e}"));
+        }
+    }
+}
+
+/// The number of threads changes no bit.
+fn other_threads(case: &Case, recipe: &Recipe, plain: &Numbers, tally: &mut Tally) {
+    for threads in (1..=3).filter(|&threads| threads != case.threads) {
+        let device = case.device(Bytes(1 << 40), threads);
+        let answer = plan_of(&case.question(&device, DType::F32), recipe);
+        let label = format!("{case}, with {threads} threads");
+        let how = How { precision: DType::F32, threads, look: Look::Beside, label: &label };
+        if let Some(numbers) = fits_and_runs(case, &answer, how, tally) {
+            tally.check("the same bits for any number of threads", numbers.same_bits(plain), || {
+                format!("{label}: {:?} was {:?}", numbers.losses, plain.losses)
+            });
+        }
+    }
+}

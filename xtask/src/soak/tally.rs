@@ -1,0 +1,100 @@
+//! What was shown how often, and what failed.
+
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fmt::Write;
+
+/// The figures of one kind of check.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Kind {
+    /// Checks that held.
+    pub passed: u64,
+    /// One line for each that did not.
+    pub failed: Vec<String>,
+    /// The worst figure.
+    pub worst: Option<f64>,
+    /// How many figures were above zero.
+    pub above_zero: u64,
+}
+
+/// All kinds of checks, by name.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Tally {
+    /// In the order of their names.
+    pub kinds: BTreeMap<String, Kind>,
+    /// Things worth a line that are no failures.
+    pub notes: Vec<String>,
+}
+
+impl Tally {
+    /// One check.
+    pub fn check(&mut self, kind: &str, held: bool, message: impl FnOnce() -> String) {
+        let entry = self.kinds.entry(kind.into()).or_default();
+        if held { entry.passed += 1 } else { entry.failed.push(message()) }
+    }
+
+    /// One figure of a kind, with a check on it.
+    pub fn figure(&mut self, kind: &str, figure: f64, held: bool, message: impl FnOnce() -> String) {
+        self.check(kind, held, message);
+        let entry = self.kinds.get_mut(kind).expect("made just now");
+        // NaN is the worst of all.
+        let worse = entry.worst.is_none_or(|worst| !(figure <= worst));
+        if worse {
+            entry.worst = Some(figure);
+        }
+        entry.above_zero += u64::from(figure > 0.0);
+    }
+
+    /// Something worth a line.
+    pub fn note(&mut self, line: String) {
+        self.notes.push(line);
+    }
+
+    /// Adds what another has seen.
+    pub fn add(&mut self, other: Tally) {
+        for (name, kind) in other.kinds {
+            let entry = self.kinds.entry(name).or_default();
+            entry.passed += kind.passed;
+            entry.failed.extend(kind.failed);
+            entry.above_zero += kind.above_zero;
+            entry.worst = match (entry.worst, kind.worst) {
+                (Some(a), Some(b)) => Some(if a.is_nan() || b.is_nan() { f64::NAN } else { a.max(b) }),
+                (a, b) => a.or(b),
+            };
+        }
+        self.notes.extend(other.notes);
+    }
+
+    /// Checks that held.
+    pub fn passed(&self) -> u64 {
+        self.kinds.values().map(|kind| kind.passed).sum()
+    }
+
+    /// Checks that did not.
+    pub fn failed(&self) -> usize {
+        self.kinds.values().map(|kind| kind.failed.len()).sum()
+    }
+
+    /// Lines for a person; the last one is the count.
+    pub fn lines(&self) -> String {
+        let mut text = String::new();
+        let width = self.kinds.keys().map(|name| name.chars().count()).max().unwrap_or(0);
+        for (name, kind) in &self.kinds {
+            let _ = write!(text, "{name:width$}  {:>8} passed  {:>4} failed", kind.passed, kind.failed.len());
+            if let Some(worst) = kind.worst {
+                let _ = write!(text, "  worst {worst:.3e}, above zero {}", kind.above_zero);
+            }
+            text.push('\n');
+        }
+        for note in &self.notes {
+            let _ = writeln!(text, "note: {note}");
+        }
+        for (name, kind) in &self.kinds {
+            for failure in &kind.failed {
+                let _ = writeln!(text, "FAILED {name}: {failure}");
+            }
+        }
+        let _ = write!(text, "{} passed, {} failed", self.passed(), self.failed());
+        text
+    }
+}

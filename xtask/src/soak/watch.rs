@@ -1,0 +1,355 @@
+//! A device that is looked at while it works: what the heap gives, which bytes each op changes, and whether anything
+//! depends on bytes that nobody wrote.
+
+use super::tally::Tally;
+use plimsoll_core::{Category, Space};
+use plimsoll_device::arena::Arena;
+use plimsoll_device::device::{Device, DeviceError, FileSpace, Observer, Stats};
+use plimsoll_device::heap;
+use plimsoll_plan::lifetimes::{Lifetimes, Slot, deaths, lifetimes};
+use plimsoll_program::{Lifetime, Mode, Op, OpKind, Placement, ProgramSet, TensorId};
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+/// The most that the heap may give while a Program runs: messages between threads, no tensor.
+const HEAP_BYTES: u64 = 64 << 10;
+
+/// How closely a device is looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Look {
+    /// It runs as it always does; only what it leaves is looked at.
+    Beside,
+    /// The whole arena is compared after every op, and everything dead is poisoned.
+    EveryOp,
+}
+
+/// A device that is looked at.
+pub struct Watched {
+    inner: Box<dyn Device>,
+    set: Arc<ProgramSet>,
+    found: Arc<Mutex<Tally>>,
+    shadow: Option<Shadow>,
+    case: String,
+}
+
+impl Watched {
+    /// Looks at a device whose Programs are `set`, and writes down what it sees in `found`.
+    pub fn new(
+        inner: Box<dyn Device>,
+        set: Arc<ProgramSet>,
+        placement: Placement,
+        look: Look,
+        found: Arc<Mutex<Tally>>,
+        case: String,
+    ) -> Watched {
+        let shadow =
+            (look == Look::EveryOp).then(|| Shadow::new(Arc::clone(&set), placement, Arc::clone(&found), case.clone()));
+        Watched { inner, set, found, shadow, case }
+    }
+}
+
+impl Device for Watched {
+    fn run_observed(
+        &mut self,
+        program: &str,
+        micro_batch: u32,
+        files: &mut dyn FileSpace,
+        _: &mut dyn Observer,
+    ) -> Result<(), DeviceError> {
+        if let Some(shadow) = &mut self.shadow {
+            shadow.enter(program, micro_batch);
+            return self.inner.run_observed(program, micro_batch, files, shadow);
+        }
+        let length = self.set.program(program).map_or(0, |p| p.length()) as u32;
+        let mut end = End { length, strayed: false };
+        let (result, grown) = heap::grown(|| self.inner.run_observed(program, micro_batch, files, &mut end));
+        let mut found = self.found.lock().expect("nobody panics with it");
+        found.check("nothing is written beside the arena", !end.strayed, || format!("{}: {program}", self.case));
+        let most = grown.largest_bytes.max(grown.peak_bytes);
+        found.figure("heap while a program runs, bytes", most as f64, most <= HEAP_BYTES, || {
+            format!("{}: {program}: {grown:?}", self.case)
+        });
+        result
+    }
+
+    fn write(&mut self, tensor: TensorId, slot: u32, bytes: &[u8]) {
+        self.inner.write(tensor, slot, bytes);
+        if let Some(shadow) = &mut self.shadow {
+            shadow.host_writes(tensor, slot, bytes);
+        }
+    }
+
+    fn read(&mut self, tensor: TensorId, slot: u32, bytes: &mut [u8]) {
+        self.inner.read(tensor, slot, bytes);
+    }
+
+    fn stats(&mut self) -> Stats {
+        self.inner.stats()
+    }
+}
+
+/// Looks beside the arena after the last op.
+struct End {
+    length: u32,
+    strayed: bool,
+}
+
+impl Observer for End {
+    fn after(&mut self, tick: u32, _: &Op, arena: &mut Arena) {
+        if tick == self.length {
+            self.strayed = arena.strayed();
+        }
+    }
+}
+
+/// Knows what every byte of the arena has to be.
+struct Shadow {
+    set: Arc<ProgramSet>,
+    placement: Placement,
+    phases: Vec<(Lifetimes, HashMap<u32, Vec<Slot>>)>,
+    found: Arc<Mutex<Tally>>,
+    case: String,
+    /// A copy of the arena.
+    bytes: Vec<u8>,
+    program: usize,
+    phase: usize,
+    /// The phase that ran last, where there was one.
+    before: Option<usize>,
+    /// Ticks of the phase before this Program.
+    start: u32,
+    micro_batch: i64,
+    trace: Vec<(Op, i64)>,
+    /// What was poisoned before this op, since the op writes it.
+    poisoned: Vec<Range<usize>>,
+}
+
+/// A range of the arena that an op touches.
+struct Touched {
+    range: Range<usize>,
+    mode: Mode,
+    tensor: TensorId,
+}
+
+impl Shadow {
+    fn new(set: Arc<ProgramSet>, placement: Placement, found: Arc<Mutex<Tally>>, case: String) -> Shadow {
+        let phases = set
+            .phases
+            .iter()
+            .map(|phase| {
+                let lifetimes = lifetimes(&set, phase);
+                let deaths = deaths(&set, &lifetimes);
+                (lifetimes, deaths)
+            })
+            .collect();
+        Shadow {
+            set,
+            placement,
+            phases,
+            found,
+            case,
+            bytes: Vec::new(),
+            program: 0,
+            phase: 0,
+            before: None,
+            start: 0,
+            micro_batch: 0,
+            trace: Vec::new(),
+            poisoned: Vec::new(),
+        }
+    }
+
+    /// A Program is about to run.
+    fn enter(&mut self, program: &str, micro_batch: u32) {
+        let set = &self.set;
+        self.program = set.program_index(program).expect("a program of the set");
+        self.phase = set.phases.iter().position(|p| p.programs.contains(&self.program)).expect("it stands in a phase");
+        let before = set.phases[self.phase].programs.iter().take_while(|&&p| p != self.program);
+        self.start = before.map(|&p| set.programs[p].length() as u32).sum();
+        self.micro_batch = i64::from(micro_batch);
+        self.trace = set.programs[self.program].trace().map(|(op, variable)| (op.clone(), variable)).collect();
+    }
+
+    fn host_writes(&mut self, tensor: TensorId, slot: u32, bytes: &[u8]) {
+        if self.bytes.is_empty() {
+            return;
+        }
+        let first = self.placement.offset(tensor, slot) as usize;
+        self.bytes[first..first + bytes.len()].copy_from_slice(bytes);
+    }
+
+    fn touched(&self, op: &Op, variable: i64) -> Vec<Touched> {
+        let elements = |id: TensorId| self.set.tensor(id).elements();
+        op.accesses(&elements)
+            .into_iter()
+            .filter(|access| self.set.tensor(access.operand.tensor).space != Space::File)
+            .map(|access| {
+                let (operand, tensor) = (access.operand, self.set.tensor(access.operand.tensor));
+                let slot = operand.slot.at(variable, self.micro_batch).rem_euclid(i64::from(tensor.slots)) as u32;
+                let inside = operand.offset.at(variable, self.micro_batch) as u64 * tensor.dtype.bytes();
+                let first = (self.placement.offset(operand.tensor, slot) + inside) as usize;
+                let range = first..first + (access.elements * tensor.dtype.bytes()) as usize;
+                Touched { range, mode: access.mode, tensor: operand.tensor }
+            })
+            .collect()
+    }
+
+    fn poison(&mut self, range: Range<usize>, arena: &mut Arena) {
+        arena.poison(range.start as u64..range.end as u64);
+        self.bytes[range.clone()].copy_from_slice(&arena.contents()[range]);
+    }
+
+    /// Poisons all that must not be read: what is not alive when this Program starts.
+    fn poison_dead(&mut self, arena: &mut Arena) {
+        // The cache of generation stays between calls; a forward pass begins a micro-batch anew.
+        let stays =
+            self.phases[self.phase].0.slots.iter().flatten().any(|s| self.set.tensor(s.0).lifetime == Lifetime::Phase);
+        let is_new_phase = self.before != Some(self.phase) || self.start == 0 && !stays;
+        let work = &self.set.programs[self.program].name;
+        // Where a run starts or goes on, nothing in the arena has been written yet.
+        let starts = self.before.is_none() || work == "restore";
+        let mut keep: Vec<Range<usize>> = Vec::new();
+        let mut keep_slot = |id: TensorId, slot: u32| {
+            if let Some(first) = self.placement.offsets[id.0 as usize][slot as usize] {
+                keep.push(first as usize..(first + self.set.tensor(id).bytes()) as usize);
+            }
+        };
+        if !starts {
+            for (id, tensor) in self.set.tensors.iter().enumerate() {
+                if tensor.lifetime == Lifetime::Persistent && tensor.space != Space::File {
+                    (0..tensor.slots).for_each(|slot| keep_slot(TensorId(id as u32), slot));
+                }
+            }
+        }
+        let inputs = &self.set.programs[self.program].inputs;
+        let (lifetimes, _) = &self.phases[self.phase];
+        for (buffer, slots) in lifetimes.buffers.iter().zip(&lifetimes.slots) {
+            let is_input = slots.iter().any(|(id, _)| inputs.contains(id));
+            let lives = buffer.first <= self.start && buffer.last > self.start && (!is_new_phase || is_input);
+            if lives {
+                slots.iter().for_each(|&(id, slot)| keep_slot(id, slot));
+            }
+        }
+        keep.sort_by_key(|range| range.start);
+        let mut at = 0;
+        for range in keep {
+            if at < range.start {
+                self.poison(at..range.start, arena);
+            }
+            at = at.max(range.end);
+        }
+        let end = self.bytes.len();
+        self.poison(at..end, arena);
+    }
+
+    fn name(&self, tick: u32, op: &Op) -> String {
+        format!("{}: {} at op {tick} ({})", self.case, self.set.programs[self.program].name, op.name())
+    }
+
+    /// The tensors that stand at a byte.
+    fn tensors_at(&self, byte: usize) -> String {
+        standing_at(&self.set, &self.placement, byte as u64).join(", ")
+    }
+
+    fn check(&self, kind: &str, wrong: Option<String>) {
+        self.found.lock().expect("nobody panics with it").check(kind, wrong.is_none(), || wrong.unwrap_or_default());
+    }
+}
+
+/// The names of the tensors that stand at a byte of the arena.
+pub fn standing_at(set: &ProgramSet, placement: &Placement, byte: u64) -> Vec<String> {
+    let mut names = Vec::new();
+    for (tensor, offsets) in set.tensors.iter().zip(&placement.offsets) {
+        for (slot, offset) in offsets.iter().enumerate() {
+            if offset.is_some_and(|first| (first..first + tensor.bytes()).contains(&byte)) {
+                names.push(format!("{}[{slot}]", tensor.name));
+            }
+        }
+    }
+    names
+}
+
+/// Where two equally long slices differ first.
+fn difference(a: &[u8], b: &[u8]) -> Option<usize> {
+    if a == b { None } else { a.iter().zip(b).position(|(a, b)| a != b) }
+}
+
+impl Observer for Shadow {
+    fn before(&mut self, tick: u32, op: &Op, arena: &mut Arena) -> Result<(), DeviceError> {
+        let (expected, variable) = self.trace[tick as usize - 1].clone();
+        assert_eq!(&expected, op, "the executor runs the program's ops in order");
+        if tick == 1 {
+            if self.bytes.is_empty() {
+                self.bytes = arena.contents().to_vec();
+            }
+            let changed = difference(&self.bytes, arena.contents());
+            let wrong = changed
+                .map(|at| format!("{}: byte {at} changed before it ({})", self.name(tick, op), self.tensors_at(at)));
+            self.check("between programs only the host writes", wrong);
+            self.bytes.copy_from_slice(arena.contents());
+            self.poison_dead(arena);
+        }
+        self.poisoned.clear();
+        if !matches!(op.kind, OpKind::TransferWait { .. } | OpKind::CollectiveWait { .. }) {
+            let touched = self.touched(op, variable);
+            for written in touched.iter().filter(|t| t.mode == Mode::Write) {
+                // An in-place pair is read and written.
+                let read = |t: &&Touched| {
+                    t.mode != Mode::Write && t.range.start < written.range.end && written.range.start < t.range.end
+                };
+                if !touched.iter().any(|t| read(&t)) {
+                    self.poison(written.range.clone(), arena);
+                    self.poisoned.push(written.range.clone());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn after(&mut self, tick: u32, op: &Op, arena: &mut Arena) {
+        let variable = self.trace[tick as usize - 1].1;
+        let touched = self.touched(op, variable);
+        let mut written: Vec<Range<usize>> =
+            touched.iter().filter(|t| t.mode != Mode::Read).map(|t| t.range.clone()).collect();
+        written.sort_by_key(|range| range.start);
+        let mut wrong = None;
+        let mut at = 0;
+        for range in written.iter().cloned().chain([self.bytes.len()..self.bytes.len()]) {
+            if at < range.start && wrong.is_none() {
+                wrong =
+                    difference(&self.bytes[at..range.start], &arena.contents()[at..range.start]).map(|byte| at + byte);
+            }
+            at = at.max(range.end);
+        }
+        let wrong =
+            wrong.map(|byte| format!("{} changes byte {byte} ({})", self.name(tick, op), self.tensors_at(byte)));
+        self.check("ops write only what they declare", wrong);
+
+        let mut left = None;
+        for t in touched.iter().filter(|t| self.poisoned.contains(&t.range)) {
+            let tensor = self.set.tensor(t.tensor);
+            if tensor.category == Category::Workspace {
+                continue;
+            }
+            let size = tensor.dtype.bytes() as usize;
+            let (before, now) = (&self.bytes[t.range.clone()], &arena.contents()[t.range.clone()]);
+            if let Some(element) = now.chunks_exact(size).position(|element| element == &before[..size]) {
+                left = Some(format!("{} leaves element {element} of `{}`", self.name(tick, op), tensor.name));
+            }
+        }
+        self.check("ops write all they declare as written", left);
+        for range in written {
+            self.bytes[range.clone()].copy_from_slice(&arena.contents()[range]);
+        }
+        let strayed = arena.strayed().then(|| self.name(tick, op));
+        self.check("nothing is written beside the arena", strayed);
+        let dead = self.phases[self.phase].1.get(&(self.start + tick)).cloned().unwrap_or_default();
+        for (id, slot) in dead {
+            let first = self.placement.offset(id, slot) as usize;
+            self.poison(first..first + self.set.tensor(id).bytes() as usize, arena);
+        }
+        if tick as usize == self.trace.len() {
+            self.before = Some(self.phase);
+        }
+    }
+}
