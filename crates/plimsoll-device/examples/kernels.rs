@@ -4,7 +4,7 @@
 //!
 //! With one thread the time is that of the CPU, which other work on the machine disturbs less.
 //!
-//! cargo run --release -p plimsoll-device --example kernels [THREADS] [PART OF A NAME]
+//! cargo run --release -p plimsoll-device --example kernels [THREADS] [HOW NAMES BEGIN]
 
 use plimsoll_device::cpu::kernels::*;
 use plimsoll_device::cpu::pool::Pool;
@@ -51,7 +51,7 @@ impl Bench {
     /// Times `op`, called `per_step` times in a step: the best of a third of a second, since what
     /// else runs on the machine only ever adds.
     fn time(&mut self, name: &str, per_step: usize, work: Work, mut op: impl FnMut(&Pool) + Send) {
-        if self.only.as_ref().is_some_and(|only| !name.contains(only)) {
+        if self.only.as_ref().is_some_and(|only| !name.starts_with(only)) {
             return;
         }
         let pool = &self.pool;
@@ -208,15 +208,15 @@ fn others(bench: &mut Bench, lanes: u64) {
         let mut scratch = vec![0.0; workspace::attention_grad(lanes, long as u64, 128) as usize];
         let starts = vec![0; long];
         let scores = 8 * long * (long + 1) / 2;
-        bench.time("attention 2048 of 128, 8 on 2", 0, Work::Flops(4 * 128 * scores), |pool| {
+        bench.time("long attention 2048 of 128, 8 on 2", 0, Work::Flops(4 * 128 * scores), |pool| {
             attention(pool, shape, long, &qkv, &starts, &mut out, &mut stats, &mut scratch)
         });
         let dout = numbers(out.len());
-        bench.time("attention_grad 2048 of 128, 8 on 2", 0, Work::Flops(10 * 128 * scores), |pool| {
+        bench.time("long attention_grad", 0, Work::Flops(10 * 128 * scores), |pool| {
             attention_grad(pool, shape, long, &qkv, &out, &dout, &stats, &starts, &mut dqkv, &mut scratch)
         });
         let (keys, values) = (numbers(long * 256), numbers(long * 256));
-        bench.time("cached_attention 1 on 2047", 0, Work::Bytes(2 * 4 * long * 256), |pool| {
+        bench.time("long cached_attention 1 on 2047", 0, Work::Bytes(2 * 4 * long * 256), |pool| {
             cached_attention(pool, shape, &qkv[..1536], &keys, &values, 2047, &mut out[..1024], &mut scratch)
         });
     }

@@ -10,7 +10,7 @@
 //! dS = P · (dP − δ) / √E with δ = Σ out · dO, dK += dS·Q, dQ += dSᵀ·K.
 
 use super::Heads;
-use super::product::{Depth, Left, Target, small_product};
+use super::product::{Depth, FEW_ROWS, Left, Target, dots_1, small_product};
 use super::simd::{Real, get, get_or, put, strips, transpose, vectorised};
 use crate::cpu::pool::{Pool, Shared};
 use plimsoll_program::workspace::{self, ATTENTION_KEYS, ATTENTION_QUERIES};
@@ -119,9 +119,15 @@ impl Block<'_> {
         }
     }
 
-    /// Whether some query does not see some key of `from..to`.
-    fn masks(&self, from: usize, to: usize) -> bool {
-        to > self.first + 1 || self.starts.iter().any(|&start| start as usize > from)
+    /// Scores [keys, Q] of the keys from `from` on become −∞ where the query does not see the key.
+    /// Only keys before some document's start, and those on the diagonal, need a look.
+    fn hide<T: Real>(&self, scores: &mut [T], from: usize, start: &[T]) {
+        let keys = scores.len() / QUERIES;
+        let last_start = self.starts.iter().max().map_or(0, |&start| start as usize);
+        let begun = last_start.saturating_sub(from).min(keys);
+        let diagonal = (self.first + 1).saturating_sub(from).clamp(begun, keys);
+        hide(&mut scores[..begun * QUERIES], from, self.first, start);
+        hide(&mut scores[diagonal * QUERIES..], from + diagonal, self.first, start);
     }
 }
 
@@ -186,9 +192,10 @@ pub fn attention<T: Real>(
     let scratch = Shared::new(&mut scratch[..pool.threads() * lane_size]);
     let (out, stats) = (Shared::new(out), Shared::new(stats));
     let blocks = sequence.div_ceil(QUERIES);
-    // Late blocks see the most keys: they come first, so that no lane ends with a long one.
+    // The blocks of a head follow each other, so that its keys stay in the cache; late ones, which
+    // see the most keys, come first.
     pool.run(rows / sequence * c.heads * blocks, |task, lane| {
-        let (unit, block) = (task % (rows / sequence * c.heads), blocks - 1 - task / (rows / sequence * c.heads));
+        let (unit, block) = (task / blocks, blocks - 1 - task % blocks);
         let (b, head) = (unit / c.heads, unit % c.heads);
         let kv = head / (c.heads / c.kv_heads);
         let first = block * QUERIES;
@@ -243,9 +250,7 @@ fn forward<T: Real>(
         let v = &cache.values[from * cache.row..(from + keys - 1) * cache.row + head];
         block.scores(from, keys, head, k.as_ptr(), cache.row, s.queries, s.scores);
         let scores = &mut s.scores[..keys * QUERIES];
-        if block.masks(from, from + keys) {
-            hide(scores, from, block.first, s.start);
-        }
+        block.hide(scores, from, s.start);
         soften(scores, s.largest, s.sum, s.factor);
         if from > least {
             scale_rows(out, out_row, count, head, s.factor);
@@ -363,9 +368,7 @@ fn backward<T: Real>(
         block.scores(from, keys, head, k, cache.row, s.queries, s.scores);
         block.scores(from, keys, head, v, cache.row, s.douts, s.dscores);
         let (p, ds) = (&mut s.scores[..keys * QUERIES], &mut s.dscores[..keys * QUERIES]);
-        if block.masks(from, from + keys) {
-            hide(p, from, block.first, s.start);
-        }
+        block.hide(p, from, s.start);
         score_gradients(p, ds, s.largest, s.sum, scale_of(head));
         // SAFETY: rows from.. of dk and dv are inside them.
         let (dk, dv) = unsafe { (dk.add(from * c.all), dv.add(from * c.all)) };
@@ -447,17 +450,21 @@ fn one_query<T: Real>(query: &[T], cache: Cache<T>, seen: usize, out: &mut [T], 
         let keys = (seen - from).min(most);
         let scores = &mut lane[..keys];
         let mut new = largest;
-        for (i, score) in scores.iter_mut().enumerate() {
-            *score = dot(query, &cache.keys[(from + i) * cache.row..][..head]) * scale;
-            new = if *score > new { *score } else { new };
+        for (i, four) in scores.chunks_mut(4).enumerate() {
+            let mut sums = [[T::ZERO; 4]; FEW_ROWS];
+            dots_1(head, query, &cache.keys[(from + 4 * i) * cache.row..], cache.row, four.len(), &mut sums);
+            for (score, sum) in four.iter_mut().zip(sums[0]) {
+                *score = sum * scale;
+                new = if *score > new { *score } else { new };
+            }
         }
         let factor = (largest - new).exp();
         multiply(out, factor);
         sum = sum * factor + weights(scores, new);
         largest = new;
-        for (i, weight) in scores.iter().enumerate() {
-            add_scaled(out, &cache.values[(from + i) * cache.row..][..head], *weight);
-        }
+        let values = &cache.values[from * cache.row..(from + keys - 1) * cache.row + head];
+        let to = Target::new(out.as_mut_ptr(), head, true);
+        small_product(1, head, keys, Depth::Whole, Left::rows(scores.as_ptr(), keys), values.as_ptr(), cache.row, to);
         from += keys;
     }
     multiply(out, T::ONE / sum);
@@ -491,16 +498,6 @@ vectorised! {
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
             let value: V = get(x, at, count);
             put(x, at, count, value * V::splat(factor));
-        });
-    }
-}
-
-vectorised! {
-    /// into += factor · x
-    fn add_scaled<T, V>(into: &mut [T], x: &[T], factor: T) {
-        strips::<T, V>(into.len(), #[inline(always)] |at, count| {
-            let value = get::<T, V>(x, at, count).mul_add(V::splat(factor), get(into, at, count));
-            put(into, at, count, value);
         });
     }
 }

@@ -7,11 +7,13 @@
 //!
 //! `small_product` is the unpacked, single-threaded core, which attention uses, too.
 
-use super::simd::{Real, Vector, transpose, vectorised};
+use super::simd::{Real, Vector, prefetch, transpose, vectorised};
 use crate::cpu::pool::{Pool, Shared};
 use plimsoll_program::workspace::{self, PRODUCT_COLUMNS, PRODUCT_FEW_ROWS, PRODUCT_ROWS};
 use std::ops::Range;
 
+/// Products with at most this many rows read b as it lies.
+pub(super) const FEW_ROWS: usize = PRODUCT_FEW_ROWS as usize;
 /// Rows of a register tile.
 const GROUP: usize = workspace::PRODUCT_GROUP as usize;
 
@@ -141,6 +143,13 @@ unsafe fn tile<T: Real, V: Vector<T>, const M: usize, const N: usize, const ROWS
 ) {
     let zero = V::splat(T::ZERO);
     let mut sums = [[zero; N]; M];
+    if target.accumulate {
+        for i in 0..M {
+            for v in 0..N {
+                prefetch(target.at.wrapping_add(i * target.row + v * V::LANES));
+            }
+        }
+    }
     for p in 0..k {
         let mut right = [zero; N];
         for v in 0..N {
@@ -158,24 +167,36 @@ unsafe fn tile<T: Real, V: Vector<T>, const M: usize, const N: usize, const ROWS
             }
         }
     }
+    // Pass by pass, so that every loop is small enough to unroll and the sums stay in registers.
+    macro_rules! add {
+        ($from:expr, $row:expr) => {
+            for i in 0..M {
+                for v in 0..N {
+                    // SAFETY: inside the bias, the residual or the target by the contract.
+                    sums[i][v] = sums[i][v]
+                        + unsafe {
+                            let from: *const T = $from.add(i * $row + v * V::LANES);
+                            if PART { V::load_part(from, columns, zero) } else { V::load(from) }
+                        };
+                }
+            }
+        };
+    }
+    if !target.bias.is_null() {
+        add!(target.bias, 0);
+    }
+    if !target.residual.is_null() {
+        add!(target.residual, target.row);
+    }
+    if target.accumulate {
+        add!(target.at, target.row);
+    }
     for i in 0..M {
         for v in 0..N {
-            let mut sum = sums[i][v];
-            let shift = v * V::LANES;
-            // SAFETY: inside the target, the bias and the residual by the contract.
+            // SAFETY: inside the target by the contract.
             unsafe {
-                let read = |from: *const T| if PART { V::load_part(from, columns, zero) } else { V::load(from) };
-                if !target.bias.is_null() {
-                    sum = sum + read(target.bias.add(shift));
-                }
-                if !target.residual.is_null() {
-                    sum = sum + read(target.residual.add(i * target.row + shift));
-                }
-                let to = target.at.add(i * target.row + shift);
-                if target.accumulate {
-                    sum = sum + read(to);
-                }
-                if PART { sum.store_part(to, columns) } else { sum.store(to) }
+                let to = target.at.add(i * target.row + v * V::LANES);
+                if PART { sums[i][v].store_part(to, columns) } else { sums[i][v].store(to) }
             }
         }
     }
@@ -271,7 +292,7 @@ pub fn product<T: Real>(pool: &Pool, p: Product<T>, out: &mut [T], scratch: &mut
     if m == 0 || n == 0 {
         return;
     }
-    if m <= PRODUCT_FEW_ROWS as usize && p.b_transposed && !p.a_transposed {
+    if m <= FEW_ROWS && p.b_transposed && !p.a_transposed {
         return few_rows(pool, p, out);
     }
     packed(pool, p, out, scratch);
@@ -377,6 +398,8 @@ fn pack_left<T: Real>(p: &Product<T>, slice: Range<usize>, rows: Range<usize>, b
             for q in from..slice.end.min(from + 8) {
                 let to = &mut block[(group * depth + q - slice.start) * GROUP..][..GROUP];
                 let values = &a_row(q)[row..];
+                // The same place in the next few rows: strides of whole pages are nobody else's to foresee.
+                prefetch(values.as_ptr().wrapping_add(8 * p.m));
                 if row + GROUP <= rows.end {
                     to.copy_from_slice(&values[..GROUP]);
                 } else {
@@ -395,13 +418,13 @@ fn few_rows<T: Real>(pool: &Pool, p: Product<T>, out: &mut [T]) {
     pool.split(n, (65536 / (m * k).max(1)).max(4), |range, _| {
         for j in range.clone().step_by(4) {
             let rows = j..range.end.min(j + 4);
-            let mut sums = [[T::ZERO; 4]; PRODUCT_FEW_ROWS as usize];
+            let mut sums = [[T::ZERO; 4]; FEW_ROWS];
             let b = &p.b[j * k..rows.end * k];
             match m {
-                1 => dots_1(k, p.a, b, &mut sums),
-                2 => dots_2(k, p.a, b, &mut sums),
-                3 => dots_3(k, p.a, b, &mut sums),
-                _ => dots_4(k, p.a, b, &mut sums),
+                1 => dots_1(k, p.a, b, k, rows.len(), &mut sums),
+                2 => dots_2(k, p.a, b, k, rows.len(), &mut sums),
+                3 => dots_3(k, p.a, b, k, rows.len(), &mut sums),
+                _ => dots_4(k, p.a, b, k, rows.len(), &mut sums),
             }
             for i in 0..m {
                 // SAFETY: columns of one split are disjoint.
@@ -424,8 +447,9 @@ fn few_rows<T: Real>(pool: &Pool, p: Product<T>, out: &mut [T]) {
 macro_rules! dots {
     ($name:ident, $M:literal) => {
         vectorised! {
-            fn $name<T, V>(k: usize, a: &[T], b: &[T], sums: &mut [[T; 4]; PRODUCT_FEW_ROWS as usize]) {
-                dot_tile::<T, V, $M>(k, a, b, sums)
+            /// See `dot_tile`.
+            pub(super) fn $name<T, V>(k: usize, a: &[T], b: &[T], b_row: usize, rows: usize, sums: &mut [[T; 4]; FEW_ROWS]) {
+                dot_tile::<T, V, $M>(k, a, b, b_row, rows, sums)
             }
         }
     };
@@ -435,16 +459,17 @@ dots!(dots_2, 2);
 dots!(dots_3, 3);
 dots!(dots_4, 4);
 
-/// sums[i][j] = a[i] · b[j] for M rows of a and up to 4 rows of b, all of length k.
+/// sums[i][j] = a[i] · b[j] for M rows of a and `rows` (up to 4) of b, `b_row` apart, all of length k.
 #[inline(always)]
 fn dot_tile<T: Real, V: Vector<T>, const M: usize>(
     k: usize,
     a: &[T],
     b: &[T],
-    sums: &mut [[T; 4]; PRODUCT_FEW_ROWS as usize],
+    b_row: usize,
+    rows: usize,
+    sums: &mut [[T; 4]; FEW_ROWS],
 ) {
     use super::simd::{get, strips};
-    let rows = if k == 0 { 0 } else { b.len() / k };
     let zero = V::splat(T::ZERO);
     let mut totals = [[zero; 4]; M];
     if rows == 4 {
@@ -454,7 +479,7 @@ fn dot_tile<T: Real, V: Vector<T>, const M: usize>(
             |at, count| {
                 let mut right = [zero; 4];
                 for j in 0..4 {
-                    right[j] = get(b, j * k + at, count);
+                    right[j] = get(b, j * b_row + at, count);
                 }
                 for i in 0..M {
                     let left: V = get(a, i * k + at, count);
@@ -470,7 +495,7 @@ fn dot_tile<T: Real, V: Vector<T>, const M: usize>(
                 k,
                 #[inline(always)]
                 |at, count| {
-                    let right: V = get(b, j * k + at, count);
+                    let right: V = get(b, j * b_row + at, count);
                     for i in 0..M {
                         totals[i][j] = get::<T, V>(a, i * k + at, count).mul_add(right, totals[i][j]);
                     }

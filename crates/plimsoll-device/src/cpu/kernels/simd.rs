@@ -228,6 +228,19 @@ pub fn put<T, V: Vector<T>>(slice: &mut [T], at: usize, count: usize, value: V) 
     }
 }
 
+/// Asks for the cache line at `at`, which need not be a valid place.
+#[inline(always)]
+pub fn prefetch<T>(at: *const T) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: part of the baseline; a prefetch never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = at;
+}
+
 vectorised! {
     /// to[columns, to_row] = factor · the transpose of from[rows, from_row]; `rows <= to_row`.
     pub fn transpose<T, V>(from: &[T], from_row: usize, rows: usize, columns: usize, factor: T, to: &mut [T], to_row: usize) {
@@ -242,6 +255,7 @@ vectorised! {
                 // No vector has more than 16 lanes.
                 let mut block = [scale; 16];
                 for r in 0..V::LANES {
+                    prefetch(from.as_ptr().wrapping_add((i + r + V::LANES) * from_row + j));
                     // SAFETY: row i + r, columns j.. are inside `from`, as asserted.
                     block[r] = unsafe { V::load(from.as_ptr().add((i + r) * from_row + j)) } * scale;
                 }
