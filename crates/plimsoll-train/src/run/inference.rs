@@ -158,8 +158,14 @@ impl Continuation {
         let mut engine = open(&self.file, &self.resolved, self.answer)?;
         let ends = &self.resolved.model.config.eos;
         let tokens = generate(&mut engine, &self.tokens, self.most, self.capacity as usize, ends, sampling)?;
-        let ids: Vec<u32> = tokens.iter().map(|&id| id as u32).collect();
-        Ok(Text { prompt: self.prompt, text: self.tokenizer.decode(&ids)?, tokens })
+        let text = |ids: &[i32]| self.tokenizer.decode(&ids.iter().map(|&id| id as u32).collect::<Vec<_>>());
+        // What a token looks like depends on the one before it: a space, mostly.
+        let (before, whole) = (text(&self.tokens)?, text(&[&self.tokens[..], &tokens].concat())?);
+        let new = match whole.strip_prefix(&before) {
+            Some(new) => new.to_owned(),
+            None => text(&tokens)?,
+        };
+        Ok(Text { prompt: self.prompt, text: new, tokens })
     }
 }
 
