@@ -110,6 +110,11 @@ pub fn lay_out(set: &ProgramSet) -> Layout {
             *entry = (*entry).max(Bytes(peak));
         }
     }
+    if by_program.contains_key(&WorkName::Update) {
+        // Every recipe of an experiment has the same persistent tensors at the same places, so that going
+        // from one to another between steps moves nothing and needs nothing but them.
+        by_program.insert(WorkName::Replan, Bytes(end));
+    }
     let by_category = by_category(set, &phases, arena_bytes);
     let placement = Placement { offsets, arena_bytes };
     Layout { placement, persistent_bytes: end, lower_bound_bytes, by_program, by_category }

@@ -1,8 +1,9 @@
 //! Every preset plans: its Programs are well-formed, the packing meets the bound, and what is
 //! refused fits at the budget that the refusal names.
 
-use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, Link, Rates, RecomputeLevel};
-use plimsoll_plan::search::{Pins, Question, search};
+use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, Link, Rates, Recipe, RecomputeLevel, Space, WorkName};
+use plimsoll_plan::search::{Pins, Question, plan_of, search};
+use plimsoll_program::{Lifetime, Tensor};
 use plimsoll_program::models::decoder::{Generation, Optimizer, Source};
 use plimsoll_program::models::{preset, preset_names};
 
@@ -83,6 +84,27 @@ fn what_is_refused_fits_at_the_budget_named_and_not_at_a_mebibyte_less() {
         assert!(fits.plan.devices[0].peak_bytes <= need);
         let less = device(need.saturating_sub(Bytes::mib(1)));
         assert!(!search(&question(&config, &less)).plan.fits, "{name}: less than {need} fits, too");
+    }
+}
+
+#[test]
+fn going_from_one_recipe_to_another_moves_nothing_that_stays() {
+    for name in ["smollm2-135m", "qwen2.5-0.5b", "qwen3-0.6b"] {
+        let config = preset(name).expect("listed");
+        let plenty = device(Bytes::gib(1000));
+        let asked = question(&config, &plenty);
+        let layouts: Vec<_> = [(1, RecomputeLevel::Block), (8, RecomputeLevel::Nothing), (3, RecomputeLevel::Norms)]
+            .map(|(micro_batch, level)| Recipe { micro_batch, recompute: vec![level; config.layers as usize] })
+            .iter()
+            .map(|recipe| {
+                let answer = plan_of(&asked, recipe);
+                let stays = |t: &Tensor| t.lifetime == Lifetime::Persistent && t.space == Space::Device;
+                let places = answer.set.tensors.iter().zip(&answer.layout.placement.offsets);
+                let persistent = places.filter(|(t, _)| stays(t)).map(|(t, at)| (t.name.clone(), at.clone()));
+                (persistent.collect::<Vec<_>>(), answer.layout.by_program[&WorkName::Replan])
+            })
+            .collect();
+        assert!(layouts.windows(2).all(|pair| pair[0] == pair[1]), "{name}");
     }
 }
 
