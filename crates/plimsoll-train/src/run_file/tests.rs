@@ -38,6 +38,28 @@ fn every_key_has_an_expectation_and_every_expectation_a_key() {
 }
 
 #[test]
+fn the_book_lists_every_key_with_what_it_expects_and_its_default() {
+    let book = include_str!("../../../../docs/run-file.md");
+    let rows: Vec<Vec<&str>> =
+        book.lines().filter(|line| line.starts_with("| `")).map(|line| line.split(" | ").collect()).collect();
+    let defaults: toml::Table = RunFile::default().to_toml().parse().unwrap();
+    for (key, expected) in keys::KEYS {
+        let row = rows.iter().find(|row| row[0] == format!("| `{key}`"));
+        let row = row.unwrap_or_else(|| panic!("{key} is not in the book"));
+        assert_eq!(row[1], *expected, "{key}");
+        let (section, name) = keys::split(key);
+        match defaults[section].get(name) {
+            None => assert_eq!(row[2], "–", "{key}"),
+            Some(default) => {
+                let written: toml::Table = format!("value = {}", row[2].trim_matches('`')).parse().unwrap();
+                assert_eq!(written["value"], *default, "{key}");
+            }
+        }
+    }
+    assert_eq!(rows.len(), keys::KEYS.len(), "the book has keys that are not there");
+}
+
+#[test]
 fn the_example_is_a_run_file_that_trains() {
     let example = RunFile::load(None, &[]).unwrap();
     example.check_trainable().unwrap();
