@@ -64,15 +64,17 @@ impl Pool {
         match &self.workers {
             Some(workers) if tasks > 1 => {
                 let next = AtomicUsize::new(0);
-                workers.broadcast(|context| {
+                let lane = || {
+                    let lane = rayon::current_thread_index().expect("lanes run on the pool's threads");
                     loop {
                         let task = next.fetch_add(1, Ordering::Relaxed);
                         if task >= tasks {
                             break;
                         }
-                        work(task, context.index());
+                        work(task, lane);
                     }
-                });
+                };
+                workers.install(|| spread(self.threads.min(tasks), &lane));
             }
             _ => (0..tasks).for_each(|task| work(task, 0)),
         }
@@ -83,6 +85,16 @@ impl Pool {
     pub fn split(&self, total: usize, least: usize, work: impl Fn(Range<usize>, usize) + Sync) {
         let size = total.div_ceil(4 * self.threads).max(least).max(1);
         self.run(total.div_ceil(size), |task, lane| work(task * size..total.min((task + 1) * size), lane));
+    }
+}
+
+/// Offers `lane` to `count` threads. By `join`, which takes nothing from the heap, and waits for
+/// no thread that has not begun: whoever is through with its own takes the rest back.
+fn spread(count: usize, lane: &(impl Fn() + Sync)) {
+    if count == 1 {
+        lane();
+    } else {
+        rayon::join(|| spread(count / 2, lane), || spread(count - count / 2, lane));
     }
 }
 
