@@ -714,13 +714,12 @@ impl<'a> Decoder<'a> {
         Operand { tensor, slot: Index::fixed(parameter.layer.unwrap_or(0) as i64), offset: Index::fixed(parameter.offset as i64) }
     }
 
-    /// A staging buffer for elements of `dtype`, no larger than the largest parameter.
-    fn staging(&mut self, program: &str, dtype: DType) -> TensorId {
+    /// A staging buffer for elements of `dtype`, no larger than the `largest` parameter that goes through it.
+    fn staging(&mut self, program: &str, dtype: DType, largest: u64) -> TensorId {
         let name = format!("{program}.staging.{dtype}");
         if let Some(id) = self.builder.find(&name) {
             return id;
         }
-        let largest = self.what.config.hf_parameters().iter().map(Parameter::elements).max().unwrap_or(1);
         let elements = largest.min(STAGING_BYTES / dtype.bytes());
         self.builder.transient(&name, &[elements], dtype, Category::Staging, 1)
     }
@@ -783,7 +782,8 @@ impl<'a> Decoder<'a> {
 
     fn load(&mut self) {
         let mut blocks = vec![self.table()];
-        for (number, parameter) in self.what.config.hf_parameters().iter().enumerate() {
+        let parameters = self.what.config.hf_parameters();
+        for (number, parameter) in parameters.iter().enumerate() {
             let place = Self::place_of(self.weight_tensor(parameter), parameter);
             let elements = parameter.elements();
             match &self.what.source {
@@ -800,7 +800,9 @@ impl<'a> Decoder<'a> {
                 Source::Files { dtypes } => {
                     let dtype = dtypes[number];
                     let file = self.file(&format!("model:{}", parameter.hf_name), &parameter.shape, dtype);
-                    let staging = self.staging("load", dtype);
+                    let same = parameters.iter().zip(dtypes).filter(|(_, other)| **other == dtype);
+                    let largest = same.map(|(p, _)| p.elements()).max().unwrap_or(1);
+                    let staging = self.staging("load", dtype, largest);
                     let piece = self.builder.set.tensor(staging).elements();
                     blocks.extend(Self::moves(&parameter.hf_name, file, (staging, piece), place, elements, true));
                 }
@@ -819,6 +821,7 @@ impl<'a> Decoder<'a> {
             Optimizer::Sgd { .. } => &[],
         };
         let parameters = self.what.config.hf_parameters();
+        let largest = parameters.iter().map(Parameter::elements).max().unwrap_or(1);
         let programs = [
             ("save", WorkName::Save, false, &[][..]),
             ("checkpoint", WorkName::Save, false, states),
@@ -826,7 +829,7 @@ impl<'a> Decoder<'a> {
         ];
         for (name, work, into_device, states) in programs {
             let mut blocks = if into_device { vec![self.table()] } else { vec![] };
-            let staging = self.staging(name, precision);
+            let staging = self.staging(name, precision, largest);
             let piece = self.builder.set.tensor(staging).elements();
             for parameter in &parameters {
                 let weight = self.weight_tensor(parameter);
