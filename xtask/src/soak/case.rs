@@ -180,7 +180,8 @@ impl Case {
         let optimizer = draw.chance(0.9).then(|| match draw.from(0, 3) {
             0 => Optimizer::Sgd { momentum: 0.0, decay: 0.0 },
             1 => Optimizer::Sgd { momentum: 0.9, decay: 0.1 },
-            _ => Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1 },
+            // With the usual epsilon of 1e-8, gradients that are zero but for rounding become steps.
+            _ => Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-6, decay: 0.1 },
         });
         let chunk = draw.scaled(2, 16);
         let generation = Generation { capacity: chunk * draw.from(1, 5), chunk };
@@ -273,10 +274,10 @@ impl Case {
         rows
     }
 
-    /// A prompt of at least two tokens with room for three more behind it.
+    /// A prompt of at least two tokens, with room for at most three behind it: the cache is filled to its end.
     pub fn prompt(&self, generation: Generation) -> Vec<i32> {
         let mut draw = Draw::new(!self.seed, self.number);
-        let most = generation.capacity.saturating_sub(2).max(2);
-        (0..draw.from(2, most)).map(|_| draw.from(0, self.config.vocab - 1) as i32).collect()
+        let length = generation.capacity.saturating_sub(draw.from(0, 3)).max(2);
+        (0..length).map(|_| draw.from(0, self.config.vocab - 1) as i32).collect()
     }
 }

@@ -49,24 +49,23 @@ impl Numbers {
             && self.evaluated.is_none_or(|(loss, _)| loss.is_finite())
     }
 
-    /// The largest relative distance of a loss, or of a tensor (norm-wise) among weights.
-    pub fn distance(&self, other: &Numbers, precision: DType) -> f64 {
+    /// The largest relative distance of a loss, or of a tensor (norm-wise) among weights; and which it is.
+    pub fn distance(&self, other: &Numbers, precision: DType) -> (f64, String) {
         let relative = |a: f64, b: f64| if a == b { 0.0 } else { (a - b).abs() / a.abs().max(b.abs()) };
-        let losses = self.losses.iter().flatten().zip(other.losses.iter().flatten()).map(|(a, b)| relative(*a, *b));
-        let evaluated = self.evaluated.iter().zip(&other.evaluated).map(|(a, b)| relative(a.0, b.0));
+        let losses = self.losses.iter().flatten().zip(other.losses.iter().flatten());
+        let losses = losses.map(|(a, b)| (relative(*a, *b), "loss or norm".to_owned()));
         // State of the optimizer may be an average of rounding noise, where the true gradient is zero.
         let is_weight = |name: &str| !name.contains(".first[") && !name.contains(".second[");
-        let weights = self.tensors.iter().filter(|(name, _)| is_weight(name));
-        let tensors = weights.map(|(name, a)| {
+        let weights = self.tensors.iter().filter(|(name, _)| is_weight(name)).map(|(name, a)| {
             let values = |bytes| plimsoll_device::cpu::executor::real_values(precision, bytes);
             let (a, b) = (values(a), values(&other.tensors[name]));
             let square = |x: f64| x * x;
             let apart: f64 = a.iter().zip(&b).map(|(a, b)| square(a - b)).sum();
             let size: f64 = a.iter().map(|a| square(*a)).sum();
-            if apart == 0.0 { 0.0 } else { (apart / size).sqrt() }
+            (if apart == 0.0 { 0.0 } else { (apart / size).sqrt() }, name.clone())
         });
-        let all = losses.chain(evaluated).chain(tensors);
-        all.fold(0.0, |worst, x| if x.is_nan() || worst.is_nan() { f64::NAN } else { worst.max(x) })
+        let worse = |a: &(f64, String), b: &(f64, String)| a.0.is_nan() || a.0 > b.0;
+        losses.chain(weights).fold((0.0, String::new()), |worst, x| if worse(&x, &worst) { x } else { worst })
     }
 }
 
@@ -223,15 +222,17 @@ pub fn drive(case: &Case, answer: &Answer, how: How, tally: &mut Tally) -> Resul
         let prompt = case.prompt(generation);
         let mut length = prompt.len();
         let mut logits = engine.extend(&prompt, 0)?;
-        for _ in 0..3 {
+        loop {
             let token = Sampling::GREEDY.choose(&logits, length as u64) as i32;
             numbers.logits.push(logits);
-            if length as u64 >= generation.capacity {
+            if length as u64 == generation.capacity {
                 break;
             }
             logits = engine.extend(&[token], length)?;
             length += 1;
         }
+        // A prompt of one token: where the first left no room behind it, too, every program has run.
+        numbers.logits.push(engine.extend(&prompt[..1], 0)?);
     }
     if case.optimizer.is_some() {
         engine.move_files("restore", &mut memory)?;
