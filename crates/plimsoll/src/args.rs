@@ -139,10 +139,21 @@ impl TrainArgs {
         if let Some(path) = &self.plan {
             settings.splice(0..0, recipe_settings(path)?);
         }
-        let run_file = RunFile::load(self.run_file.as_deref(), &settings)?;
+        let mut run_file = RunFile::load(self.run_file.as_deref(), &settings)?;
         run_file.check_trainable()?;
+        let own_folder = settings.iter().any(|setting| setting.trim_start().starts_with("run.dir"));
+        if self.run_file.is_none() && !own_folder {
+            run_file.run.dir = next_free(&run_file.run.dir);
+        }
         Ok(run_file)
     }
+}
+
+/// The built-in example can be run again and again: `runs/sums`, `runs/sums-2`, and so on.
+fn next_free(folder: &str) -> String {
+    let numbered = (2..).map(|number| format!("{folder}-{number}"));
+    let mut folders = std::iter::once(folder.to_owned()).chain(numbered);
+    folders.find(|folder| !Path::new(folder).join("run.toml").exists()).expect("numbers do not end")
 }
 
 /// The recipe of a stored plan, as pins.

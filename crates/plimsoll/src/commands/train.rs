@@ -4,6 +4,7 @@ use super::plan::{refusal, shown};
 use crate::args::TrainArgs;
 use crate::{say, signals};
 use plimsoll_core::{Exit, Failure, RunStatus};
+use plimsoll_train::data::Dataset;
 use plimsoll_train::run::training::{Outcome, Run};
 use plimsoll_watch::summary::{Sample, resume_command, summary};
 use plimsoll_watch::terminal::for_stdout;
@@ -18,7 +19,7 @@ pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
     let prepared = run.prepared();
     if !args.json && !args.quiet {
         let table = shown(&prepared.run, &prepared.resolved, &prepared.answer, false);
-        say::answer(&format!("{table}\n"));
+        say::answer(&format!("{}{table}\n", data_line("train", &prepared.train)));
     }
     if !prepared.answer.plan.fits {
         return Err(refusal(&prepared.run, &prepared.answer.plan));
@@ -29,6 +30,22 @@ pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
     let mut watcher = for_stdout(args.json, args.quiet);
     let outcome = run.start(&mut |record| watcher.see(record), &stop)?;
     Ok(tell(args, &outcome, simulated))
+}
+
+/// What is trained on, in two lines; the longest sample is known before anything starts.
+fn data_line(what: &str, data: &Dataset) -> String {
+    let (longest, place) = data.longest_document();
+    let skipped = match data.skipped_documents() {
+        0 => String::new(),
+        skipped => format!(", {skipped} skipped: nothing to predict in them"),
+    };
+    format!(
+        "{what}: {} documents, {} tokens ({} labelled), {} rows{skipped}\n  longest: {longest} tokens, {place}\n",
+        data.documents(),
+        data.tokens(),
+        data.labelled_tokens(),
+        data.rows()
+    )
 }
 
 /// Says how the run ended: to a person, or to a program.
