@@ -4,11 +4,17 @@
 use super::engine::{Engine, StepInput};
 use crate::data::Rows;
 use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, Failure, Recipe, RecomputeLevel};
+use plimsoll_device::arena::Arena;
+use plimsoll_device::device::{DeviceError, Observer};
 use plimsoll_device::{calibration, process};
+use plimsoll_plan::price::needed_product_flops;
 use plimsoll_plan::search::{Pins, Question, plan_of};
+use plimsoll_program::Op;
 use plimsoll_program::models::decoder::{Optimizer, Source};
 use plimsoll_program::models::{ModelConfig, ModelType, RopeScaling};
 use serde::Serialize;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 /// The shapes and counts of a timed step.
@@ -75,7 +81,33 @@ pub struct StepBench {
     pub arena_measured_bytes: Bytes,
     /// What the planner said a step takes.
     pub predicted_step_seconds: f64,
+    /// What a step can take at best: its needed products at the device's measured rate.
+    pub limit_step_seconds: f64,
+    /// Where the time of a step goes, by kind of op, measured in steps of their own.
+    pub seconds_by_op: BTreeMap<&'static str, f64>,
 }
+
+/// Adds up the time of each kind of op.
+#[derive(Clone, Default)]
+struct Stopwatch {
+    started: Option<Instant>,
+    seconds: Arc<Mutex<BTreeMap<&'static str, f64>>>,
+}
+
+impl Observer for Stopwatch {
+    fn before(&mut self, _: u32, _: &Op, _: &mut Arena) -> Result<(), DeviceError> {
+        self.started = Some(Instant::now());
+        Ok(())
+    }
+
+    fn after(&mut self, _: u32, op: &Op, _: &mut Arena) {
+        let seconds = self.started.take().map_or(0.0, |start| start.elapsed().as_secs_f64());
+        *self.seconds.lock().expect("nobody panics while adding").entry(op.name()).or_default() += seconds;
+    }
+}
+
+/// Steps in which ops are timed one by one.
+const OBSERVED: u64 = 3;
 
 /// Times training steps of a model with random weights on random tokens.
 ///
@@ -129,6 +161,7 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
     let level = if shape.checkpoint { RecomputeLevel::Block } else { RecomputeLevel::Nothing };
     let recipe = Recipe { micro_batch: shape.batch as u32, recompute: vec![level; shape.layers as usize] };
     let answer = plan_of(&question, &recipe);
+    let limit = needed_product_flops(&answer.set) * shape.accumulate as f64 / device.rates.f32_flops;
     let (arena_bytes, predicted) = (answer.plan.devices[0].arena_bytes, answer.plan.predicted.step_seconds);
 
     let resident = |read: fn() -> std::io::Result<Bytes>| read().unwrap_or(Bytes::ZERO).as_mib();
@@ -138,22 +171,30 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
     engine.run("load")?;
     engine.run("fresh")?;
     let mut seconds = Vec::new();
-    for number in 1..=shape.warmup + shape.steps {
+    let mut peak = 0.0;
+    let stopwatch = Stopwatch::default();
+    let timed = shape.warmup + shape.steps;
+    for number in 1..=timed + OBSERVED {
+        if number == timed + 1 {
+            peak = resident(process::peak_resident);
+            engine.observe(Box::new(stopwatch.clone()));
+        }
         let mut rows = random_rows(shape, number);
         let start = Instant::now();
         let labelled_tokens = rows.labelled_tokens();
         let input = StepInput { step: number, learning_rate: 3e-4, betas, clip_norm: 1.0, labelled_tokens };
         engine.gradients(&mut rows, &input)?;
         engine.update()?;
-        if number > shape.warmup {
+        if (shape.warmup + 1..=timed).contains(&number) {
             seconds.push(start.elapsed().as_secs_f64());
         }
     }
-    let peak = resident(process::peak_resident);
+    let seconds_by_op = stopwatch.seconds.lock().expect("nobody panics while adding").clone();
     let stats = engine.stats();
     seconds.sort_by(f64::total_cmp);
     let middle = seconds.len() / 2;
-    let median = if seconds.len().is_multiple_of(2) { (seconds[middle - 1] + seconds[middle]) / 2.0 } else { seconds[middle] };
+    let median =
+        if seconds.len().is_multiple_of(2) { (seconds[middle - 1] + seconds[middle]) / 2.0 } else { seconds[middle] };
     let tokens_per_step = sequences * shape.sequence;
     Ok(StepBench {
         peer: concat!("plimsoll ", env!("CARGO_PKG_VERSION")).into(),
@@ -171,6 +212,8 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
         arena_bytes,
         arena_measured_bytes: stats.arena_measured_bytes,
         predicted_step_seconds: predicted,
+        limit_step_seconds: limit,
+        seconds_by_op: seconds_by_op.into_iter().map(|(op, seconds)| (op, seconds / OBSERVED as f64)).collect(),
     })
 }
 
