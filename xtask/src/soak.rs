@@ -8,6 +8,7 @@ mod checks;
 mod drive;
 mod tally;
 mod watch;
+mod whole;
 
 use anyhow::{Context, bail};
 use clap::Parser;
@@ -15,6 +16,7 @@ use plimsoll_device::heap::Counting;
 use serde::{Deserialize, Serialize};
 use std::io::{BufRead, BufReader, IsTerminal, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
@@ -46,6 +48,15 @@ struct Options {
     /// Runs cases from this number on, and prints each tally as a line of JSON.
     #[arg(long, hide = true)]
     worker_from: Option<u64>,
+    /// Only whole processes: some larger runs, each in a process of its own. Without --case they come after the cases.
+    #[arg(long)]
+    whole: bool,
+    /// One of the whole processes.
+    #[arg(long, hide = true)]
+    whole_worker: Option<usize>,
+    /// Where it works.
+    #[arg(long, hide = true)]
+    folder: Option<PathBuf>,
 }
 
 /// What a worker says.
@@ -65,16 +76,21 @@ pub fn run(arguments: &[String]) -> anyhow::Result<()> {
     if let Some(from) = options.worker_from {
         return work(options.seed, from..options.runs);
     }
+    if let (Some(number), Some(folder)) = (options.whole_worker, &options.folder) {
+        return whole::work(number, folder);
+    }
     let started = Instant::now();
     let mut tally = Tally::default();
-    let mut next = first;
+    let mut next = if options.whole { end } else { first };
     while next < end {
         next = supervise(&options, next, end, &mut tally)?;
     }
+    let table = if options.case.is_none() { Some(whole::whole(&mut tally)?) } else { None };
     if options.json {
         println!("{}", serde_json::to_string(&tally)?);
     } else {
         println!("seed {}, cases {first} to {}, {:.0} s", options.seed, end - 1, started.elapsed().as_secs_f64());
+        table.iter().for_each(|table| println!("{table}"));
         println!("{}", tally.lines());
     }
     if tally.failed() > 0 {
