@@ -7,7 +7,7 @@ use crate::run::prepare::charges;
 use crate::run_file::{EXAMPLE_PREFIX, Init, Optimizer, RunFile};
 use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Failure, Link, Plan, Rates};
 use plimsoll_device::calibration;
-use plimsoll_device::probe::{Cpu, Memory};
+use plimsoll_device::probe::{Cpu, Memory, auto_pace};
 use plimsoll_plan::paper;
 use plimsoll_plan::request::DeviceRequest;
 use plimsoll_plan::search::{Answer, Pins, Question, search};
@@ -251,6 +251,7 @@ fn assumed_charges(file: &RunFile) -> Bytes {
 
 fn cpu(file: &RunFile, budget: Option<Budget>) -> Result<DeviceSpec, Failure> {
     let threads = Cpu::read().threads_for(file.run.threads.asked())?;
+    let (rates, pace) = (calibration::cpu(threads)?.rates, pace(file, threads));
     Ok(DeviceSpec {
         name: "cpu".to_owned(),
         kind: DeviceKind::Cpu,
@@ -258,8 +259,20 @@ fn cpu(file: &RunFile, budget: Option<Budget>) -> Result<DeviceSpec, Failure> {
         charges: assumed_charges(file),
         charges_measured: false,
         threads,
-        rates: calibration::cpu(threads)?.rates,
+        rates: Rates {
+            f32_flops: rates.f32_flops * pace,
+            bf16_flops: rates.bf16_flops * pace,
+            memory_bytes_per_second: rates.memory_bytes_per_second * pace,
+            op_seconds: rates.op_seconds / pace,
+            ..rates
+        },
     })
+}
+
+/// The share of the time in which a training run computes: all of it where the user has said how many
+/// threads, else as much as leaves the machine usable.
+pub fn pace(file: &RunFile, threads: u32) -> f64 {
+    if file.run.threads.asked().is_some() { 1.0 } else { auto_pace(Cpu::read().usable_cores(), threads) }
 }
 
 /// A part of this processor, as large as its pace says.

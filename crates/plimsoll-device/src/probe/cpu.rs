@@ -97,6 +97,12 @@ pub fn auto_threads(cores: f64) -> u32 {
     ((cores * 0.8).round() as u32).max(1)
 }
 
+/// The share of the time in which `threads` compute so that 80 % of the cores' time is used: 1 where whole threads
+/// leave enough (85 % or less), less on machines of one or two cores.
+pub fn auto_pace(cores: f64, threads: u32) -> f64 {
+    if f64::from(threads) <= 0.85 * cores { 1.0 } else { (0.8 * cores / f64::from(threads)).min(1.0) }
+}
+
 /// More threads were asked for than this process may use.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{asked} threads are more than the {usable} that this process may use")]
@@ -196,6 +202,17 @@ fn features() -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
+    #[test]
+    fn threads_and_pace_use_70_to_85_percent_of_any_machine() {
+        for cores in 1..=128u32 {
+            let cores = f64::from(cores);
+            let threads = super::auto_threads(cores);
+            let load = f64::from(threads) * super::auto_pace(cores, threads) / cores;
+            // Three cores have no whole number of threads in that range.
+            assert!((0.70..=0.85).contains(&load) || cores == 3.0, "{cores} cores: {load}");
+        }
+    }
+
     use super::*;
     use proptest::prelude::*;
     use std::fs;

@@ -8,7 +8,7 @@ mod cpu;
 mod memory;
 mod nvidia;
 
-pub use cpu::{Cache, Cpu, Load, TooManyThreads, auto_threads};
+pub use cpu::{Cache, Cpu, Load, TooManyThreads, auto_pace, auto_threads};
 pub use memory::{Limit, Memory};
 pub use nvidia::Nvidia;
 

@@ -4,23 +4,26 @@ use super::checkpoint::{self, Checkpoint, CheckpointInfo};
 use super::engine::{Engine, Evaluated, StepInput};
 use super::events::EventLog;
 use super::prepare::{Prepared, load_weights, prepare};
-use crate::resolve::{Model, Resolved, optimizer};
 use super::rate::learning_rate;
 use super::samples::{Sample, samples};
 use super::spaces::Storing;
 use crate::data::{Batches, Dataset, Loader, Order, Rows};
 use crate::files::{atomic, write_model_dir};
-use crate::run_file::{Length, RunFile};
+use crate::resolve::{Model, Resolved, optimizer, pace};
+use crate::run_file::{Length, RunFile, Threads};
 use plimsoll_core::{
-    Bytes, DeviceMemory, EvalResult, Event, Failure, LossSpan, Plan, Record, RunResult, RunStatus, StepSeconds,
+    Bytes, DeviceMemory, EvalResult, Event, Failure, LossSpan, Plan, Recipe, Record, RunResult, RunStatus, StepSeconds,
 };
+use plimsoll_device::probe::Cpu;
 use plimsoll_device::process;
 use plimsoll_plan::price::needed_product_flops;
 use plimsoll_program::models::decoder::Optimizer;
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 use std::time::Instant;
 
 /// A run that has been planned and can start, or go on.
@@ -47,7 +50,8 @@ impl Run {
     ///
     /// # Errors
     /// What is wrong with the run file, the model or the data. A plan that does not fit is no error here.
-    pub fn new(run: RunFile) -> Result<Run, Failure> {
+    pub fn new(mut run: RunFile) -> Result<Run, Failure> {
+        run.decide_precision();
         let folder = Path::new(&run.run.dir);
         if folder.join("run.toml").exists() || folder.join("checkpoints").exists() {
             let message = format!("run.dir: {} holds a run already", folder.display());
@@ -59,15 +63,23 @@ impl Run {
         Ok(Run { prepared, checkpoint: None, warnings: Vec::new() })
     }
 
-    /// Plans to go on with a run from its newest whole checkpoint; from the start, where there is none yet.
+    /// Plans to go on with a run from its newest whole checkpoint; from the start, where there never was one.
     ///
     /// # Errors
-    /// As [`Run::new`]; and where the data are not those of the checkpoint.
-    pub fn resume(run: RunFile) -> Result<Run, Failure> {
+    /// As [`Run::new`]; where no checkpoint is whole, and where the data are not those of the checkpoint.
+    pub fn resume(mut run: RunFile) -> Result<Run, Failure> {
         let folder = PathBuf::from(&run.run.dir);
         let (checkpoint, mut warnings) = checkpoint::newest(&folder)?;
-        let recipe = checkpoint.as_ref().map(|c| &c.info.recipe);
-        let prepared = prepare(run, recipe)?;
+        if let Some(Checkpoint { info, path, .. }) = &checkpoint {
+            for warning in &mut warnings {
+                *warning += &format!("; the run goes on from {}", path.display());
+            }
+            // The work is shared out among as many threads as before, where there are so many.
+            if run.run.threads == Threads::Auto && Cpu::read().threads_for(Some(info.threads)).is_ok() {
+                run.run.threads = Threads::Count(info.threads);
+            }
+        }
+        let prepared = prepare(run, checkpoint.as_ref().map(|checkpoint| &checkpoint.info))?;
         if let Some(Checkpoint { info, path, .. }) = &checkpoint {
             let (rows, labelled_tokens) = (prepared.train.rows(), prepared.train.labelled_tokens());
             if (rows, labelled_tokens) != (info.rows, info.labelled_tokens) {
@@ -79,10 +91,12 @@ impl Run {
                 ))
                 .hint("put the files back as they were; other data are another run"));
             }
-            if prepared.answer.plan.recipe != info.recipe || prepared.resolved.device.threads != info.threads {
+            let how = |recipe: &Recipe, threads: u32| format!("{recipe}, {threads} threads");
+            let now = how(&prepared.answer.plan.recipe, prepared.resolved.device.threads);
+            let before = how(&info.recipe, info.threads);
+            if now != before {
                 warnings.push(format!(
-                    "planned anew ({}; the checkpoint had {}): last bits may differ from an undisturbed run",
-                    prepared.answer.plan.recipe, info.recipe
+                    "planned anew ({now}; the checkpoint had {before}): last bits may differ from an undisturbed run"
                 ));
             }
         }
@@ -97,7 +111,8 @@ impl Run {
     /// Runs to the end, or until `stop` is raised: then the step is finished and saved.
     ///
     /// # Errors
-    /// What stops a run: a full disk, a loss that is no number. What was saved before stays.
+    /// What stops a run: weights or a disk that are not what they should be, a loss that is no number. What was
+    /// saved before stays; a new run that cannot begin leaves nothing that another one would trip over.
     ///
     /// # Panics
     /// When the plan does not fit: the caller has seen it.
@@ -106,23 +121,27 @@ impl Run {
         let folder = PathBuf::from(&self.prepared.run.run.dir);
         make_folder(&folder)?;
         let mut log = EventLog::open(&folder, watch)?;
-        if self.checkpoint.is_none() {
-            atomic::write_file(&folder.join("run.toml"), self.prepared.run.to_toml().as_bytes())?;
+        let warnings = self.warnings.clone();
+        // From here on the folder holds a run: what it begins with has been read.
+        let mut trainer = Trainer::open(self, folder.clone())?;
+        if trainer.info.step == 0 {
+            atomic::write_file(&folder.join("run.toml"), trainer.run.to_toml().as_bytes())?;
         }
-        let plan = &self.prepared.answer.plan;
-        atomic::write_file(&folder.join("plan.json"), &serde_json::to_vec_pretty(plan).expect("plain data"))?;
-        for message in &self.warnings {
-            log.emit(Event::Warning { message: message.clone() })?;
+        let plan = serde_json::to_vec_pretty(&trainer.plan).expect("plain data has a JSON form");
+        atomic::write_file(&folder.join("plan.json"), &plan)?;
+        for message in warnings {
+            log.emit(Event::Warning { message })?;
         }
-        let mut trainer = Trainer::open(self, folder)?;
-        let status = trainer.run(&mut log, stop)?;
-        trainer.finish(status, &mut log)
+        let outcome = trainer.run(&mut log, stop).and_then(|status| trainer.finish(status, &mut log));
+        outcome
+            .map_err(|failure| failure.hint(format!("then go on with: plimsoll train --resume {}", folder.display())))
     }
 }
 
 fn make_folder(folder: &Path) -> Result<(), Failure> {
-    fs::create_dir_all(folder.join("checkpoints"))
-        .map_err(|e| Failure::input(format!("run.dir: {}: {e}", folder.display())).hint("name a folder that can be written"))
+    fs::create_dir_all(folder).map_err(|e| {
+        Failure::input(format!("run.dir: {}: {e}", folder.display())).hint("name a folder that can be written")
+    })
 }
 
 struct Trainer {
@@ -141,6 +160,7 @@ struct Trainer {
     last_eval: Option<(u64, EvalResult)>,
     last_saved: (u64, Instant),
     generates: bool,
+    pace: f64,
 }
 
 impl Trainer {
@@ -174,9 +194,11 @@ impl Trainer {
             last_loss: f64::NAN,
             recipe,
             threads: device.threads,
+            charges_bytes: device.charges,
             precision,
             rows: train.rows(),
             labelled_tokens: train.labelled_tokens(),
+            files: BTreeMap::new(),
         };
         let info = match &checkpoint {
             Some(checkpoint) => {
@@ -198,6 +220,7 @@ impl Trainer {
         Ok(Trainer {
             folder,
             generates,
+            pace: pace(&run, device.threads),
             product_flops: product_flops * batches.rows.div_ceil(u64::from(info.recipe.micro_batch)) as f64,
             peak_flops: device.rates.f32_flops,
             last_saved: (info.step, Instant::now()),
@@ -269,17 +292,19 @@ impl Trainer {
         let start = Instant::now();
         let train = &self.run.train;
         let rate = learning_rate(train.schedule, train.learning_rate, step, train.warmup_steps, self.progress(step));
-        let input = StepInput { step, learning_rate: rate, betas: train.betas, clip_norm: train.clip_norm, labelled_tokens };
+        let input =
+            StepInput { step, learning_rate: rate, betas: train.betas, clip_norm: train.clip_norm, labelled_tokens };
         let tokens = rows.tokens.len() as u64;
         let found = self.engine.gradients(rows, &input)?;
         if !found.is_finite() {
-            self.save(log)?;
             let message = format!("step {step}: the loss is {} and the gradient norm {}", found.loss, found.norm);
             return Err(Failure::stopped(message)
-                .hint("the step was dropped; the weights before it are saved")
-                .hint("a lower train.learning_rate or train.clip_norm is the usual cure; look at the samples of this step, too"));
+                .hint("the step was dropped; the newest checkpoint stands")
+                .hint("a lower train.learning_rate or train.clip_norm, in a run of its own, is the usual cure; look at the samples of this step, too"));
         }
         self.engine.update()?;
+        // The machine stays usable: what whole threads cannot leave free, a pause does.
+        thread::sleep(start.elapsed().mul_f64(1.0 / self.pace - 1.0));
         let seconds = start.elapsed().as_secs_f64();
         self.seconds.push(seconds);
         self.info.step = step;
@@ -351,6 +376,10 @@ impl Trainer {
         let measured = process::peak_resident().unwrap_or(Bytes::ZERO);
         let stats = self.engine.stats();
         let device = &self.plan.devices[0];
+        if self.seconds.is_empty() {
+            // Nothing was left to do: the mean of all steps before.
+            self.seconds.push(self.info.elapsed_seconds / self.info.step.max(1) as f64);
+        }
         let (median, p95) = (quantile(&self.seconds, 0.5), quantile(&self.seconds, 0.95));
         let tokens = (self.batches.rows * u64::from(self.run.data.sequence)) as f64;
         let result = RunResult {

@@ -5,7 +5,9 @@ use crate::args::TrainArgs;
 use crate::{say, signals};
 use plimsoll_core::{Exit, Failure, RunStatus};
 use plimsoll_train::data::Dataset;
+use plimsoll_train::resolve::pace;
 use plimsoll_train::run::training::{Outcome, Run};
+use plimsoll_train::run_file::RunFile;
 use plimsoll_watch::summary::{Sample, resume_command, summary};
 use plimsoll_watch::terminal::for_stdout;
 
@@ -19,7 +21,8 @@ pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
     let prepared = run.prepared();
     if !args.json && !args.quiet {
         let table = shown(&prepared.run, &prepared.resolved, &prepared.answer, false);
-        say::answer(&format!("{}{table}\n", data_line("train", &prepared.train)));
+        let threads = threads_line(&prepared.run, prepared.resolved.device.threads);
+        say::answer(&format!("{}{threads}{table}\n", data_line("train", &prepared.train)));
     }
     if !prepared.answer.plan.fits {
         return Err(refusal(&prepared.run, &prepared.answer.plan));
@@ -30,6 +33,18 @@ pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
     let mut watcher = for_stdout(args.json, args.quiet);
     let outcome = run.start(&mut |record| watcher.see(record), &stop)?;
     Ok(tell(args, &outcome, simulated))
+}
+
+/// How much of the processor the run takes.
+fn threads_line(run: &RunFile, threads: u32) -> String {
+    let pace = pace(run, threads);
+    if pace == 1.0 {
+        return format!("threads: {threads}\n");
+    }
+    let share = (pace * 100.0).round();
+    format!(
+        "threads: {threads}, computing {share} % of the time: the machine stays usable (run.threads = {threads}: all of it)\n"
+    )
 }
 
 /// What is trained on, in two lines; the longest sample is known before anything starts.
