@@ -330,10 +330,10 @@ fn rope_turns_pairs_and_back() {
             rope_table(&pool(2), e, 10_000.0, &RopeScaling::None, &mut table);
             let x: Vec<T> = draw.many(rows * all);
             let mut want = wide(&x);
-            for row in 0..rows {
+            for (row, &position) in positions.iter().enumerate() {
                 for head in 0..shape.rotated() as usize {
                     for i in 0..e / 2 {
-                        let angle = f64::from(positions[row]) / 10_000f64.powf(2.0 * i as f64 / e as f64);
+                        let angle = f64::from(position) / 10_000f64.powf(2.0 * i as f64 / e as f64);
                         let (low, high) = (row * all + head * e + i, row * all + head * e + e / 2 + i);
                         let (a, b) = (want[low], want[high]);
                         want[low] = a * angle.cos() - b * angle.sin();

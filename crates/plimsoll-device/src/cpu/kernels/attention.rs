@@ -42,7 +42,7 @@ pub(super) struct Columns {
 impl Columns {
     pub fn of(shape: Heads) -> Columns {
         let (heads, kv_heads, head) = (shape.heads as usize, shape.kv_heads as usize, shape.head_dim as usize);
-        assert!(kv_heads > 0 && heads % kv_heads == 0, "{heads} heads over {kv_heads} kv heads");
+        assert!(kv_heads > 0 && heads.is_multiple_of(kv_heads), "{heads} heads over {kv_heads} kv heads");
         Columns {
             heads,
             kv_heads,
@@ -75,7 +75,7 @@ struct Scratch<'a, T> {
     scores: &'a mut [T],
     /// [keys, Q]: the gradients of the scores. Empty in the forward direction.
     dscores: &'a mut [T],
-    /// [Q] each: the largest score or the statistics; the sum or δ; a factor; the first visible key.
+    /// `[Q]` each: the largest score or the statistics; the sum or δ; a factor; the first visible key.
     largest: &'a mut [T],
     sum: &'a mut [T],
     factor: &'a mut [T],
@@ -171,7 +171,7 @@ impl Block<'_> {
 }
 
 /// out[N, H·E] and stats[B, H, T] (log-sum-exp of the scaled scores) of qkv[N, C] in sequences of
-/// `sequence` tokens: query i of a sequence sees its keys document_start[i] ..= i. `scratch` has
+/// `sequence` tokens: query i of a sequence sees its keys `document_start[i]..=i`. `scratch` has
 /// `workspace::attention` elements.
 pub fn attention<T: Real>(
     pool: &Pool,
@@ -185,7 +185,7 @@ pub fn attention<T: Real>(
 ) {
     let c = Columns::of(shape);
     let rows = document_start.len();
-    assert!(sequence > 0 && rows % sequence == 0 && qkv.len() == rows * c.all);
+    assert!(sequence > 0 && rows.is_multiple_of(sequence) && qkv.len() == rows * c.all);
     assert!(out.len() == rows * c.keys && stats.len() == rows * c.heads);
     let keys = sequence.min(KEYS);
     let lane_size = workspace::attention(1, sequence as u64, c.head as u64) as usize;
@@ -287,7 +287,7 @@ pub fn attention_grad<T: Real>(
 ) {
     let c = Columns::of(shape);
     let rows = document_start.len();
-    assert!(sequence > 0 && rows % sequence == 0 && qkv.len() == rows * c.all && dqkv.len() == rows * c.all);
+    assert!(sequence > 0 && rows.is_multiple_of(sequence) && qkv.len() == rows * c.all && dqkv.len() == rows * c.all);
     assert!(out.len() == rows * c.keys && dout.len() == rows * c.keys && stats.len() == rows * c.heads);
     let keys = sequence.min(KEYS);
     let lane_size = workspace::attention_grad(1, sequence as u64, c.head as u64) as usize;

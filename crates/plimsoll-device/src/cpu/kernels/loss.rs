@@ -1,6 +1,6 @@
 //! Cross entropy over rows of logits, with its gradient in place.
 //!
-//! nll = ln Σ e^(x − max) + max − x[label]; d nll / dx = softmax(x) − onehot(label).
+//! `nll = ln Σ e^(x − max) + max − x[label]`; d nll / dx = softmax(x) − onehot(label).
 
 use super::simd::{Real, get, get_or, put, strips, vectorised};
 use crate::cpu::pool::{Pool, Shared};

@@ -9,6 +9,9 @@
 //! F ffn, V vocabulary, C = (H + 2K)·E columns of the fused queries | keys | values, R rows,
 //! P positions. Matrices are row-major, weights are [out, in].
 
+// In tiles of registers, an index is the row or the lane that the formula names.
+#![allow(clippy::needless_range_loop)]
+
 mod attention;
 mod cast;
 mod elementwise;

@@ -288,7 +288,7 @@ const EXP_MOST: f32 = 90.0;
 /// Below this, e^x is zero in f32 (half the smallest subnormal is e^-103.97…).
 const EXP_LEAST: f32 = -105.0;
 /// ln 2 in two parts; the first has so few bits that its product with any exponent is exact.
-const LN2_HIGH: f32 = 0.693_359_375;
+const LN2_HIGH: f32 = 355.0 / 512.0;
 const LN2_LOW: f32 = -2.121_944_4e-4;
 /// 1/k! for k = 7 … 1. After the reduction |r| <= ln 2 / 2, where the next term of the series
 /// is below 5e-9: less than a tenth of the rounding.
