@@ -19,9 +19,10 @@ pub fn run_case(seed: u64, number: u64) -> Tally {
     let case = Case::new(seed, number);
     let mut tally = Tally::default();
     let Some(answer) = budgets(&case, &mut tally) else { return tally };
+    covers(&case, &answer.plan.recipe, &mut tally);
     placed(&case, &answer.set, &answer.layout, &mut tally);
     let label = case.to_string();
-    let how = How { precision: DType::F32, threads: case.threads, look: Look::Beside, label: &label };
+    let how = How::new(&case, &label);
     let Some(plain) = fits_and_runs(&case, &answer, how, &mut tally) else { return tally };
     tally.check("losses and logits are finite", plain.finite(), || format!("{label}: {:?}", plain.losses));
     if let Some(poisoned) = fits_and_runs(&case, &answer, How { look: Look::EveryOp, ..how }, &mut tally) {
@@ -33,6 +34,22 @@ pub fn run_case(seed: u64, number: u64) -> Tally {
     other_recipes(&case, &answer.plan.recipe, &plain, &mut tally);
     other_threads(&case, &answer.plan.recipe, &plain, &mut tally);
     tally
+}
+
+fn covers(case: &Case, recipe: &Recipe, tally: &mut Tally) {
+    let Recipe { micro_batch, recompute } = recipe;
+    let whole = u64::from(*micro_batch) >= case.sequences;
+    tally.cover(if whole { "with whole steps at once" } else { "with micro-batches" });
+    let nothing = recompute.iter().all(|&level| level == RecomputeLevel::Nothing);
+    tally.cover(match (case.optimizer.is_some(), nothing) {
+        (false, _) => "without training",
+        (true, true) => "that recompute nothing",
+        (true, false) if recompute.iter().any(|level| level != &recompute[0]) => "that recompute layers unequally",
+        (true, false) => "that recompute all layers alike",
+    });
+    if case.load == Load::TooSmall {
+        tally.cover("refused and run at the named need");
+    }
 }
 
 fn fits_and_runs(case: &Case, answer: &Answer, how: How, tally: &mut Tally) -> Option<Numbers> {
@@ -47,7 +64,7 @@ fn budgets(case: &Case, tally: &mut Tally) -> Option<Answer> {
     let mut ask = |budget: u64| {
         let device = case.device(Bytes(budget), case.threads);
         let answer = search(&case.question(&device, DType::F32));
-        overhead(case, budget, &answer, tally);
+        overhead(case, &answer, tally);
         let arena = answer.plan.devices[0].arena_bytes.0;
         tally.check("a plan that fits is under the load line", !answer.plan.fits || arena <= budget, || {
             format!("{case}: {arena} bytes under {budget}")
@@ -115,7 +132,7 @@ fn leaner(case: &Case, need: u64, bound: u64, tally: &mut Tally) {
     }
 }
 
-fn overhead(case: &Case, budget: u64, answer: &Answer, tally: &mut Tally) {
+fn overhead(case: &Case, answer: &Answer, tally: &mut Tally) {
     let (arena, bound) = (answer.layout.placement.arena_bytes, answer.layout.lower_bound_bytes);
     let percent = (arena as f64 / bound as f64 - 1.0) * 100.0;
     tally.figure("packing over the bound, percent", percent, arena >= bound, || {
@@ -123,14 +140,12 @@ fn overhead(case: &Case, budget: u64, answer: &Answer, tally: &mut Tally) {
     });
     if arena > bound {
         let recipe = &answer.plan.recipe;
-        tally.note(format!(
-            "packing: {arena} over the bound {bound} ({percent:.4} %) at budget {budget}, {recipe}: {case}"
-        ));
+        tally.note(format!("packing: {arena} over the bound {bound} ({percent:.4} %), {recipe}: {case}"));
     }
 }
 
 /// Nothing that lives at one time shares bytes; everything is aligned and inside.
-fn placed(case: &Case, set: &ProgramSet, layout: &Layout, tally: &mut Tally) {
+pub fn placed(case: &Case, set: &ProgramSet, layout: &Layout, tally: &mut Tally) {
     let malformed = check(set).err();
     tally.check("programs are well-formed", malformed.is_none(), || format!("{case}: {}", malformed.unwrap()));
     let placement = &layout.placement;
@@ -169,7 +184,7 @@ fn other_recipes(case: &Case, recipe: &Recipe, plain: &Numbers, tally: &mut Tall
     let run = |recipe: &Recipe, precision: DType, tally: &mut Tally| {
         let answer = plan_of(&case.question(&device, precision), recipe);
         let label = format!("{case}, {precision}, {recipe}");
-        fits_and_runs(case, &answer, How { precision, threads: case.threads, look: Look::Beside, label: &label }, tally)
+        fits_and_runs(case, &answer, How { precision, ..How::new(case, &label) }, tally)
     };
     let size = u64::from(recipe.micro_batch);
     if case.optimizer.is_some() {
@@ -211,7 +226,7 @@ fn other_threads(case: &Case, recipe: &Recipe, plain: &Numbers, tally: &mut Tall
         let device = case.device(Bytes(1 << 40), threads);
         let answer = plan_of(&case.question(&device, DType::F32), recipe);
         let label = format!("{case}, with {threads} threads");
-        let how = How { precision: DType::F32, threads, look: Look::Beside, label: &label };
+        let how = How { threads, ..How::new(case, &label) };
         if let Some(numbers) = fits_and_runs(case, &answer, how, tally) {
             tally.check("the same bits for any number of threads", numbers.same_bits(plain), || {
                 format!("{label}: {:?} was {:?}", numbers.losses, plain.losses)

@@ -5,7 +5,7 @@ use super::tally::Tally;
 use super::watch::{Look, Watched, standing_at};
 use plimsoll_core::{Category, DType, Recipe, Space};
 use plimsoll_device::cpu::executor::open;
-use plimsoll_device::device::{DeviceError, FileSpace};
+use plimsoll_device::device::{Device, DeviceError, FileSpace};
 use plimsoll_device::heap;
 use plimsoll_plan::search::Answer;
 use plimsoll_program::{Lifetime, Placement, ProgramSet, TensorId};
@@ -147,7 +147,7 @@ fn files_hold(case: &Case, memory: &Memory, tensors: &BTreeMap<String, Vec<u8>>,
 }
 
 /// How a plan is run.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy)]
 pub struct How<'a> {
     /// Arithmetic.
     pub precision: DType,
@@ -157,6 +157,16 @@ pub struct How<'a> {
     pub look: Look,
     /// What the case is called in failures.
     pub label: &'a str,
+    /// What is done to the device before anyone looks at it: faults are put in here.
+    pub damage: fn(Box<dyn Device>) -> Box<dyn Device>,
+}
+
+impl<'a> How<'a> {
+    /// In f32 with the case's threads, undamaged.
+    pub fn new(case: &Case, label: &'a str) -> How<'a> {
+        let undamaged = |device| device;
+        How { precision: DType::F32, threads: case.threads, look: Look::Beside, label, damage: undamaged }
+    }
 }
 
 /// Runs every Program of a plan.
@@ -164,12 +174,12 @@ pub struct How<'a> {
 /// # Errors
 /// What the device says.
 pub fn drive(case: &Case, answer: &Answer, how: How, tally: &mut Tally) -> Result<Numbers, DeviceError> {
-    let How { precision, threads, look, label } = how;
+    let How { precision, threads, look, label, damage } = how;
     let set = Arc::new(answer.set.clone());
     let placement: Placement = answer.layout.placement.clone();
     let recipe: Recipe = answer.plan.recipe.clone();
     let found = Arc::new(Mutex::new(Tally::default()));
-    let inner = open(answer.set.clone(), placement.clone(), precision, threads as usize)?;
+    let inner = damage(open(answer.set.clone(), placement.clone(), precision, threads as usize)?);
     let device = Watched::new(inner, Arc::clone(&set), placement.clone(), look, Arc::clone(&found), label.to_owned());
     let (sequence, vocab) = (case.sequence, case.config.vocab);
     let mut engine = Engine::new(Box::new(device), &set, precision, recipe.clone(), sequence, vocab);

@@ -22,6 +22,8 @@ pub struct Kind {
 pub struct Tally {
     /// In the order of their names.
     pub kinds: BTreeMap<String, Kind>,
+    /// How many cases were of which sort.
+    pub covered: BTreeMap<String, u64>,
     /// Things worth a line that are no failures.
     pub notes: Vec<String>,
 }
@@ -38,16 +40,23 @@ impl Tally {
         self.check(kind, held, message);
         let entry = self.kinds.get_mut(kind).expect("made just now");
         // NaN is the worst of all.
-        let worse = entry.worst.is_none_or(|worst| !(figure <= worst));
+        let worse = entry.worst.is_none_or(|worst| figure.is_nan() || figure > worst);
         if worse {
             entry.worst = Some(figure);
         }
         entry.above_zero += u64::from(figure > 0.0);
     }
 
-    /// Something worth a line.
+    /// A case is of a sort.
+    pub fn cover(&mut self, sort: &str) {
+        *self.covered.entry(sort.into()).or_default() += 1;
+    }
+
+    /// Something worth a line, once.
     pub fn note(&mut self, line: String) {
-        self.notes.push(line);
+        if !self.notes.contains(&line) {
+            self.notes.push(line);
+        }
     }
 
     /// Adds what another has seen.
@@ -61,6 +70,9 @@ impl Tally {
                 (Some(a), Some(b)) => Some(if a.is_nan() || b.is_nan() { f64::NAN } else { a.max(b) }),
                 (a, b) => a.or(b),
             };
+        }
+        for (sort, count) in other.covered {
+            *self.covered.entry(sort).or_default() += count;
         }
         self.notes.extend(other.notes);
     }
@@ -85,6 +97,10 @@ impl Tally {
                 let _ = write!(text, "  worst {worst:.3e}, above zero {}", kind.above_zero);
             }
             text.push('\n');
+        }
+        if !self.covered.is_empty() {
+            let sorts: Vec<String> = self.covered.iter().map(|(sort, count)| format!("{count} {sort}")).collect();
+            let _ = writeln!(text, "cases: {}", sorts.join(", "));
         }
         for note in &self.notes {
             let _ = writeln!(text, "note: {note}");

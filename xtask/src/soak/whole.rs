@@ -31,30 +31,30 @@ struct Whole {
 const SETTINGS: &[&str] = &["run.threads=2", "train.steps=3", "train.warmup_steps=0", "train.save_every=2"];
 
 const RUNS: &[Whole] = &[
-    Whole { name: "example", model: None, from: None, settings: &["train.steps=20"] },
+    Whole { name: "example", model: None, from: None, settings: &["train.steps=20", "memory.budget=36MiB"] },
     Whole {
         name: "llama",
-        model: Some((ModelType::Llama, [256, 6, 8, 2, 704, 4000])),
+        model: Some((ModelType::Llama, [192, 6, 6, 2, 512, 4000])),
         from: None,
         settings: &["data.sequence=128", "train.batch_tokens=1024"],
     },
     Whole {
         name: "llama, bound",
-        model: Some((ModelType::Llama, [256, 6, 8, 2, 704, 4000])),
+        model: Some((ModelType::Llama, [192, 6, 6, 2, 512, 4000])),
         from: None,
-        settings: &["data.sequence=128", "train.batch_tokens=4096", "memory.budget=125MiB"],
-    },
-    Whole {
-        name: "llama, gone on",
-        model: None,
-        from: Some("llama"),
-        settings: &["data.sequence=64", "train.batch_tokens=512", "run.threads=1"],
+        settings: &["data.sequence=128", "train.batch_tokens=4096", "memory.budget=80MiB"],
     },
     Whole {
         name: "qwen3, words",
         model: Some((ModelType::Qwen3, [64, 2, 4, 1, 160, 32000])),
         from: None,
         settings: &["data.sequence=256", "train.batch_tokens=2048", "train.optimizer=sgd"],
+    },
+    Whole {
+        name: "qwen3, gone on",
+        model: None,
+        from: Some("qwen3, words"),
+        settings: &["data.sequence=64", "train.batch_tokens=512", "run.threads=1"],
     },
     Whole {
         name: "mistral, long",
@@ -105,6 +105,7 @@ pub fn whole(tally: &mut Tally) -> anyhow::Result<String> {
             .args(["soak", "--whole-worker", &number.to_string(), "--folder"])
             .arg(&folder)
             .env("PLIMSOLL_CACHE", folder.join("cache"))
+            .env("RUST_BACKTRACE", "0")
             .output()
             .context("cannot start a run")?;
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -155,7 +156,8 @@ pub fn whole(tally: &mut Tally) -> anyhow::Result<String> {
 /// What the run says.
 pub fn work(number: usize, folder: &Path) -> anyhow::Result<()> {
     let run = RUNS.get(number).context("there is no such run")?;
-    let here = folder.join(run.name.replace([' ', ','], "_"));
+    let folder_of = |name: &str| folder.join(name.replace([' ', ','], "_"));
+    let here = folder_of(run.name);
     fs::create_dir_all(&here)?;
     let mut settings: Vec<String> = SETTINGS.iter().chain(run.settings).map(|s| (*s).to_owned()).collect();
     settings.push(format!("run.dir={}", here.join("run").display()));
@@ -169,8 +171,8 @@ pub fn work(number: usize, folder: &Path) -> anyhow::Result<()> {
         settings.extend([format!("model.path={}", here.display()), "model.init=random".into()]);
         path = Some(data(&here, config.vocab)?);
     } else if let Some(from) = run.from {
-        settings.push(format!("model.path={}", folder.join(from).join("run/model").display()));
-        path = Some(data(&here, 4000)?);
+        settings.push(format!("model.path={}", folder_of(from).join("run/model").display()));
+        path = Some(data(&here, VOCAB_MIN)?);
     }
     if let Some(path) = path {
         settings.extend([format!("data.train={path}"), format!("data.eval={path}"), "data.format=tokens".into()]);
@@ -224,6 +226,9 @@ fn config(model_type: ModelType, [hidden, layers, heads, kv_heads, ffn, vocab]: 
         init_std: 0.02,
     }
 }
+
+/// The least that a run has: of these tokens any model here can be fed.
+const VOCAB_MIN: u64 = 500;
 
 /// Documents of random tokens.
 fn data(folder: &Path, vocab: u64) -> anyhow::Result<String> {
