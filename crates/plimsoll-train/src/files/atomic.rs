@@ -79,6 +79,16 @@ fn partial_of(path: &Path) -> Result<PathBuf, FilesError> {
     sibling(path, "partial")
 }
 
+/// Directories in `folder` that writes of directories left aside when they were killed.
+pub fn left_aside(folder: &Path) -> Vec<PathBuf> {
+    let paths = fs::read_dir(folder).into_iter().flatten().filter_map(|found| Some(found.ok()?.path()));
+    let left = |path: &PathBuf| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        name.starts_with('.') && (name.ends_with(".partial") || name.ends_with(".previous")) && path.is_dir()
+    };
+    paths.filter(left).collect()
+}
+
 /// `.NAME.ENDING` beside `path`.
 fn sibling(path: &Path, ending: &str) -> Result<PathBuf, FilesError> {
     let no_name = || FilesError::NoFile { path: path.to_owned(), problem: "not a name that can be written" };

@@ -7,9 +7,10 @@
 use crate::files::{FilesError, MAX_SHARD_BYTES, StoredTensor, WeightFiles, WeightWriter, atomic};
 use crate::run::engine::Engine;
 use crate::run::spaces::{Storing, Stored};
-use plimsoll_core::{DType, Failure, Recipe};
+use plimsoll_core::{Bytes, DType, Failure, Recipe};
 use plimsoll_program::models::ModelConfig;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -33,14 +34,19 @@ pub struct CheckpointInfo {
     pub last_loss: f64,
     /// The choices that the run was made with; used again, so that the bits stay the same.
     pub recipe: Recipe,
-    /// Threads that computed.
+    /// Threads that computed; as many are used again.
     pub threads: u32,
+    /// What the plan took the process to hold outside its arena. Measured once for the whole run: the
+    /// measure wavers, and a run must not be planned anew because of that.
+    pub charges_bytes: Bytes,
     /// The arithmetic.
     pub precision: DType,
     /// Rows of the data; another number is other data.
     pub rows: u64,
     /// Labelled tokens of the data.
     pub labelled_tokens: u64,
+    /// The files of the tensors and their sizes. Set by [`write`].
+    pub files: BTreeMap<String, Bytes>,
 }
 
 impl CheckpointInfo {
@@ -58,16 +64,25 @@ pub struct Checkpoint {
     pub tensors: WeightFiles,
 }
 
-/// The newest whole checkpoint of a run folder; and a line for each newer one that is not whole.
+/// The newest whole checkpoint of a run folder, and a line for each newer one that is not whole. None
+/// where there never was one.
+///
+/// # Errors
+/// There are checkpoints, but none is whole: work would be lost silently if the run began anew.
 pub fn newest(run_dir: &Path) -> Result<(Option<Checkpoint>, Vec<String>), Failure> {
     let mut warnings = Vec::new();
     for (_, path) in folders(run_dir).into_iter().rev() {
         match read(&path) {
             Ok(checkpoint) => return Ok((Some(checkpoint), warnings)),
-            Err(problem) => warnings.push(format!("{} is not whole ({problem}); trying an older one", path.display())),
+            Err(problem) => warnings.push(format!("{} is not whole: {problem}", path.display())),
         }
     }
-    Ok((None, warnings))
+    if warnings.is_empty() {
+        return Ok((None, warnings));
+    }
+    let message = format!("{}: no checkpoint is whole", run_dir.display());
+    let failure = warnings.into_iter().fold(Failure::input(message), Failure::hint);
+    Err(failure.hint("put one back from a copy; or take these away to begin from the start"))
 }
 
 fn read(path: &Path) -> Result<Checkpoint, String> {
@@ -76,12 +91,13 @@ fn read(path: &Path) -> Result<Checkpoint, String> {
     if info.version != VERSION {
         return Err(format!("version {} is not {VERSION}", info.version));
     }
-    let mut files: Vec<PathBuf> = fs::read_dir(path)
-        .map_err(|e| e.to_string())?
-        .filter_map(|entry| Some(entry.ok()?.path()))
-        .filter(|file| file.extension().is_some_and(|e| e == "safetensors"))
-        .collect();
-    files.sort();
+    for (name, &bytes) in &info.files {
+        let found = fs::metadata(path.join(name)).map_err(|e| format!("{name}: {e}"))?.len();
+        if found != bytes.0 {
+            return Err(format!("{name} has {found} bytes, not {}", bytes.0));
+        }
+    }
+    let files = info.files.keys().filter(|name| name.ends_with(".safetensors")).map(|name| path.join(name)).collect();
     let tensors = WeightFiles::open_files(files).map_err(|e| e.to_string())?;
     Ok(Checkpoint { path: path.to_owned(), info, tensors })
 }
@@ -108,15 +124,35 @@ pub fn write(run_dir: &Path, info: &CheckpointInfo, config: &ModelConfig, engine
         let mut writer = WeightWriter::create(dir, "state", &tensors(config, states, info.precision), MAX_SHARD_BYTES)?;
         engine.move_files("checkpoint", &mut Storing(&mut writer))?;
         writer.finish()?;
-        let text = serde_json::to_vec_pretty(info).expect("plain data has a JSON form");
+        let info = CheckpointInfo { files: sizes(dir)?, ..info.clone() };
+        let text = serde_json::to_vec_pretty(&info).expect("plain data has a JSON form");
         atomic::write_file(&dir.join("checkpoint.json"), &text)?;
         Ok(())
     })?;
-    let all = folders(run_dir);
-    for (_, old) in all.iter().take(all.len().saturating_sub(keep as usize)) {
-        fs::remove_dir_all(old).map_err(|e| Failure::from(FilesError::io(old, "remove", e)))?;
-    }
+    prune(run_dir, info.step, keep)?;
     Ok(path)
+}
+
+/// Every file in a folder with its size.
+fn sizes(dir: &Path) -> Result<BTreeMap<String, Bytes>, FilesError> {
+    let failed = |e| FilesError::io(dir, "list", e);
+    let mut sizes = BTreeMap::new();
+    for file in fs::read_dir(dir).map_err(failed)? {
+        let file = file.map_err(failed)?;
+        sizes.insert(file.file_name().to_string_lossy().into_owned(), Bytes(file.metadata().map_err(failed)?.len()));
+    }
+    Ok(sizes)
+}
+
+/// Takes away what is older than the `keep` newest checkpoints up to `step`, and what a killed save
+/// left. Later steps do not count: they are not whole, or this run would have gone on from them.
+fn prune(run_dir: &Path, step: u64, keep: u32) -> Result<(), FilesError> {
+    let up_to_now = folders(run_dir).into_iter().filter(|(of, _)| *of <= step).map(|(_, path)| path);
+    let left_aside = atomic::left_aside(&run_dir.join("checkpoints"));
+    for old in up_to_now.rev().skip(keep as usize).chain(left_aside) {
+        fs::remove_dir_all(&old).map_err(|e| FilesError::io(&old, "remove", e))?;
+    }
+    Ok(())
 }
 
 fn tensors(config: &ModelConfig, states: &[&str], dtype: DType) -> Vec<StoredTensor> {

@@ -1,6 +1,7 @@
 //! What a training run needs before its device is opened: model, data, and a plan with measured charges.
 
 use crate::data::{self, DataSpec, Dataset, Loader};
+use super::checkpoint::CheckpointInfo;
 use super::engine::Engine;
 use super::spaces::ModelSource;
 use crate::resolve::{Model, Resolved, Work, write_example};
@@ -14,6 +15,10 @@ use std::path::PathBuf;
 /// Heap that a run takes beside its arena and its rows: thread stacks, event lines, growing tables.
 /// Measured on runs of many sizes, with room.
 const HEAP_BYTES: Bytes = Bytes::mib(6);
+
+/// How far the resident memory of the same program wavers from start to start: which pages of its
+/// file are in memory, and counters that the kernel brings up to date late. Measured: 0.3 MiB.
+const WAVER_BYTES: Bytes = Bytes::mib(2);
 
 /// All that a run needs, before its device is opened.
 pub struct Prepared {
@@ -29,12 +34,12 @@ pub struct Prepared {
     pub answer: Answer,
 }
 
-/// Opens model and data and plans. `known` is the recipe of a checkpoint: it is used again where it
-/// still fits.
+/// Opens model and data and plans. `known` is the checkpoint that the run goes on from: its recipe is
+/// used again where it still fits.
 ///
 /// # Errors
 /// What is wrong with the run file, the model or the data. A plan that does not fit is none.
-pub fn prepare(mut run: RunFile, known: Option<&Recipe>) -> Result<Prepared, Failure> {
+pub fn prepare(mut run: RunFile, known: Option<&CheckpointInfo>) -> Result<Prepared, Failure> {
     write_example(&mut run)?;
     let mut resolved = Resolved::new(&run)?;
     if let Some(other) = resolved.others.first() {
@@ -46,12 +51,21 @@ pub fn prepare(mut run: RunFile, known: Option<&Recipe>) -> Result<Prepared, Fai
     let open = |patterns: &[String]| dataset(&run, &resolved.model, patterns, resolved.device.threads as usize);
     let train = open(&run.data.train)?;
     let eval = if run.data.eval.is_empty() { None } else { Some(open(&run.data.eval)?) };
-    resolved.device.charges = charges(run.batch_sequences(), u64::from(run.data.sequence));
+    let measured = charges(run.batch_sequences(), u64::from(run.data.sequence));
+    let before = known.map(|known| known.charges_bytes).filter(|&before| measured <= before + WAVER_BYTES);
+    resolved.device.charges = before.unwrap_or(measured);
     resolved.device.charges_measured = true;
     let question = resolved.question(&run, Work::Train)?;
-    let again = known.map(|recipe| plan_of(&question, recipe)).filter(|answer| answer.plan.fits);
+    let again = known.map(|known| &known.recipe).filter(|recipe| is_of(recipe, &run, &resolved.model));
+    let again = again.map(|recipe| plan_of(&question, recipe)).filter(|answer| answer.plan.fits);
     let answer = again.unwrap_or_else(|| search(&question));
     Ok(Prepared { run, resolved, train, eval, answer })
+}
+
+/// Whether a recipe can be one of this run: its file may have been changed since.
+fn is_of(recipe: &Recipe, run: &RunFile, model: &Model) -> bool {
+    (1..=run.batch_sequences()).contains(&u64::from(recipe.micro_batch))
+        && recipe.recompute.len() as u64 == model.config.layers
 }
 
 /// The rows of some files, as a run file says.

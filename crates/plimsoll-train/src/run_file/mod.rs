@@ -368,6 +368,13 @@ impl RunFile {
         }
     }
 
+    /// Writes down what `precision = "auto"` means: it belongs to the experiment and is decided once.
+    pub fn decide_precision(&mut self) {
+        if self.train.precision == Precision::Auto {
+            self.train.precision = Precision::F32;
+        }
+    }
+
     /// The devices asked for.
     pub fn devices(&self) -> DevicesRequest {
         self.run.devices.parse().expect("a loaded run file has devices that can be read")
