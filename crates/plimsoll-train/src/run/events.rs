@@ -1,8 +1,12 @@
-//! `events.jsonl`: one object a line, appended as things happen, and handed to whoever watches.
+//! `events.jsonl`: one object a line, appended as things happen, and handed to whoever watches. Who
+//! holds the log holds the run folder: two programs never train in the same one.
 
+use crate::files::FilesError;
 use plimsoll_core::{EVENTS_VERSION, Event, Failure, Record};
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
 use std::fs::{File, OpenOptions};
-use std::io::Write;
+use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -14,15 +18,22 @@ pub struct EventLog<'a> {
 }
 
 impl<'a> EventLog<'a> {
-    /// Appends to the log of a run folder.
+    /// Appends to the log of a run folder, and holds the folder until the program ends, however it ends.
+    ///
+    /// # Errors
+    /// A log that cannot be written, or that another program holds.
     pub fn open(run_dir: &Path, watch: &'a mut dyn FnMut(&Record)) -> Result<EventLog<'a>, Failure> {
         let path = run_dir.join("events.jsonl");
-        let file = OpenOptions::new().create(true).append(true).open(&path);
-        let mut file = file.map_err(|e| Failure::input(format!("{}: {e}", path.display())))?;
+        let failed = |error| Failure::from(FilesError::io(&path, "write", error));
+        let mut file = OpenOptions::new().create(true).read(true).append(true).open(&path).map_err(failed)?;
+        // A file system without locks (some network ones) refuses in other words: there nothing guards the folder.
+        if flock(&file, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK) {
+            let message = format!("run.dir: another plimsoll trains in {} now", run_dir.display());
+            return Err(Failure::input(message).hint("wait until it ends, or stop it first"));
+        }
         // A line that a kill cut off must not swallow the next one.
-        let cut_off = std::fs::read(&path).is_ok_and(|bytes| bytes.last().is_some_and(|last| *last != b'\n'));
-        if cut_off {
-            let _ = file.write_all(b"\n");
+        if cut_off(&mut file).map_err(failed)? {
+            file.write_all(b"\n").map_err(failed)?;
         }
         Ok(EventLog { path, file, watch })
     }
@@ -34,8 +45,17 @@ impl<'a> EventLog<'a> {
         let mut line = serde_json::to_vec(&record).expect("plain data has a JSON form");
         line.push(b'\n');
         (self.watch)(&record);
-        self.file.write_all(&line).map_err(|e| {
-            Failure::stopped(format!("{}: {e}", self.path.display())).hint("free some disk space and resume")
-        })
+        self.file.write_all(&line).map_err(|error| FilesError::io(&self.path, "write", error).into())
     }
+}
+
+/// Whether the last line lacks its end.
+fn cut_off(file: &mut File) -> io::Result<bool> {
+    if file.seek(SeekFrom::End(0))? == 0 {
+        return Ok(false);
+    }
+    let mut last = [0];
+    file.seek(SeekFrom::End(-1))?;
+    file.read_exact(&mut last)?;
+    Ok(last != *b"\n")
 }
