@@ -105,7 +105,7 @@ impl From<DeviceError> for Failure {
             DeviceError::Arena(error) => error.into(),
             DeviceError::Pool(error) => error.into(),
             DeviceError::File { ref source, .. } if source.kind() == io::ErrorKind::StorageFull => {
-                Failure::stopped(error.to_string()).hint("free some disk space and resume: nothing finished is lost")
+                Failure::input(error.to_string()).hint("free some disk space: what was saved before is intact")
             }
             DeviceError::File { .. } => Failure::input(error.to_string()),
             other => Failure::bug(other.to_string()),
