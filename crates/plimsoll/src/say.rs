@@ -3,7 +3,9 @@
 
 use plimsoll_core::{Exit, Failure};
 use serde_json::json;
+use std::backtrace::{Backtrace, BacktraceStatus};
 use std::io::{self, IsTerminal, Write};
+use std::panic::PanicHookInfo;
 
 /// Prints an answer.
 pub fn answer(text: &str) {
@@ -47,17 +49,45 @@ fn colours(output: &impl IsTerminal) -> bool {
 /// code 1. Files are written aside and renamed, so ending anywhere loses nothing that was saved.
 pub fn own_our_bugs() {
     std::panic::set_hook(Box::new(|panic| {
-        let text = panic.payload().downcast_ref::<&str>().copied();
-        let message = text.or(panic.payload().downcast_ref::<String>().map(|text| &**text)).unwrap_or("no message");
-        let place = panic.location().map(|place| format!(" ({}:{})", place.file(), place.line())).unwrap_or_default();
-        let backtrace = std::backtrace::Backtrace::capture();
-        let mut bug = Failure::bug(format!("this is a bug in plimsoll: {message}{place}"));
-        if backtrace.status() == std::backtrace::BacktraceStatus::Captured {
+        let backtrace = Backtrace::capture();
+        let traced = backtrace.status() == BacktraceStatus::Captured;
+        if traced {
             let _ = writeln!(io::stderr(), "{backtrace}");
-        } else {
-            bug = bug.hint("RUST_BACKTRACE=1 shows where it comes from");
         }
-        complain(&bug.hint(concat!("please report it: ", env!("CARGO_PKG_REPOSITORY"), "/issues")));
+        complain(&our_bug(panic, traced));
         std::process::exit(Exit::Bug as i32);
     }));
+}
+
+/// What a panic is called towards the user.
+fn our_bug(panic: &PanicHookInfo, traced: bool) -> Failure {
+    let text = panic.payload().downcast_ref::<&str>().copied();
+    let message = text.or(panic.payload().downcast_ref::<String>().map(|text| &**text)).unwrap_or("no message");
+    let place = panic.location().map(|place| format!(" ({}:{})", place.file(), place.line())).unwrap_or_default();
+    let bug = Failure::bug(format!("this is a bug in plimsoll: {message}{place}"));
+    let bug = if traced { bug } else { bug.hint("RUST_BACKTRACE=1 shows where it comes from") };
+    bug.hint(concat!("please report it: ", env!("CARGO_PKG_REPOSITORY"), "/issues"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::panic;
+    use std::sync::{Arc, Mutex};
+
+    #[test]
+    fn a_panic_is_owned_as_our_bug_with_its_place_and_where_to_report_it() {
+        let seen: Arc<Mutex<Option<Failure>>> = Arc::default();
+        let sees = Arc::clone(&seen);
+        let before = panic::take_hook();
+        panic::set_hook(Box::new(move |panic| *sees.lock().unwrap() = Some(our_bug(panic, false))));
+        let caught = panic::catch_unwind(|| panic!("tensor {} has no shape", 7));
+        panic::set_hook(before);
+        assert!(caught.is_err());
+        let bug = seen.lock().unwrap().take().expect("the hook was called");
+        assert_eq!(bug.exit as i32, 1);
+        let place = format!("this is a bug in plimsoll: tensor 7 has no shape ({}:", file!());
+        assert!(bug.message.starts_with(&place), "{bug}");
+        assert!(bug.hints.iter().any(|hint| hint.starts_with("please report it: https://")), "{bug}");
+    }
 }
