@@ -1,0 +1,90 @@
+//! The commands beside `train`, as other tools rely on them.
+
+mod common;
+
+use common::{Place, SMALL, Shape};
+use serde_json::Value;
+
+fn keys(value: &Value) -> Vec<&str> {
+    value.as_object().unwrap_or_else(|| panic!("no object: {value}")).keys().map(String::as_str).collect()
+}
+
+#[test]
+fn a_plan_has_the_keys_of_the_contract_and_fits_at_the_budget_it_names() {
+    let place = Place::new(&Shape { batch_sequences: 64, ..SMALL });
+    let on_paper = |budget: &str| {
+        let devices = format!("rtx3090={budget}");
+        let done = place.run(&["plan", "run.toml", "--devices", &devices, "--json"]);
+        (done.code, done.json(), done.stderr)
+    };
+    let (code, refused, message) = on_paper("1MiB");
+    assert_eq!(code, Some(3), "{message}");
+    assert_eq!(keys(&refused), ["fits", "recipe", "class", "devices", "host", "predicted", "needs"]);
+    let device = [
+        "name",
+        "simulated",
+        "budget_bytes",
+        "arena_bytes",
+        "charges_bytes",
+        "peak_bytes",
+        "by_category",
+        "by_program",
+        "lower_bound_bytes",
+    ];
+    assert_eq!((keys(&refused["devices"][0]), keys(&refused["host"])), (device.to_vec(), device.to_vec()));
+    assert_eq!(keys(&refused["predicted"]), ["step_seconds", "tokens_per_second"]);
+    assert_eq!(refused["fits"], false);
+    let need = &refused["needs"][0];
+    assert_eq!((keys(need), &need["allow"]), (vec!["allow", "budget_bytes"], &Value::Array(vec![])));
+    let bytes = need["budget_bytes"].as_u64().unwrap();
+    assert_eq!(message.lines().next().unwrap().split(": ").next(), Some("error"));
+
+    let (code, plan, message) = on_paper(&format!("{bytes}B"));
+    assert_eq!((code, &plan["fits"], &plan["needs"]), (Some(0), &true.into(), &Value::Array(vec![])), "{message}");
+    assert!(plan["devices"][0]["peak_bytes"].as_u64().unwrap() <= bytes);
+    assert_eq!(on_paper(&format!("{}B", bytes - (1 << 20))).0, Some(3));
+}
+
+#[test]
+fn generated_text_is_a_function_of_the_seed_and_not_of_the_budget() {
+    let place = Place::new(&SMALL);
+    place.succeed(&["train", "run.toml"]);
+    let text = |more: &[&str]| {
+        let args = ["generate", "run/model", "--prompt", "abc", "--max-tokens", "20", "--json"];
+        let text = place.succeed(&[&args[..], more].concat()).json();
+        assert_eq!(keys(&text), ["prompt", "text", "tokens"]);
+        text
+    };
+    let greedy = text(&[]);
+    assert_eq!(greedy, text(&["--budget", "64MiB"]));
+    assert_eq!(greedy, text(&["--seed", "9"]), "the likeliest token needs no seed");
+    let drawn = |seed: &str| text(&["--temperature", "1.5", "--seed", seed]);
+    assert_eq!(drawn("3"), drawn("3"));
+    assert!((4..8).any(|seed| drawn(&seed.to_string()) != drawn("3")), "seeds draw differently");
+    assert_eq!(greedy, text(&["--temperature", "1.5", "--top-k", "1"]), "one candidate is no choice");
+    let tokens = greedy["tokens"].as_array().unwrap().len();
+    assert!((1..=20).contains(&tokens));
+
+    let tight = ["generate", "run/model", "--prompt", "abc", "--max-tokens", "20", "--budget", "1MiB"];
+    let refusal = place.refuse(3, &tight);
+    assert!(refusal.contains("does not fit") && refusal.contains("plimsoll generate run/model"), "{refusal}");
+    let refusal = place.refuse(2, &["generate", "run/model", "--prompt", "abc", "--max-tokens", "100"]);
+    assert!(refusal.contains("64 positions"), "{refusal}");
+    let refusal = place.refuse(2, &["generate", "model", "--prompt", "abc"]);
+    assert!(refusal.contains("no *.safetensors file"), "{refusal}");
+}
+
+#[test]
+fn devices_and_a_timed_step_are_told_to_programs() {
+    let place = Place::new(&SMALL);
+    let devices = place.succeed(&["devices", "--json"]).json();
+    assert_eq!(devices["devices"][0]["name"], "cpu");
+    let small = "bench step --vocab 64 --layers 1 --hidden 32 --heads 2 --kv-heads 1 --ffn 64 --sequence 16 --batch 2 \
+                 --threads 1 --steps 2 --warmup 1";
+    let args: Vec<&str> = small.split_whitespace().collect();
+    let step = place.succeed(&args).json();
+    for key in ["growth_mib", "arena_bytes", "arena_measured_bytes"] {
+        assert!(step[key].as_f64().is_some(), "{key}: {step}");
+    }
+    assert_eq!(step["arena_bytes"], step["arena_measured_bytes"]);
+}

@@ -1,0 +1,320 @@
+//! A place to drive the real binary in: a folder with a small model, data and a run file, and a
+//! watchdog over every command. Nothing here knows what is tested.
+
+#![allow(dead_code, reason = "each test file uses its part")]
+
+use plimsoll_device::probe::Cpu;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+/// No command here takes a tenth of this.
+const WATCHDOG: Duration = Duration::from_secs(120);
+
+/// The shape of a place's model and the length of its run.
+pub struct Shape {
+    pub hidden: u32,
+    pub steps: u32,
+    pub batch_sequences: u32,
+    pub save_every: u32,
+}
+
+/// 20 thousand parameters: a step takes a millisecond.
+pub const SMALL: Shape = Shape { hidden: 32, steps: 24, batch_sequences: 8, save_every: 4 };
+
+pub const SEQUENCE: u32 = 32;
+pub const VOCAB: u32 = 32;
+
+/// A folder with `model/` (a configuration and a tokenizer), `train.jsonl`, `eval.jsonl` (tokens),
+/// `train.txt.jsonl` (text) and `run.toml`, in which the binary is run.
+pub struct Place {
+    dir: TempDir,
+    started: std::cell::Cell<u32>,
+}
+
+impl Place {
+    pub fn new(shape: &Shape) -> Place {
+        let place = Place { dir: tempfile::tempdir().unwrap(), started: Default::default() };
+        place.know_the_rates();
+        fs::create_dir(place.path("model")).unwrap();
+        place.write("model/config.json", config(shape.hidden).to_string());
+        place.write("model/tokenizer.json", tokenizer(VOCAB).to_string());
+        place.write("model/tokenizer_config.json", json!({"eos_token": "<end>"}).to_string());
+        for (name, samples, seed) in [("train", 200, 1), ("eval", 24, 2)] {
+            let mut draw = Draw(seed);
+            let mut tokens = String::new();
+            let mut texts = String::new();
+            for _ in 0..samples {
+                let ids: Vec<u64> = (0..3 + draw.below(28)).map(|_| 2 + draw.below(26)).collect();
+                let text: String = ids.iter().map(|&id| (b'a' + id as u8 - 2) as char).collect();
+                tokens += &format!("{}\n", json!({ "input_ids": ids }));
+                texts += &format!("{}\n", json!({ "text": text }));
+            }
+            place.write(&format!("{name}.jsonl"), tokens);
+            place.write(&format!("{name}-text.jsonl"), texts);
+        }
+        let Shape { steps, batch_sequences, save_every, .. } = shape;
+        let batch_tokens = batch_sequences * SEQUENCE;
+        place.write(
+            "run.toml",
+            format!(
+                "[model]\npath = \"model\"\ninit = \"random\"\n\
+                 [data]\ntrain = \"train.jsonl\"\neval = \"eval.jsonl\"\nformat = \"tokens\"\n\
+                 sequence = {SEQUENCE}\npack = false\n\
+                 [train]\nsteps = {steps}\nbatch_tokens = {batch_tokens}\nlearning_rate = 1e-2\n\
+                 save_every = {save_every}\neval_every = 10\n\
+                 [run]\ndir = \"run\"\n"
+            ),
+        );
+        place
+    }
+
+    /// Rates as if the devices had been measured: no test waits for that, and plans are the same everywhere.
+    fn know_the_rates(&self) {
+        let cpu = Cpu::read();
+        let entry = |threads: u32| {
+            json!({
+                "plimsoll": env!("CARGO_PKG_VERSION"), "device": "cpu", "model": cpu.model, "features": cpu.features,
+                "threads": threads,
+                "rates": {
+                    "f32_flops": 5e10, "bf16_flops": 0.0, "memory_bytes_per_second": 2e10, "op_seconds": 2e-6,
+                    "host_link": {"bytes_per_second": 1e10, "latency_seconds": 2e-6}, "measured": true,
+                },
+            })
+        };
+        let known: Vec<Value> = (1..=cpu.threads).map(entry).collect();
+        fs::create_dir(self.path("cache")).unwrap();
+        self.write("cache/devices.json", Value::from(known).to_string());
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    pub fn write(&self, name: &str, content: impl AsRef<[u8]>) {
+        fs::write(self.path(name), content).unwrap();
+    }
+
+    pub fn read(&self, name: &str) -> String {
+        fs::read_to_string(self.path(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
+    }
+
+    pub fn json(&self, name: &str) -> Value {
+        serde_json::from_str(&self.read(name)).unwrap()
+    }
+
+    /// The binary with these arguments, in this folder.
+    pub fn start(&self, args: &[&str]) -> Running {
+        self.start_as(&[], args)
+    }
+
+    /// The binary behind a command that ends with `exec "$@"` or takes one.
+    pub fn start_as(&self, before: &[&str], args: &[&str]) -> Running {
+        let binary = env!("CARGO_BIN_EXE_plimsoll");
+        let words: Vec<&str> = before.iter().copied().chain([binary]).chain(args.iter().copied()).collect();
+        self.started.set(self.started.get() + 1);
+        let output = |name: &str| self.path(&format!("{}.{name}", self.started.get()));
+        let [stdout, stderr] = ["stdout", "stderr"].map(output);
+        let child = Command::new(words[0])
+            .args(&words[1..])
+            .current_dir(self.dir.path())
+            .env("PLIMSOLL_CACHE", self.path("cache"))
+            .env("NO_COLOR", "1")
+            .env_remove("RUST_BACKTRACE")
+            .stdin(Stdio::null())
+            .stdout(File::create(&stdout).unwrap())
+            .stderr(File::create(&stderr).unwrap())
+            .spawn()
+            .unwrap();
+        Running { child, stdout, stderr, line: args.join(" ") }
+    }
+
+    /// Runs the binary to its end.
+    pub fn run(&self, args: &[&str]) -> Done {
+        self.start(args).end()
+    }
+
+    /// Runs the binary, which does what it is asked.
+    pub fn succeed(&self, args: &[&str]) -> Done {
+        let done = self.run(args);
+        assert_eq!(done.code, Some(0), "{args:?}: {}", done.stderr);
+        done
+    }
+
+    /// Runs the binary, which refuses: exit code, one message with at least one hint on stderr, no
+    /// panic, nothing on stdout. Gives the message.
+    pub fn refuse(&self, code: i32, args: &[&str]) -> String {
+        let done = self.run(args);
+        assert_eq!(done.stdout, "", "{args:?}");
+        done.refusal(code)
+    }
+
+    /// The events of a run, in order; the last line may be cut off.
+    pub fn events(&self, run: &str) -> Vec<Value> {
+        let text = fs::read_to_string(self.path(run).join("events.jsonl")).unwrap_or_default();
+        text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
+    }
+
+    /// Files below a folder by their path, with their bytes.
+    pub fn files(&self, folder: &str) -> BTreeMap<PathBuf, Vec<u8>> {
+        let mut files = BTreeMap::new();
+        let mut folders = vec![self.path(folder)];
+        while let Some(next) = folders.pop() {
+            for entry in fs::read_dir(&next).unwrap_or_else(|error| panic!("{}: {error}", next.display())) {
+                let path = entry.unwrap().path();
+                if path.is_dir() {
+                    folders.push(path);
+                } else {
+                    let name = path.strip_prefix(self.path(folder)).unwrap().to_owned();
+                    files.insert(name, fs::read(&path).unwrap());
+                }
+            }
+        }
+        files
+    }
+
+    /// What lies in a folder, sorted; nothing where it is not there.
+    pub fn names(&self, folder: &str) -> Vec<String> {
+        let found = fs::read_dir(self.path(folder)).into_iter().flatten();
+        let mut names: Vec<String> = found.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+}
+
+/// A command that has been started; it does not outlive the test.
+pub struct Running {
+    child: Child,
+    stdout: PathBuf,
+    stderr: PathBuf,
+    line: String,
+}
+
+impl Running {
+    /// Waits until it ends by itself.
+    pub fn end(mut self) -> Done {
+        let began = Instant::now();
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                let text = |path: &Path| String::from_utf8(fs::read(path).unwrap()).unwrap();
+                return Done { code: status.code(), stdout: text(&self.stdout), stderr: text(&self.stderr) };
+            }
+            assert!(began.elapsed() < WATCHDOG, "`{}` hangs", self.line);
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    /// Waits until something holds; false where the command has ended before.
+    pub fn until(&mut self, holds: impl Fn() -> bool) -> bool {
+        let began = Instant::now();
+        while self.child.try_wait().unwrap().is_none() {
+            if holds() {
+                return true;
+            }
+            assert!(began.elapsed() < WATCHDOG, "`{}` hangs", self.line);
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        false
+    }
+
+    /// `kill -9`, and waits until it is gone.
+    pub fn kill(mut self) {
+        let _ = self.child.kill();
+        self.child.wait().unwrap();
+    }
+
+    /// Sends a signal by its name.
+    pub fn signal(&self, name: &str) {
+        let sent =
+            Command::new("sh").args(["-c", "kill -s \"$0\" \"$1\"", name, &self.child.id().to_string()]).status();
+        assert!(sent.unwrap().success(), "kill -s {name}");
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// What a command said and how it ended.
+#[derive(Debug)]
+pub struct Done {
+    /// None where a signal ended it.
+    pub code: Option<i32>,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+impl Done {
+    /// The one message of a command that refuses.
+    pub fn refusal(self, code: i32) -> String {
+        let message = self.stderr;
+        assert_eq!(self.code, Some(code), "{message}{}", self.stdout);
+        let word = if code == 4 { "stopped: " } else { "error: " };
+        let mut lines = message.lines();
+        assert!(lines.next().is_some_and(|line| line.starts_with(word)), "{message}");
+        assert!(lines.all(|line| line.starts_with("  hint: ")), "one message, then hints: {message}");
+        assert!(!message.contains("panic") && !message.contains("bug"), "{message}");
+        message
+    }
+
+    pub fn json(&self) -> Value {
+        serde_json::from_str(&self.stdout).unwrap_or_else(|error| panic!("{error}: {}", self.stdout))
+    }
+}
+
+/// Numbers that look drawn: splitmix64 of Steele, Lea and Flood.
+pub struct Draw(pub u64);
+
+impl Draw {
+    pub fn below(&mut self, end: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ (z >> 31)) % end
+    }
+}
+
+/// A small llama with grouped queries and tied embeddings.
+pub fn config(hidden: u32) -> Value {
+    json!({
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB, "hidden_size": hidden,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": hidden / 2,
+        "intermediate_size": 2 * hidden, "hidden_act": "silu", "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0, "attention_bias": false, "mlp_bias": false, "tie_word_embeddings": true,
+        "initializer_range": 0.08, "bos_token_id": null, "eos_token_id": 0, "torch_dtype": "float32",
+    })
+}
+
+/// A token for each letter, with as many further tokens as the vocabulary has room for.
+pub fn tokenizer(vocab: u32) -> Value {
+    let special = |id: u32, content: &str| {
+        json!({
+            "id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": false, "special": true,
+        })
+    };
+    let word = |id: u32| match id {
+        0 => "<end>".to_owned(),
+        1 => "<unknown>".to_owned(),
+        2..28 => char::from(b'a' + id as u8 - 2).to_string(),
+        _ => format!("{id}"),
+    };
+    let words: serde_json::Map<String, Value> = (0..vocab).map(|id| (word(id), id.into())).collect();
+    json!({
+        "version": "1.0", "truncation": null, "padding": null,
+        "added_tokens": [special(0, "<end>"), special(1, "<unknown>")],
+        "normalizer": null, "pre_tokenizer": null, "post_processor": null, "decoder": {"type": "Fuse"},
+        "model": {
+            "type": "BPE", "dropout": null, "unk_token": "<unknown>", "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
+            "vocab": words, "merges": [],
+        },
+    })
+}

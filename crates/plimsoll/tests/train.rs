@@ -1,0 +1,129 @@
+//! A run from the command line: what it leaves is what other tools rely on, and `--resume` needs
+//! nothing but the run folder.
+
+mod common;
+
+use common::{Place, SEQUENCE, SMALL, Shape};
+use serde_json::Value;
+
+fn keys(value: &Value) -> Vec<&str> {
+    value.as_object().unwrap_or_else(|| panic!("no object: {value}")).keys().map(String::as_str).collect()
+}
+
+fn number(value: &Value) -> f64 {
+    value.as_f64().unwrap_or_else(|| panic!("no number: {value}"))
+}
+
+#[test]
+fn a_run_leaves_what_the_contracts_say() {
+    let place = Place::new(&SMALL);
+    let text = ["data.train=train-text.jsonl", "data.eval=eval-text.jsonl", "data.format=text", "data.pack=true"];
+    let settings: Vec<&str> = text.iter().flat_map(|setting| ["--set", *setting]).collect();
+    let done = place.succeed(&[&["train", "run.toml"], &settings[..]].concat());
+    assert_eq!(done.stderr, "");
+    assert_eq!(place.names("run"), ["checkpoints", "events.jsonl", "model", "plan.json", "result.json", "run.toml"]);
+    assert_eq!(place.names("run/checkpoints"), ["step-20", "step-24"]);
+    assert_eq!(place.names("run/checkpoints/step-24"), ["checkpoint.json", "state.safetensors"]);
+    let model = place.names("run/model");
+    assert_eq!(model, ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]);
+
+    let result = place.json("run/result.json");
+    assert_eq!(
+        keys(&result),
+        ["status", "steps", "loss", "tokens_per_second", "step_seconds", "eval", "memory", "recipe", "retreats"]
+    );
+    assert_eq!((&result["status"], &result["steps"]), (&"done".into(), &SMALL.steps.into()));
+    assert_eq!(keys(&result["loss"]), ["first", "last"]);
+    assert_eq!(keys(&result["step_seconds"]), ["median", "p95", "predicted"]);
+    assert_eq!(keys(&result["eval"]), ["loss", "exact_match"]);
+    let memory = &result["memory"][0];
+    assert_eq!(
+        keys(memory),
+        ["device", "budget_bytes", "arena_bytes", "arena_measured_bytes", "predicted_bytes", "measured_bytes"]
+    );
+    assert_eq!(memory["arena_bytes"], memory["arena_measured_bytes"]);
+    assert!(number(&result["tokens_per_second"]) > 0.0);
+    let plan = place.json("run/plan.json");
+    assert_eq!(keys(&plan), ["fits", "recipe", "class", "devices", "host", "predicted", "needs"]);
+    assert_eq!((&plan["recipe"], &plan["devices"][0]["arena_bytes"]), (&result["recipe"], &memory["arena_bytes"]));
+
+    let events = place.events("run");
+    assert_eq!(events.len(), place.read("run/events.jsonl").lines().count(), "every line is an object");
+    assert!(events.iter().all(|event| event["version"] == 1 && number(&event["time"]) > 0.0));
+    let of = |kind: &str| events.iter().filter(|event| event["event"] == kind).collect::<Vec<_>>();
+    for (step, event) in of("step").iter().enumerate() {
+        assert_eq!(event["step"], step as u64 + 1);
+        assert_eq!(event["tokens"], SMALL.batch_sequences * SEQUENCE);
+        for key in ["loss", "norm", "learning_rate", "labelled_tokens", "seconds", "bytes"] {
+            assert!(number(&event[key]) > 0.0, "{key}: {event}");
+        }
+    }
+    assert_eq!(of("step").len(), SMALL.steps as usize);
+    let saved: Vec<&Value> = of("checkpoint").iter().map(|event| &event["step"]).collect();
+    assert_eq!(saved, [4, 8, 12, 16, 20, 24]);
+    let steps = of("step");
+    assert_eq!((&steps[0]["loss"], &steps[23]["loss"]), (&result["loss"]["first"], &result["loss"]["last"]));
+    assert!(number(&result["loss"]["last"]) < number(&result["loss"]["first"]), "it learns");
+    assert_eq!(of("evaluation").last().unwrap()["loss"], result["eval"]["loss"]);
+    assert_eq!(events.last().unwrap()["event"], "end");
+
+    // What was left open is decided, and the folder is all that a run that goes on needs.
+    assert!(place.read("run/run.toml").contains("precision = \"f32\""));
+    place.succeed(&["plan", "run/run.toml"]);
+    let before = (place.files("run/model"), place.files("run/checkpoints"));
+    std::fs::rename(place.path("run.toml"), place.path("gone.toml")).unwrap();
+    place.succeed(&["train", "--resume", "run"]);
+    assert!(before == (place.files("run/model"), place.files("run/checkpoints")), "nothing was left to do");
+    assert!(number(&place.json("run/result.json")["tokens_per_second"]) > 0.0);
+}
+
+#[test]
+fn a_program_gets_every_event_and_the_result_as_the_last_line() {
+    let place = Place::new(&SMALL);
+    let done = place.succeed(&["train", "run.toml", "--json"]);
+    let lines: Vec<Value> = done.stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let (result, events) = lines.split_last().unwrap();
+    assert_eq!(*result, place.json("run/result.json"));
+    assert_eq!(events, place.events("run"));
+    let quiet = place.succeed(&["train", "run.toml", "--quiet", "--set", "run.dir=quiet"]);
+    assert_eq!((quiet.stdout, quiet.stderr), (String::new(), String::new()));
+}
+
+#[test]
+fn a_finished_model_evaluates_to_the_loss_of_its_run() {
+    let place = Place::new(&SMALL);
+    place.succeed(&["train", "run.toml"]);
+    let eval = ["eval", "run/model", "--data", "eval.jsonl", "--format", "tokens", "--json"];
+    let loss = place.succeed(&eval).json();
+    assert_eq!(keys(&loss), ["loss", "perplexity", "tokens"]);
+    let events = place.events("run");
+    let last = events.iter().rfind(|event| event["event"] == "evaluation").unwrap();
+    assert_eq!(loss["tokens"], last["tokens"]);
+    let (found, expected) = (number(&loss["loss"]), number(&last["loss"]));
+    assert!((found / expected - 1.0).abs() < 1e-6, "{found} and {expected}");
+    assert!((number(&loss["perplexity"]) / found.exp() - 1.0).abs() < 1e-12);
+    // Longer rows, and a load line: the same loss.
+    let other = place.succeed(&[&eval[..], &["--sequence", "64", "--budget", "1GiB"]].concat()).json();
+    assert!((number(&other["loss"]) / expected - 1.0).abs() < 1e-6);
+}
+
+#[test]
+fn a_run_under_a_load_line_that_binds_takes_another_recipe_and_learns_the_same() {
+    let place = Place::new(&Shape { batch_sequences: 128, ..SMALL });
+    let refused = place.run(&["train", "run.toml", "--budget", "1MiB", "--json"]);
+    assert_eq!(refused.code, Some(3), "{}", refused.stderr);
+    assert_eq!(place.names("run"), [""; 0], "what does not fit leaves nothing");
+    let error = &refused.json()["error"];
+    assert_eq!(error["exit"], 3);
+    let hint = error["hints"][0].as_str().unwrap();
+    let (_, ready) = hint.split_once("plimsoll ").expect("a ready command");
+    let ready: Vec<&str> = ready.split(' ').filter(|word| *word != "--json").collect();
+    place.succeed(&ready);
+    place.succeed(&["train", "run.toml", "--set", "run.dir=free"]);
+    let (tight, free) = (place.json("run/result.json"), place.json("free/result.json"));
+    assert_ne!(tight["recipe"], free["recipe"]);
+    assert!(number(&tight["memory"][0]["arena_bytes"]) < number(&free["memory"][0]["arena_bytes"]));
+    assert!(number(&tight["memory"][0]["measured_bytes"]) <= number(&tight["memory"][0]["budget_bytes"]));
+    let difference = number(&tight["loss"]["last"]) / number(&free["loss"]["last"]) - 1.0;
+    assert!(difference.abs() < 1e-3, "the recipe never changes the experiment: {difference}");
+}
