@@ -142,7 +142,7 @@ impl Block<'_> {
         if from <= self.first { Depth::From(self.first - from) } else { Depth::Whole }
     }
 
-    /// to[keys, Q] = the rows from key `from` on · right[E, Q]. Where the diagonal leaves the first
+    /// `to[keys, Q]` = the rows from key `from` on · `right[E, Q]`. Where the diagonal leaves the first
     /// half of the lanes nothing to see, that half is not computed but becomes zeros.
     fn scores<T: Real>(
         &self,
@@ -170,7 +170,7 @@ impl Block<'_> {
     }
 }
 
-/// out[N, H·E] and stats[B, H, T] (log-sum-exp of the scaled scores) of qkv[N, C] in sequences of
+/// `out[N, H·E]` and `stats[B, H, T]` (log-sum-exp of the scaled scores) of `qkv[N, C]` in sequences of
 /// `sequence` tokens: query i of a sequence sees its keys `document_start[i]..=i`. `scratch` has
 /// `workspace::attention` elements.
 pub fn attention<T: Real>(
@@ -271,7 +271,7 @@ fn forward<T: Real>(
     }
 }
 
-/// dqkv[N, C], written whole, from what `attention` read and wrote and the gradient dout[N, H·E].
+/// `dqkv[N, C]`, written whole, from what `attention` read and wrote and the gradient `dout[N, H·E]`.
 /// `scratch` has `workspace::attention_grad` elements.
 pub fn attention_grad<T: Real>(
     pool: &Pool,
@@ -382,7 +382,7 @@ fn backward<T: Real>(
     }
 }
 
-/// Keys and values of the n tokens in qkv[n, C] into the caches [P, K·E], from row `start` on.
+/// Keys and values of the n tokens in `qkv[n, C]` into the caches [P, K·E], from row `start` on.
 pub fn append_cache<T: Real>(shape: Heads, qkv: &[T], start: usize, keys: &mut [T], values: &mut [T]) {
     let c = Columns::of(shape);
     let width = c.kv_heads * c.head;
@@ -393,7 +393,7 @@ pub fn append_cache<T: Real>(shape: Heads, qkv: &[T], start: usize, keys: &mut [
     }
 }
 
-/// out[n, H·E]: the queries of the n tokens in qkv[n, C], which stand at positions `start`.. of the
+/// `out[n, H·E]`: the queries of the n tokens in `qkv[n, C]`, which stand at positions `start`.. of the
 /// caches [P, K·E] already, over all keys up to their own. `scratch` has
 /// `workspace::cached_attention` elements for the caches' P.
 pub fn cached_attention<T: Real>(
@@ -475,7 +475,7 @@ fn scale_of<T: Real>(head: usize) -> T {
     T::ONE / T::of(head as f64).sqrt()
 }
 
-/// to[E, Q] = scale · the first `count` rows of from, `row` apart; other lanes become zeros.
+/// `to[E, Q]` = scale · the first `count` rows of from, `row` apart; other lanes become zeros.
 fn lay_out<T: Real>(from: &[T], row: usize, count: usize, head: usize, scale: T, to: &mut [T]) {
     if count < QUERIES {
         to.fill(T::ZERO);
@@ -516,8 +516,8 @@ vectorised! {
 }
 
 vectorised! {
-    /// scores[keys, Q] of key j (from `from` on) and query i (from `first` on) become −∞ unless
-    /// start[i] <= j <= i.
+    /// `scores[keys, Q]` of key j (from `from` on) and query i (from `first` on) become −∞ unless
+    /// `start[i]` <= j <= i.
     fn hide<T, V>(scores: &mut [T], from: usize, first: usize, start: &[T]) {
         let hidden = V::splat(T::MINUS_INFINITY);
         let mut places = [T::ZERO; QUERIES];
@@ -535,7 +535,7 @@ vectorised! {
 }
 
 vectorised! {
-    /// scores[keys, Q] become e^(score − largest), with the largest score of each lane so far; `sum`
+    /// `scores[keys, Q]` become e^(score − largest), with the largest score of each lane so far; `sum`
     /// goes on, and `factor` is what earlier results must be multiplied with.
     fn soften<T, V>(scores: &mut [T], largest: &mut [T], sum: &mut [T], factor: &mut [T]) {
         strips::<T, V>(QUERIES, #[inline(always)] |at, count| {
@@ -559,7 +559,7 @@ vectorised! {
 }
 
 vectorised! {
-    /// p[keys, Q] from scores to probabilities, ds from dP to dS.
+    /// `p[keys, Q]` from scores to probabilities, ds from dP to dS.
     fn score_gradients<T, V>(p: &mut [T], ds: &mut [T], stats: &[T], delta: &[T], scale: T) {
         let scale = V::splat(scale);
         for (p, ds) in p.chunks_exact_mut(QUERIES).zip(ds.chunks_exact_mut(QUERIES)) {

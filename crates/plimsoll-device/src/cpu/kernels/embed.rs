@@ -8,7 +8,7 @@ const LEAST: usize = 16384;
 /// Columns that one task of the gradient owns.
 const STRIP: usize = 64;
 
-/// out[N, D] = the rows of table[V, D] that `tokens` name.
+/// `out[N, D]` = the rows of `table[V, D]` that `tokens` name.
 pub fn embed<T: Real>(pool: &Pool, tokens: &[i32], table: &[T], hidden: usize, out: &mut [T]) {
     let out = Shared::new(&mut out[..tokens.len() * hidden]);
     pool.split(tokens.len(), LEAST.div_ceil(hidden.max(1)), |range, _| {
@@ -20,7 +20,7 @@ pub fn embed<T: Real>(pool: &Pool, tokens: &[i32], table: &[T], hidden: usize, o
     });
 }
 
-/// dtable[V, D] += the rows of dout[N, D], each where its token points. A task owns columns and
+/// `dtable[V, D]` += the rows of `dout[N, D]`, each where its token points. A task owns columns and
 /// takes the tokens in order, so that the sum never depends on the threads.
 pub fn embed_grad<T: Real>(pool: &Pool, tokens: &[i32], dout: &[T], hidden: usize, dtable: &mut [T]) {
     let vocab = dtable.len() / hidden.max(1);

@@ -10,8 +10,8 @@ pub const IGNORED: i32 = -100;
 /// Elements below which a task is not worth sharing out.
 const LEAST: usize = 8192;
 
-/// Σ weight · nll over the rows of logits[R, V]. A row with label −100 or weight 0 does not count.
-/// `correct`[R], if asked for, is 1 where the largest logit (the first of equals) is the label's.
+/// Σ weight · nll over the rows of `logits[R, V]`. A row with label −100 or weight 0 does not count.
+/// `correct[R]`, if asked for, is 1 where the largest logit (the first of equals) is the label's.
 /// `scratch` has `workspace::cross_entropy` elements.
 pub fn cross_entropy<T: Real>(
     pool: &Pool,

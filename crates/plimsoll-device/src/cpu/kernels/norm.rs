@@ -68,7 +68,7 @@ vectorised! {
     }
 }
 
-/// out[R, D] = x / rms(x) · weight; rstd[R] = 1 / rms.
+/// `out[R, D]` = x / rms(x) · weight; `rstd[R]` = 1 / rms.
 pub fn rms_norm<T: Real>(pool: &Pool, x: &[T], weight: &[T], eps: f64, out: &mut [T], rstd: &mut [T]) {
     let (rows, dim) = (rstd.len(), weight.len());
     assert!(x.len() == rows * dim && out.len() == rows * dim);
@@ -83,7 +83,7 @@ pub fn rms_norm<T: Real>(pool: &Pool, x: &[T], weight: &[T], eps: f64, out: &mut
     });
 }
 
-/// dx[R, D] = (or +=, with `accumulate`) the gradient of `rms_norm`; dweight[D] +=.
+/// `dx[R, D]` = (or +=, with `accumulate`) the gradient of `rms_norm`; `dweight[D]` +=.
 /// `scratch` has `workspace::rms_norm_grad` elements.
 pub fn rms_norm_grad<T: Real>(
     pool: &Pool,
@@ -112,8 +112,8 @@ pub fn rms_norm_grad<T: Real>(
     }
 }
 
-/// out[N, C]: each query head of x[N, C] normed with q_weight[E], each key head with k_weight[E],
-/// values copied; rstd[N, H + K].
+/// `out[N, C]`: each query head of `x[N, C]` normed with `q_weight[E]`, each key head with `k_weight[E]`,
+/// values copied; `rstd[N, H + K]`.
 pub fn head_norm<T: Real>(
     pool: &Pool,
     shape: Heads,
@@ -146,8 +146,8 @@ pub fn head_norm<T: Real>(
     });
 }
 
-/// Turns the gradient of `head_norm`'s output, in `dx`[N, C], into that of its input, in place;
-/// dq_weight[E], dk_weight[E] +=. `scratch` has `workspace::head_norm_grad` elements.
+/// Turns the gradient of `head_norm`'s output, in `dx[N, C]`, into that of its input, in place;
+/// `dq_weight[E]`, `dk_weight[E]` +=. `scratch` has `workspace::head_norm_grad` elements.
 pub fn head_norm_grad<T: Real>(
     pool: &Pool,
     shape: Heads,

@@ -1,4 +1,4 @@
-//! Matrix products: out[m, n] (=|+=) a · b (+ bias) (+ residual), with either operand transposed.
+//! Matrix products: `out[m, n]` (=|+=) a · b (+ bias) (+ residual), with either operand transposed.
 //!
 //! The right-hand side is packed, slice by slice, into panels as wide as a register tile; then
 //! tasks of rows × panels run through `tile`, which keeps GROUP × PANEL vectors of the result in
@@ -17,7 +17,7 @@ pub(super) const FEW_ROWS: usize = PRODUCT_FEW_ROWS as usize;
 /// Rows of a register tile.
 const GROUP: usize = workspace::PRODUCT_GROUP as usize;
 
-/// out[m, n] = a · b (+ bias) (+ residual), or out += a · b (…).
+/// `out[m, n]` = a · b (+ bias) (+ residual), or out += a · b (…).
 #[derive(Clone, Copy)]
 pub struct Product<'a, T> {
     /// Rows of the result.
@@ -34,7 +34,7 @@ pub struct Product<'a, T> {
     pub b: &'a [T],
     /// Whether `b` is stored as [n, k].
     pub b_transposed: bool,
-    /// [n], added to every row.
+    /// `[n]`, added to every row.
     pub bias: Option<&'a [T]>,
     /// [m, n]. Where the residual is the output itself, use `accumulate`.
     pub residual: Option<&'a [T]>,
@@ -247,7 +247,7 @@ unsafe fn panel<T: Real, V: Vector<T>, const N: usize, const PART: bool>(
 }
 
 vectorised! {
-    /// target[m, n] = a · b on this thread, nothing packed; b is [k, n] with rows `b_row` apart;
+    /// `target[m, n]` = a · b on this thread, nothing packed; b is [k, n] with rows `b_row` apart;
     /// of row i of the result, only `depth` of k.
     ///
     /// The pointers must be good for these shapes: a for m × k, b for k × n, the target for m × n,
@@ -459,7 +459,7 @@ dots!(dots_2, 2);
 dots!(dots_3, 3);
 dots!(dots_4, 4);
 
-/// sums[i][j] = a[i] · b[j] for M rows of a and `rows` (up to 4) of b, `b_row` apart, all of length k.
+/// `sums[i][j] = a[i] · b[j]` for M rows of a and `rows` (up to 4) of b, `b_row` apart, all of length k.
 #[inline(always)]
 fn dot_tile<T: Real, V: Vector<T>, const M: usize>(
     k: usize,

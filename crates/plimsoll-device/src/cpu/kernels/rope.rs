@@ -9,7 +9,7 @@ use plimsoll_program::op::RopeScaling;
 /// Elements below which a task is not worth sharing out.
 const LEAST: usize = 8192;
 
-/// Fills table[P, E]: row p holds the cosines of p's E/2 angles, then their sines.
+/// Fills `table[P, E]`: row p holds the cosines of p's E/2 angles, then their sines.
 ///
 /// Frequencies and angles are computed in `T`, as transformers does in f32.
 pub fn rope_table<T: Real>(pool: &Pool, head_dim: usize, theta: f64, scaling: &RopeScaling, table: &mut [T]) {
@@ -53,7 +53,7 @@ fn frequency<T: Real>(i: usize, head_dim: usize, theta: T, scaling: &RopeScaling
     }
 }
 
-/// Rotates the query and key heads of qkv[N, C] in place by their `positions`[N], or back if
+/// Rotates the query and key heads of `qkv[N, C]` in place by their `positions[N]`, or back if
 /// `inverse` (which is the gradient).
 pub fn rope<T: Real>(pool: &Pool, shape: Heads, table: &[T], positions: &[i32], inverse: bool, qkv: &mut [T]) {
     let c = Columns::of(shape);

@@ -242,7 +242,7 @@ pub fn prefetch<T>(at: *const T) {
 }
 
 vectorised! {
-    /// to[columns, to_row] = factor · the transpose of from[rows, from_row]; `rows <= to_row`.
+    /// `to[columns, to_row]` = factor · the transpose of `from[rows, from_row]`; `rows <= to_row`.
     pub fn transpose<T, V>(from: &[T], from_row: usize, rows: usize, columns: usize, factor: T, to: &mut [T], to_row: usize) {
         if rows == 0 || columns == 0 {
             return;

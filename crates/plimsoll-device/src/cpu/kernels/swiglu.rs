@@ -8,7 +8,7 @@ use crate::cpu::pool::{Pool, Shared};
 /// Elements below which a task is not worth sharing out.
 const LEAST: usize = 4096;
 
-/// out[N, F] = silu(gate) · up of gate_up[N, 2F] = gate | up.
+/// `out[N, F]` = silu(gate) · up of `gate_up[N, 2F]` = gate | up.
 pub fn swiglu<T: Real>(pool: &Pool, ffn: usize, gate_up: &[T], out: &mut [T]) {
     let rows = out.len() / ffn;
     assert!(out.len() == rows * ffn && gate_up.len() == 2 * out.len());
@@ -22,7 +22,7 @@ pub fn swiglu<T: Real>(pool: &Pool, ffn: usize, gate_up: &[T], out: &mut [T]) {
     });
 }
 
-/// dgate_up[N, 2F] from gate_up[N, 2F] and dout[N, F].
+/// `dgate_up[N, 2F]` from `gate_up[N, 2F]` and `dout[N, F]`.
 pub fn swiglu_grad<T: Real>(pool: &Pool, ffn: usize, gate_up: &[T], dout: &[T], dgate_up: &mut [T]) {
     let rows = dout.len() / ffn;
     assert!(dout.len() == rows * ffn && gate_up.len() == 2 * dout.len() && dgate_up.len() == 2 * dout.len());
