@@ -129,6 +129,18 @@ impl Product {
     /// out[m,n] = x[m,k] · weight[n,k]ᵀ: a linear layer.
     pub fn linear(x: Operand, weight: Operand, out: Operand, m: u64, k: u64, n: u64) -> Product {
         let (bias, residual) = (None, None);
-        Product { a: x, b: weight, out, bias, residual, m, n, k, a_transposed: false, b_transposed: true, accumulate: false }
+        Product {
+            a: x,
+            b: weight,
+            out,
+            bias,
+            residual,
+            m,
+            n,
+            k,
+            a_transposed: false,
+            b_transposed: true,
+            accumulate: false,
+        }
     }
 }

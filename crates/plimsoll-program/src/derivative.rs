@@ -92,7 +92,18 @@ impl<'a> Tape<'a> {
     pub fn derive(&mut self, op: &OpKind) {
         match op {
             OpKind::Product {
-                a, b, out, bias, residual, m, n, k, a_transposed: false, b_transposed: true, accumulate: false, ..
+                a,
+                b,
+                out,
+                bias,
+                residual,
+                m,
+                n,
+                k,
+                a_transposed: false,
+                b_transposed: true,
+                accumulate: false,
+                ..
             } => {
                 let g = self.of_output(*out);
                 // dW[n,k] += gᵀ[n,m] · a[m,k]
@@ -142,7 +153,14 @@ impl<'a> Tape<'a> {
             OpKind::Embed { tokens, table, out, rows, hidden, vocab } => {
                 let dout = self.of_output(*out);
                 let dtable = self.weight(*table);
-                self.push(OpKind::EmbedGrad { tokens: *tokens, dout, dtable, rows: *rows, hidden: *hidden, vocab: *vocab });
+                self.push(OpKind::EmbedGrad {
+                    tokens: *tokens,
+                    dout,
+                    dtable,
+                    rows: *rows,
+                    hidden: *hidden,
+                    vocab: *vocab,
+                });
             }
             OpKind::RmsNorm { x, weight, out, rstd, rows, dim, .. } => {
                 let dout = self.of_output(*out);

@@ -122,7 +122,16 @@ pub enum OpKind {
         accumulate: bool,
     },
     /// RMS norm of each query and key head; values are copied. rstd[N, H+K].
-    HeadNorm { x: Operand, q_weight: Operand, k_weight: Operand, out: Operand, rstd: Operand, rows: u64, shape: Heads, eps: f64 },
+    HeadNorm {
+        x: Operand,
+        q_weight: Operand,
+        k_weight: Operand,
+        out: Operand,
+        rstd: Operand,
+        rows: u64,
+        shape: Heads,
+        eps: f64,
+    },
     /// Turns dout into dx in place; dq_weight, dk_weight +=.
     HeadNormGrad {
         x: Operand,
@@ -178,7 +187,15 @@ pub enum OpKind {
         shape: Heads,
     },
     /// Keys and values of n tokens into the cache, after those it holds.
-    AppendCache { qkv: Operand, keys: Operand, values: Operand, scalars: Operand, rows: u64, capacity: u64, shape: Heads },
+    AppendCache {
+        qkv: Operand,
+        keys: Operand,
+        values: Operand,
+        scalars: Operand,
+        rows: u64,
+        capacity: u64,
+        shape: Heads,
+    },
     /// out[N,F] = silu(gate) · up of gate_up[N,2F].
     SwiGlu { gate_up: Operand, out: Operand, rows: u64, ffn: u64 },
     /// dgate_up[N,2F]; may stand where gate_up stood.
@@ -222,7 +239,15 @@ pub enum OpKind {
         decay: f64,
     },
     /// Stochastic gradient descent, with momentum where there is a buffer for it.
-    Sgd { weight: Operand, gradient: Operand, momentum_buffer: Option<Operand>, scalars: Operand, elements: u64, momentum: f64, decay: f64 },
+    Sgd {
+        weight: Operand,
+        gradient: Operand,
+        momentum_buffer: Option<Operand>,
+        scalars: Operand,
+        elements: u64,
+        momentum: f64,
+        decay: f64,
+    },
     /// Element by element to another type.
     Cast { from: Operand, to: Operand, elements: u64 },
     /// Normal numbers, a function of (seed, number, first + element).
@@ -232,9 +257,25 @@ pub enum OpKind {
     /// The copy of that number is complete.
     TransferWait { from: Operand, to: Operand, elements: u64, sequence: u64 },
     /// Starts a collective; all ranks of a Schedule start the same ones with the same counts.
-    CollectiveStart { collective: Collective, input: Operand, output: Operand, counts: Vec<u64>, rank: u32, peer: Option<u32>, sequence: u64 },
+    CollectiveStart {
+        collective: Collective,
+        input: Operand,
+        output: Operand,
+        counts: Vec<u64>,
+        rank: u32,
+        peer: Option<u32>,
+        sequence: u64,
+    },
     /// The collective of that number is complete.
-    CollectiveWait { collective: Collective, input: Operand, output: Operand, counts: Vec<u64>, rank: u32, peer: Option<u32>, sequence: u64 },
+    CollectiveWait {
+        collective: Collective,
+        input: Operand,
+        output: Operand,
+        counts: Vec<u64>,
+        rank: u32,
+        peer: Option<u32>,
+        sequence: u64,
+    },
 }
 
 /// Whether an op reads or writes a place.
@@ -384,7 +425,18 @@ impl Op {
                 touch(*stats, rows * shape.heads, Write);
                 touch(*workspace, scratch(workspace), Write);
             }
-            OpKind::AttentionGrad { qkv, out, dout, stats, document_start, dqkv, workspace, batch, sequence, shape } => {
+            OpKind::AttentionGrad {
+                qkv,
+                out,
+                dout,
+                stats,
+                document_start,
+                dqkv,
+                workspace,
+                batch,
+                sequence,
+                shape,
+            } => {
                 let rows = batch * sequence;
                 touch(*qkv, rows * shape.columns(), Read);
                 touch(*out, rows * shape.query_columns(), Read);
@@ -418,7 +470,16 @@ impl Op {
                 touch(*dgate_up, rows * 2 * ffn, Write);
             }
             OpKind::CrossEntropy {
-                logits, labels, weights, scalars, metrics, correct, workspace, rows, vocab, gradient,
+                logits,
+                labels,
+                weights,
+                scalars,
+                metrics,
+                correct,
+                workspace,
+                rows,
+                vocab,
+                gradient,
             } => {
                 touch(*logits, rows * vocab, if *gradient { Update } else { Read });
                 touch(*labels, *rows, Read);
@@ -518,9 +579,11 @@ impl Op {
             other_flops: other as f64,
         };
         match &self.kind {
-            OpKind::Product { m, n, k, .. } => {
-                Cost { product_flops: 2.0 * (*m as f64) * (*n as f64) * (*k as f64), product_shape: Some((*m, *n, *k)), other_flops: 0.0 }
-            }
+            OpKind::Product { m, n, k, .. } => Cost {
+                product_flops: 2.0 * (*m as f64) * (*n as f64) * (*k as f64),
+                product_shape: Some((*m, *n, *k)),
+                other_flops: 0.0,
+            },
             OpKind::EmbedGrad { rows, hidden, .. } => flops(0, rows * hidden),
             OpKind::RmsNorm { rows, dim, .. } => flops(0, 4 * rows * dim),
             OpKind::RmsNormGrad { rows, dim, .. } => flops(0, 9 * rows * dim),
@@ -531,19 +594,30 @@ impl Op {
             OpKind::Attention { batch, sequence, shape, .. } => {
                 // Half of the T × T scores are visible; two products over them, and the softmax.
                 let scores = batch * shape.heads * sequence * (sequence + 1) / 2;
-                Cost { product_shape: Some((64, *sequence, shape.head_dim)), ..flops(4 * scores * shape.head_dim, 12 * scores) }
+                Cost {
+                    product_shape: Some((64, *sequence, shape.head_dim)),
+                    ..flops(4 * scores * shape.head_dim, 12 * scores)
+                }
             }
             OpKind::AttentionGrad { batch, sequence, shape, .. } => {
                 let scores = batch * shape.heads * sequence * (sequence + 1) / 2;
-                Cost { product_shape: Some((64, *sequence, shape.head_dim)), ..flops(10 * scores * shape.head_dim, 14 * scores) }
+                Cost {
+                    product_shape: Some((64, *sequence, shape.head_dim)),
+                    ..flops(10 * scores * shape.head_dim, 14 * scores)
+                }
             }
             OpKind::CachedAttention { rows, capacity, shape, .. } => {
                 let scores = rows * capacity * shape.heads;
-                Cost { product_shape: Some((*rows, *capacity, shape.head_dim)), ..flops(4 * scores * shape.head_dim, 12 * scores) }
+                Cost {
+                    product_shape: Some((*rows, *capacity, shape.head_dim)),
+                    ..flops(4 * scores * shape.head_dim, 12 * scores)
+                }
             }
             OpKind::SwiGlu { rows, ffn, .. } => flops(0, 14 * rows * ffn),
             OpKind::SwiGluGrad { rows, ffn, .. } => flops(0, 20 * rows * ffn),
-            OpKind::CrossEntropy { rows, vocab, gradient, .. } => flops(0, (12 + 14 * u64::from(*gradient)) * rows * vocab),
+            OpKind::CrossEntropy { rows, vocab, gradient, .. } => {
+                flops(0, (12 + 14 * u64::from(*gradient)) * rows * vocab)
+            }
             OpKind::SumRows { rows, columns, .. } => flops(0, rows * columns),
             OpKind::Add { elements, .. } => flops(0, *elements),
             OpKind::SquaredNorm { elements, .. } => flops(0, 2 * elements),

@@ -1,7 +1,6 @@
 //! The order of Programs on each device in one optimizer step. Accumulation and
 //! one-forward-one-backward are written here, not inside Programs.
 
-
 /// One call of a Program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Call {

@@ -234,7 +234,14 @@ impl<'a> Decoder<'a> {
         list
     }
 
-    fn push(&mut self, work: WorkName, name: &str, inputs: Vec<TensorId>, outputs: Vec<TensorId>, blocks: Vec<Block>) -> usize {
+    fn push(
+        &mut self,
+        work: WorkName,
+        name: &str,
+        inputs: Vec<TensorId>,
+        outputs: Vec<TensorId>,
+        blocks: Vec<Block>,
+    ) -> usize {
         self.builder.set.programs.push(Program { work, name: name.into(), inputs, outputs, blocks });
         self.builder.set.programs.len() - 1
     }
@@ -291,9 +298,19 @@ impl<'a> Decoder<'a> {
         let norm1 = value(b, "attention_normed", &[rows, d], Norms);
         let rstd1 = value(b, "attention_rstd", &[rows], Norms);
         layer.push(
-            OpKind::RmsNorm { x, weight: Operand::layer(w.attention_norm, 0), out: norm1, rstd: rstd1, rows, dim: d, eps }.into(),
+            OpKind::RmsNorm {
+                x,
+                weight: Operand::layer(w.attention_norm, 0),
+                out: norm1,
+                rstd: rstd1,
+                rows,
+                dim: d,
+                eps,
+            }
+            .into(),
         );
-        let product = value(b, if w.qk_norms.is_some() { "qkv_raw" } else { "qkv" }, &[rows, shape.columns()], Attention);
+        let product =
+            value(b, if w.qk_norms.is_some() { "qkv_raw" } else { "qkv" }, &[rows, shape.columns()], Attention);
         layer.push(b.product(Product {
             bias: w.qkv_bias.map(|tensor| Operand::layer(tensor, 0)),
             ..Product::linear(norm1, Operand::layer(w.qkv, 0), product, rows, d, shape.columns())
@@ -340,7 +357,16 @@ impl<'a> Decoder<'a> {
         let norm2 = value(b, "ffn_normed", &[rows, d], Norms);
         let rstd2 = value(b, "ffn_rstd", &[rows], Norms);
         layer.push(
-            OpKind::RmsNorm { x: middle, weight: Operand::layer(w.ffn_norm, 0), out: norm2, rstd: rstd2, rows, dim: d, eps }.into(),
+            OpKind::RmsNorm {
+                x: middle,
+                weight: Operand::layer(w.ffn_norm, 0),
+                out: norm2,
+                rstd: rstd2,
+                rows,
+                dim: d,
+                eps,
+            }
+            .into(),
         );
         let gate_up = value(b, "gate_up_product", &[rows, 2 * f], FeedForward);
         layer.push(b.product(Product::linear(norm2, Operand::layer(w.gate_up, 0), gate_up, rows, d, 2 * f)));
@@ -425,7 +451,8 @@ impl<'a> Decoder<'a> {
         let rows = self.what.micro_batch * self.what.sequence;
         let block_rows = loss_rows(v).min(rows);
         let logits = self.builder.activation(&format!("{prefix}logits"), &[block_rows, v], 1);
-        let scratch = self.builder.scratch(&format!("{prefix}loss_workspace"), workspace::cross_entropy(block_rows, v), 1);
+        let scratch =
+            self.builder.scratch(&format!("{prefix}loss_workspace"), workspace::cross_entropy(block_rows, v), 1);
         let head = Operand::whole(self.weights.head);
         let ops = |this: &mut Decoder, rows: u64, first: Index, per_row: fn(Index, u64) -> Index| {
             let wide = per_row(first, d);
@@ -478,7 +505,11 @@ impl<'a> Decoder<'a> {
             }
             ops
         };
-        let scaled = |index: Index, by: u64| Index { base: index.base * by as i64, scale: index.scale * by as i64, micro_batch: 0 };
+        let scaled = |index: Index, by: u64| Index {
+            base: index.base * by as i64,
+            scale: index.scale * by as i64,
+            micro_batch: 0,
+        };
         let (whole, rest) = (rows / block_rows, rows % block_rows);
         let mut blocks = vec![Block {
             name: "loss".into(),
@@ -512,8 +543,13 @@ impl<'a> Decoder<'a> {
         let mut gradients = HashMap::new();
         for id in self.trained() {
             let Tensor { name, shape, slots, .. } = self.builder.set.tensor(id).clone();
-            let gradient =
-                self.builder.persistent(&format!("{name}.gradient"), &shape, self.what.precision, Category::Gradient, slots);
+            let gradient = self.builder.persistent(
+                &format!("{name}.gradient"),
+                &shape,
+                self.what.precision,
+                Category::Gradient,
+                slots,
+            );
             gradients.insert(id, gradient);
         }
 
@@ -522,7 +558,8 @@ impl<'a> Decoder<'a> {
         let mut blocks = self.loss("train.", forward.normed, labels, token_weights, Some((dnormed, dhead)), None);
 
         // One buffer carries the gradient of the residual stream through all layers.
-        let stream = Operand::whole(self.builder.activation("train.stream.gradient", &[rows, self.what.config.hidden], 1));
+        let stream =
+            Operand::whole(self.builder.activation("train.stream.gradient", &[rows, self.what.config.hidden], 1));
         let mut tape = Tape::new(&mut self.builder, &gradients);
         tape.seed(Operand::whole(forward.normed), Operand::whole(dnormed));
         tape.place(Operand::slot(forward.hidden, layers), stream);
@@ -568,7 +605,10 @@ impl<'a> Decoder<'a> {
     fn update(&mut self, optimizer: &Optimizer, gradients: &HashMap<TensorId, TensorId>) {
         let scalars = Operand::whole(self.scalars);
         let metrics = Operand::whole(self.metrics);
-        let mut begin = vec![Block::once("metrics", vec![OpKind::Fill { into: metrics, value: 0.0, elements: METRIC_COUNT }.into()])];
+        let mut begin = vec![Block::once(
+            "metrics",
+            vec![OpKind::Fill { into: metrics, value: 0.0, elements: METRIC_COUNT }.into()],
+        )];
         let mut fresh = Vec::new();
         let mut norm = Vec::new();
         let mut update = Vec::new();
@@ -577,12 +617,19 @@ impl<'a> Decoder<'a> {
             let elements: u64 = shape.iter().product();
             let weight = Operand::layer(id, 0);
             let gradient = Operand::layer(gradients[&id], 0);
-            let over_slots = |op: OpKind| Block { name: name.clone(), first: 0, step: 1, repeat: slots, ops: vec![op.into()] };
+            let over_slots =
+                |op: OpKind| Block { name: name.clone(), first: 0, step: 1, repeat: slots, ops: vec![op.into()] };
             begin.push(over_slots(OpKind::Fill { into: gradient, value: 0.0, elements }));
             norm.push(over_slots(OpKind::SquaredNorm { x: gradient, metrics, elements }));
             let matrices_only = |decay: f64| if shape.len() == 2 { decay } else { 0.0 };
             let mut state = |builder: &mut Builder, kind: &str| {
-                let id = builder.persistent(&format!("{name}.{kind}"), &shape, self.what.precision, Category::Optimizer, slots);
+                let id = builder.persistent(
+                    &format!("{name}.{kind}"),
+                    &shape,
+                    self.what.precision,
+                    Category::Optimizer,
+                    slots,
+                );
                 fresh.push(over_slots(OpKind::Fill { into: Operand::layer(id, 0), value: 0.0, elements }));
                 Operand::layer(id, 0)
             };
@@ -688,8 +735,14 @@ impl<'a> Decoder<'a> {
             blocks.push(Block::once(
                 "logits",
                 vec![
-                    OpKind::PickRow { x: Operand::whole(forward.normed), scalars, out: Operand::whole(picked), rows, columns: d }
-                        .into(),
+                    OpKind::PickRow {
+                        x: Operand::whole(forward.normed),
+                        scalars,
+                        out: Operand::whole(picked),
+                        rows,
+                        columns: d,
+                    }
+                    .into(),
                     product,
                 ],
             ));
@@ -711,7 +764,11 @@ impl<'a> Decoder<'a> {
     }
 
     fn place_of(tensor: TensorId, parameter: &Parameter) -> Operand {
-        Operand { tensor, slot: Index::fixed(parameter.layer.unwrap_or(0) as i64), offset: Index::fixed(parameter.offset as i64) }
+        Operand {
+            tensor,
+            slot: Index::fixed(parameter.layer.unwrap_or(0) as i64),
+            offset: Index::fixed(parameter.offset as i64),
+        }
     }
 
     /// A staging buffer for elements of `dtype`, no larger than the `largest` parameter that goes through it.
@@ -740,7 +797,14 @@ impl<'a> Decoder<'a> {
     }
 
     /// Blocks that move `elements` between a file and the device, through staging, a piece at a time.
-    fn moves(name: &str, file: TensorId, staging: (TensorId, u64), place: Operand, elements: u64, into_device: bool) -> Vec<Block> {
+    fn moves(
+        name: &str,
+        file: TensorId,
+        staging: (TensorId, u64),
+        place: Operand,
+        elements: u64,
+        into_device: bool,
+    ) -> Vec<Block> {
         let (staging, piece) = staging;
         let ops = |elements: u64, offset: Index| -> Vec<Op> {
             let file = Operand::whole(file).from(offset);

@@ -73,8 +73,12 @@ pub fn check(set: &ProgramSet) -> Result<(), Malformed> {
             let mut open: Vec<u64> = Vec::new();
             for (op, variable) in program.trace() {
                 let start = match &op.kind {
-                    OpKind::TransferStart { sequence, .. } | OpKind::CollectiveStart { sequence, .. } => Some((true, *sequence)),
-                    OpKind::TransferWait { sequence, .. } | OpKind::CollectiveWait { sequence, .. } => Some((false, *sequence)),
+                    OpKind::TransferStart { sequence, .. } | OpKind::CollectiveStart { sequence, .. } => {
+                        Some((true, *sequence))
+                    }
+                    OpKind::TransferWait { sequence, .. } | OpKind::CollectiveWait { sequence, .. } => {
+                        Some((false, *sequence))
+                    }
                     _ => None,
                 };
                 match start {
@@ -115,7 +119,8 @@ pub fn check(set: &ProgramSet) -> Result<(), Malformed> {
                 }
                 for access in accesses.iter().filter(|a| a.mode != Mode::Read) {
                     let slots = i64::from(set.tensor(access.operand.tensor).slots);
-                    written.insert((access.operand.tensor, access.operand.slot.at(variable, 0).rem_euclid(slots) as u32));
+                    written
+                        .insert((access.operand.tensor, access.operand.slot.at(variable, 0).rem_euclid(slots) as u32));
                 }
             }
             if let Some(&sequence) = open.first() {

@@ -133,7 +133,11 @@ mod tests {
     use crate::tensor::Operand;
     use plimsoll_core::{Category, DType, WorkName};
 
-    fn rank(rank: u32, collectives: &[(Collective, Vec<u64>, Option<u32>, u64)], waits: bool) -> (ProgramSet, Schedule) {
+    fn rank(
+        rank: u32,
+        collectives: &[(Collective, Vec<u64>, Option<u32>, u64)],
+        waits: bool,
+    ) -> (ProgramSet, Schedule) {
         let mut builder = Builder::new(DType::F32, 1);
         let buffer = builder.transient("buffer", &[64], DType::F32, Category::Communication, 1);
         let at = Operand::whole(buffer);
@@ -141,11 +145,21 @@ mod tests {
         for (collective, counts, peer, sequence) in collectives {
             let (collective, counts, peer, sequence) = (*collective, counts.clone(), *peer, *sequence);
             ops.push(
-                OpKind::CollectiveStart { collective, input: at, output: at, counts: counts.clone(), rank, peer, sequence }
-                    .into(),
+                OpKind::CollectiveStart {
+                    collective,
+                    input: at,
+                    output: at,
+                    counts: counts.clone(),
+                    rank,
+                    peer,
+                    sequence,
+                }
+                .into(),
             );
             if waits {
-                ops.push(OpKind::CollectiveWait { collective, input: at, output: at, counts, rank, peer, sequence }.into());
+                ops.push(
+                    OpKind::CollectiveWait { collective, input: at, output: at, counts, rank, peer, sequence }.into(),
+                );
             }
         }
         let mut set = builder.set;

@@ -97,14 +97,27 @@ impl Engine {
     ///
     /// # Errors
     /// What the machine refuses.
-    pub fn open(answer: Answer, precision: DType, threads: u32, sequence: u64, vocab: u64) -> Result<Engine, DeviceError> {
+    pub fn open(
+        answer: Answer,
+        precision: DType,
+        threads: u32,
+        sequence: u64,
+        vocab: u64,
+    ) -> Result<Engine, DeviceError> {
         let set = answer.set.clone();
         let device = executor::open(answer.set, answer.layout.placement, precision, threads as usize)?;
         Ok(Engine::new(device, &set, precision, answer.plan.recipe, sequence, vocab))
     }
 
     /// Wraps an opened device whose Programs are `set`.
-    pub fn new(device: Box<dyn Device>, set: &ProgramSet, precision: DType, recipe: Recipe, sequence: u64, vocab: u64) -> Engine {
+    pub fn new(
+        device: Box<dyn Device>,
+        set: &ProgramSet,
+        precision: DType,
+        recipe: Recipe,
+        sequence: u64,
+        vocab: u64,
+    ) -> Engine {
         let find = |name: &str| set.find(name).unwrap_or_else(|| panic!("the programs have no `{name}`"));
         let inputs = |prefix: &str| Inputs {
             tokens: find(&format!("{prefix}.tokens")),
@@ -269,8 +282,11 @@ impl Engine {
         let mut logits_of = None;
         while !rest.is_empty() {
             let prefill = self.prefill.expect("the plan generates");
-            let (program, (ids, positions, logits, room)) =
-                if rest.len() == 1 { ("decode", self.decode.expect("the plan generates")) } else { ("prefill", prefill) };
+            let (program, (ids, positions, logits, room)) = if rest.len() == 1 {
+                ("decode", self.decode.expect("the plan generates"))
+            } else {
+                ("prefill", prefill)
+            };
             let count = rest.len().min(room);
             let mut padded = vec![0i32; room];
             padded[..count].copy_from_slice(&rest[..count]);

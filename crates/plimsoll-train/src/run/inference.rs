@@ -119,7 +119,8 @@ impl Continuation {
         resolved.only_here()?;
         resolved.model.check_weights(&file)?;
         let path = resolved.model.tokenizer().ok_or_else(|| {
-            Failure::input(format!("{} has no tokenizer.json", file.model_name())).hint("put the model's tokenizer beside its weights")
+            Failure::input(format!("{} has no tokenizer.json", file.model_name()))
+                .hint("put the model's tokenizer beside its weights")
         })?;
         let tokenizer = Tokenizer::load(&path)?;
         let tokens: Vec<i32> = tokenizer.encode(prompt)?.into_iter().map(|id| id as i32).collect();
@@ -134,7 +135,10 @@ impl Continuation {
         let positions = resolved.model.config.max_positions;
         let wanted = tokens.len() as u64 + most as u64;
         if wanted > positions {
-            let message = format!("{} tokens of prompt and {most} new ones are more than the {positions} positions of the model", tokens.len());
+            let message = format!(
+                "{} tokens of prompt and {most} new ones are more than the {positions} positions of the model",
+                tokens.len()
+            );
             return Err(Failure::input(message).hint("ask for fewer with --max-tokens, or shorten the prompt"));
         }
         let capacity = wanted.next_multiple_of(CHUNK);

@@ -104,7 +104,12 @@ pub fn generate(
 const SHOWN: u64 = 5;
 
 /// Prompts from evaluation data: what stands before the first label of a row, or its first tokens.
-pub fn samples(engine: &mut Engine, data: &Dataset, tokenizer: &Path, config: &ModelConfig) -> Result<Vec<Sample>, Failure> {
+pub fn samples(
+    engine: &mut Engine,
+    data: &Dataset,
+    tokenizer: &Path,
+    config: &ModelConfig,
+) -> Result<Vec<Sample>, Failure> {
     let tokenizer = Tokenizer::load(tokenizer)?;
     let mut rows = Rows::new(1, data.sequence());
     let mut shown = Vec::new();
@@ -115,10 +120,12 @@ pub fn samples(engine: &mut Engine, data: &Dataset, tokenizer: &Path, config: &M
         // Only the first document of the row.
         let document = rows.document_start.iter().take_while(|&&start| start == 0).count();
         let (length, labelled) = (length.min(document), document);
-        let expected: Vec<i32> = rows.labels[length - 1..labelled].iter().copied().take_while(|&l| l >= 0).take(32).collect();
+        let expected: Vec<i32> =
+            rows.labels[length - 1..labelled].iter().copied().take_while(|&l| l >= 0).take(32).collect();
         let room = (data.sequence() as usize).saturating_sub(engine.prompt_chunk()).max(engine.prompt_chunk());
         let prompt = rows.tokens[..length.min(room)].to_vec();
-        let answer = generate(engine, &prompt, expected.len().max(1), data.sequence() as usize, &config.eos, &Sampling::GREEDY)?;
+        let answer =
+            generate(engine, &prompt, expected.len().max(1), data.sequence() as usize, &config.eos, &Sampling::GREEDY)?;
         let text = |ids: &[i32]| tokenizer.decode(&ids.iter().map(|&id| id as u32).collect::<Vec<_>>());
         shown.push(Sample { prompt: text(&prompt)?, answer: text(&answer)?, expected: text(&expected)? });
     }

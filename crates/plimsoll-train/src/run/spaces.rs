@@ -72,7 +72,10 @@ impl FileSpace for Stored<'_> {
     fn read(&mut self, tensor: &str, offset: u64, into: &mut [u8]) -> io::Result<()> {
         let entry = self.0.entry(without_group(tensor)).ok_or_else(|| unknown(tensor))?;
         if offset + into.len() as u64 > entry.bytes {
-            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, format!("`{tensor}` is shorter than the plan says")));
+            return Err(io::Error::new(
+                io::ErrorKind::UnexpectedEof,
+                format!("`{tensor}` is shorter than the plan says"),
+            ));
         }
         self.0.read_at(entry, offset, into).map_err(as_io)
     }
