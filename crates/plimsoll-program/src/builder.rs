@@ -101,15 +101,15 @@ impl Builder {
 /// A matrix product before it has its scratch; see [`OpKind::Product`].
 #[derive(Clone, Copy, Debug)]
 pub struct Product {
-    /// [m,k], or [k,m] if transposed.
+    /// `[m,k]`, or `[k,m]` if transposed.
     pub a: Operand,
-    /// [k,n], or [n,k] if transposed.
+    /// `[k,n]`, or `[n,k]` if transposed.
     pub b: Operand,
-    /// [m,n].
+    /// `[m,n]`.
     pub out: Operand,
-    /// [n], added to every row.
+    /// `[n]`, added to every row.
     pub bias: Option<Operand>,
-    /// [m,n], added.
+    /// `[m,n]`, added.
     pub residual: Option<Operand>,
     /// Rows of the result.
     pub m: u64,
@@ -117,16 +117,16 @@ pub struct Product {
     pub n: u64,
     /// Inner size.
     pub k: u64,
-    /// Whether `a` is stored [k,m].
+    /// Whether `a` is stored `[k,m]`.
     pub a_transposed: bool,
-    /// Whether `b` is stored [n,k].
+    /// Whether `b` is stored `[n,k]`.
     pub b_transposed: bool,
     /// Whether the result is added to what is there.
     pub accumulate: bool,
 }
 
 impl Product {
-    /// out[m,n] = x[m,k] · weight[n,k]ᵀ: a linear layer.
+    /// `out[m,n]` = `x[m,k]` · `weight[n,k]`ᵀ: a linear layer.
     pub fn linear(x: Operand, weight: Operand, out: Operand, m: u64, k: u64, n: u64) -> Product {
         let (bias, residual) = (None, None);
         Product {

@@ -87,7 +87,7 @@ pub enum Collective {
 #[derive(Clone, Debug, PartialEq)]
 #[expect(missing_docs, reason = "fields are the letters of the legend and operands named by role")]
 pub enum OpKind {
-    /// out[m,n] = a·b (+ bias[n]) (+ residual[m,n]), or out += a·b. `a` is [m,k] ([k,m] if transposed), `b` is [k,n] ([n,k]).
+    /// `out[m,n]` = a·b (+ `bias[n]`) (+ `residual[m,n]`), or out += a·b. `a` is `[m,k]` (`[k,m]` if transposed), `b` is `[k,n]` (`[n,k]`).
     Product {
         a: Operand,
         b: Operand,
@@ -102,11 +102,11 @@ pub enum OpKind {
         b_transposed: bool,
         accumulate: bool,
     },
-    /// out[N,D] = rows of table[V,D].
+    /// `out[N,D]` = rows of `table[V,D]`.
     Embed { tokens: Operand, table: Operand, out: Operand, rows: u64, hidden: u64, vocab: u64 },
-    /// dtable[V,D] += rows of dout[N,D].
+    /// `dtable[V,D]` += rows of `dout[N,D]`.
     EmbedGrad { tokens: Operand, dout: Operand, dtable: Operand, rows: u64, hidden: u64, vocab: u64 },
-    /// out = x / rms(x) · weight; rstd[R] = 1 / rms.
+    /// out = x / rms(x) · weight; `rstd[R]` = 1 / rms.
     RmsNorm { x: Operand, weight: Operand, out: Operand, rstd: Operand, rows: u64, dim: u64, eps: f64 },
     /// dx = or +=, dweight +=.
     RmsNormGrad {
@@ -145,12 +145,12 @@ pub enum OpKind {
         rows: u64,
         shape: Heads,
     },
-    /// Rotates query and key heads of qkv[N,C] in place by positions[N]; table[P,E] is cos | sin.
+    /// Rotates query and key heads of `qkv[N,C]` in place by `positions[N]`; `table[P,E]` is cos | sin.
     Rope { qkv: Operand, table: Operand, positions: Operand, rows: u64, table_rows: u64, shape: Heads, inverse: bool },
-    /// Fills table[P,E].
+    /// Fills `table[P,E]`.
     RopeTable { table: Operand, table_rows: u64, head_dim: u64, theta: f64, scaling: RopeScaling },
-    /// Causal attention within documents: query i of a sequence sees keys document_start[i] ..= i.
-    /// out[N, H·E], stats[B,H,T] = log-sum-exp of the scores.
+    /// Causal attention within documents: query i of a sequence sees keys `document_start[i] ..= i`.
+    /// `out[N, H·E]`, `stats[B,H,T]` = log-sum-exp of the scores.
     Attention {
         qkv: Operand,
         document_start: Operand,
@@ -161,7 +161,7 @@ pub enum OpKind {
         sequence: u64,
         shape: Heads,
     },
-    /// dqkv[N,C] is written whole.
+    /// `dqkv[N,C]` is written whole.
     AttentionGrad {
         qkv: Operand,
         out: Operand,
@@ -196,9 +196,9 @@ pub enum OpKind {
         capacity: u64,
         shape: Heads,
     },
-    /// out[N,F] = silu(gate) · up of gate_up[N,2F].
+    /// `out[N,F]` = silu(gate) · up of `gate_up[N,2F]`.
     SwiGlu { gate_up: Operand, out: Operand, rows: u64, ffn: u64 },
-    /// dgate_up[N,2F]; may stand where gate_up stood.
+    /// `dgate_up[N,2F]`; may stand where gate_up stood.
     SwiGluGrad { gate_up: Operand, dout: Operand, dgate_up: Operand, rows: u64, ffn: u64 },
     /// Adds Σ weight · nll to the metrics; with `gradient`, logits become their gradient (scaled by
     /// 1 / labelled tokens of the step); with `correct`, whether the largest logit was the label's.
@@ -214,9 +214,9 @@ pub enum OpKind {
         vocab: u64,
         gradient: bool,
     },
-    /// into[n] += Σ rows of x[m,n].
+    /// `into[n]` += Σ rows of `x[m,n]`.
     SumRows { x: Operand, into: Operand, workspace: Operand, rows: u64, columns: u64 },
-    /// out[D] = the row of x[N,D] that the scalars name.
+    /// `out[D]` = the row of `x[N,D]` that the scalars name.
     PickRow { x: Operand, scalars: Operand, out: Operand, rows: u64, columns: u64 },
     /// into += x.
     Add { x: Operand, into: Operand, elements: u64 },

@@ -132,6 +132,9 @@ pub fn build(what: &Build) -> ProgramSet {
     decoder.builder.set
 }
 
+/// Turns qkv `[N,C]` into `[N, H·E]`: the ops, and the tensors that they leave beside their result.
+type AttentionOps<'f> = dyn FnMut(&mut Builder, Operand, Operand) -> (Vec<Op>, Vec<TensorId>) + 'f;
+
 /// Tensors of weights.
 struct Weights {
     embedding: TensorId,
@@ -260,13 +263,7 @@ impl<'a> Decoder<'a> {
     }
 
     /// The forward pass over `rows` rows. `attention` makes the op that turns qkv[N,C] into [N, H·E].
-    fn forward(
-        &mut self,
-        prefix: &str,
-        rows: u64,
-        inputs: &Inputs,
-        attention: &mut dyn FnMut(&mut Builder, Operand, Operand) -> (Vec<Op>, Vec<TensorId>),
-    ) -> Forward {
+    fn forward(&mut self, prefix: &str, rows: u64, inputs: &Inputs, attention: &mut AttentionOps) -> Forward {
         use RecomputeLevel::{Attention, Block as WholeBlock, FeedForward, Norms};
         let config = self.what.config;
         let (d, f, layers) = (config.hidden, config.ffn, config.layers as u32);

@@ -6,14 +6,14 @@
 //!
 //! | tensor | shape | rows |
 //! |---|---|---|
-//! | `embedding`, `head` | [V, D] | |
-//! | `qkv` | [(H + 2K)·E, D] | queries, keys, values |
-//! | `qkv_bias` | [(H + 2K)·E] | queries, keys, values |
-//! | `attention_out` | [D, H·E] | |
-//! | `q_norm`, `k_norm` | [E] | |
-//! | `gate_up` | [2F, D] | gate, up |
-//! | `down` | [D, F] | |
-//! | `attention_norm`, `ffn_norm`, `final_norm` | [D] | |
+//! | `embedding`, `head` | `[V, D]` | |
+//! | `qkv` | `[(H + 2K)·E, D]` | queries, keys, values |
+//! | `qkv_bias` | `[(H + 2K)·E]` | queries, keys, values |
+//! | `attention_out` | `[D, H·E]` | |
+//! | `q_norm`, `k_norm` | `[E]` | |
+//! | `gate_up` | `[2F, D]` | gate, up |
+//! | `down` | `[D, F]` | |
+//! | `attention_norm`, `ffn_norm`, `final_norm` | `[D]` | |
 
 use super::config::ModelConfig;
 
