@@ -7,6 +7,7 @@ pub mod arena;
 pub mod bench;
 pub mod calibration;
 pub mod cpu;
+pub mod cuda;
 pub mod device;
 pub mod heap;
 pub mod probe;

@@ -1,0 +1,378 @@
+// Causal attention within documents, its gradient, and attention over a cache.
+//
+// A block of queries meets the keys it can see, a tile at a time, in shared memory: no T × T matrix
+// exists. Sums are float, on the ordinary arithmetic units: correct first; a version for tensor cores
+// takes the same arguments.
+//
+// Forward (Milakov and Gimelshein, "Online normalizer calculation for softmax"; Dao et al.,
+// "FlashAttention"): S = Q·Kᵀ / √E, P = e^(S − max so far), out = rescaled out + P·V.
+// Backward, from stats = ln Σ e^S: P = e^(S − stats), dV = Pᵀ·dO, dP = dO·Vᵀ,
+// dS = P · (dP − δ) / √E with δ = Σ out · dO, dK = dSᵀ·Q, dQ = dS·K. dQ has a kernel of its own, and
+// so have dK and dV, each with all query heads of its group in order: every sum has one order.
+//
+// HEAD_DIM is E, at most 128. Threads form a field of 16 columns (x) and some rows (y); each owns every
+// 16th column and every y-th row of a tile.
+
+constexpr int E = HEAD_DIM;
+// Rows of tiles are padded with zeros to a multiple of 16, and stored such that eight rows' packs of
+// four fall into different banks.
+constexpr int WIDE = (E + 15) / 16 * 16;
+constexpr int ROW = WIDE + 4;
+constexpr int COLUMNS = WIDE / 16;
+
+__device__ inline int x() { return threadIdx.x % 16; }
+__device__ inline int y() { return threadIdx.x / 16; }
+
+// tile[ROWS] = scale · rows of `from`, `stride` elements apart; zeros from row `valid` on.
+template <int ROWS, int THREADS>
+__device__ inline void lay_out(float* tile, const REAL* from, u64 stride, int valid, float scale) {
+    bool wide = E % 4 == 0 && stride % 4 == 0 && fours(from);
+    for (int at = threadIdx.x; at < ROWS * (WIDE / 4); at += THREADS) {
+        int row = at / (WIDE / 4), column = at % (WIDE / 4) * 4;
+        float v[4] = {};
+        if (row < valid) {
+            const REAL* place = from + row * stride + column;
+            if (wide && column < E) load(place, v);
+            if (!wide)
+                for (int i = 0; i < 4; i++)
+                    if (column + i < E) v[i] = widen(place[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) v[i] *= scale;
+        store(v, tile + row * ROW + column);
+    }
+}
+
+__device__ inline Four four(const float* at) { return *reinterpret_cast<const Four*>(at); }
+
+// dots[i][j] = row y + i·Y of a · row x + j·16 of b.
+template <int M, int N, int Y> __device__ inline void products(const float* a, const float* b, float (&dots)[M][N]) {
+#pragma unroll
+    for (int i = 0; i < M; i++)
+#pragma unroll
+        for (int j = 0; j < N; j++) dots[i][j] = 0;
+    for (int e = 0; e < WIDE; e += 4) {
+        Four left[M], right[N];
+#pragma unroll
+        for (int i = 0; i < M; i++) left[i] = four(a + (y() + i * Y) * ROW + e);
+#pragma unroll
+        for (int j = 0; j < N; j++) right[j] = four(b + (x() + j * 16) * ROW + e);
+#pragma unroll
+        for (int i = 0; i < M; i++)
+#pragma unroll
+            for (int j = 0; j < N; j++)
+#pragma unroll
+                for (int k = 0; k < 4; k++) dots[i][j] = fmaf(left[i].at[k], right[j].at[k], dots[i][j]);
+    }
+}
+
+// sums[i][c] += Σ over DEPTH of p[y + i·Y][k] · v[k][x + c·16]; rows of p are DEPTH + 4 apart.
+template <int M, int DEPTH, int Y>
+__device__ inline void mix(const float* p, const float* v, float (&sums)[M][COLUMNS]) {
+    for (int k = 0; k < DEPTH; k += 4) {
+        Four weights[M];
+#pragma unroll
+        for (int i = 0; i < M; i++) weights[i] = four(p + (y() + i * Y) * (DEPTH + 4) + k);
+#pragma unroll
+        for (int l = 0; l < 4; l++)
+#pragma unroll
+            for (int c = 0; c < COLUMNS; c++) {
+                float value = v[(k + l) * ROW + x() + c * 16];
+#pragma unroll
+                for (int i = 0; i < M; i++) sums[i][c] = fmaf(weights[i].at[l], value, sums[i][c]);
+            }
+    }
+}
+
+// Rows y + i·Y below `valid` of `to`, `stride` elements apart, times factor[i].
+template <int M, int Y>
+__device__ inline void write_rows(const float (&sums)[M][COLUMNS], const float (&factor)[M], REAL* to, u64 stride,
+                                  int valid) {
+#pragma unroll
+    for (int i = 0; i < M; i++)
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) {
+            int row = y() + i * Y, column = x() + c * 16;
+            if (row < valid && column < E) narrow(sums[i][c] * factor[i], to[row * stride + column]);
+        }
+}
+
+// Over the 16 threads that share rows.
+__device__ inline float row_max(float v) {
+#pragma unroll
+    for (int step = 8; step > 0; step /= 2) v = fmaxf(v, __shfl_xor_sync(ALL_LANES, v, step));
+    return v;
+}
+
+__device__ inline float row_sum(float v) {
+#pragma unroll
+    for (int step = 8; step > 0; step /= 2) v += __shfl_xor_sync(ALL_LANES, v, step);
+    return v;
+}
+
+// The least of `count` starts, the same in every thread.
+__device__ inline int least_of(const int* starts, int count) {
+    int least = 0x7fffffff;
+    for (int at = threadIdx.x % 32; at < count; at += 32) least = min(least, starts[at]);
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) least = min(least, __shfl_xor_sync(ALL_LANES, least, step));
+    return least;
+}
+
+__device__ inline float root_scale() { return 1.0f / sqrtf((float)E); }
+
+// ---- forward ----
+
+// 256 threads: 16 × 16.
+constexpr int QUERIES = 64;
+constexpr int KEYS = 64;
+
+// `count` queries of a head, the first at key position `first`, over keys starts[i] ..= first + i
+// (from 0 where `starts` is null).
+__device__ inline void attend(const REAL* queries, u64 query_row, int first, int count, const int* starts,
+                              const REAL* keys, const REAL* values, u64 key_row, REAL* out, u64 out_row,
+                              float* stats) {
+    float* q = shared;              // [QUERIES][ROW]
+    float* kv = q + QUERIES * ROW;  // [KEYS][ROW], keys and then values
+    float* p = kv + KEYS * ROW;     // [QUERIES][KEYS + 4]
+    lay_out<QUERIES, 256>(q, queries, query_row, count, root_scale());
+    float largest[4], sum[4], sums[4][COLUMNS] = {};
+    int start[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        int query = y() + i * 16;
+        largest[i] = LOWEST;
+        sum[i] = 0;
+        start[i] = starts && query < count ? starts[query] : 0;
+    }
+    int end = first + count;
+    for (int from = starts ? least_of(starts, count) : 0; from < end; from += KEYS) {
+        __syncthreads();  // the last tile's values are used up
+        lay_out<KEYS, 256>(kv, keys + from * key_row, key_row, end - from, 1.0f);
+        __syncthreads();
+        float scores[4][4];
+        products<4, 4, 16>(q, kv, scores);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float most = largest[i];
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                int key = from + x() + j * 16;
+                if (key < start[i] || key > first + y() + i * 16) scores[i][j] = -infinity();
+                most = fmaxf(most, scores[i][j]);
+            }
+            most = row_max(most);
+            float factor = expf(largest[i] - most);
+            largest[i] = most;
+            sum[i] *= factor;
+#pragma unroll
+            for (int c = 0; c < COLUMNS; c++) sums[i][c] *= factor;
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                float weight = expf(scores[i][j] - most);
+                sum[i] += weight;
+                p[(y() + i * 16) * (KEYS + 4) + x() + j * 16] = weight;
+            }
+        }
+        __syncthreads();  // the keys are used up
+        lay_out<KEYS, 256>(kv, values + from * key_row, key_row, end - from, 1.0f);
+        __syncthreads();
+        mix<4, KEYS, 16>(p, kv, sums);
+    }
+    float factor[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        sum[i] = row_sum(sum[i]);
+        factor[i] = 1.0f / sum[i];
+        int query = y() + i * 16;
+        if (stats && x() == 0 && query < count) stats[query] = largest[i] + logf(sum[i]);
+    }
+    write_rows<4, 16>(sums, factor, out, out_row, count);
+}
+
+// out[N, H·E] and stats[B,H,T] = log-sum-exp of the scores of qkv[N,C]: query i of a sequence sees
+// its keys document_start[i] ..= i. Late queries, which see the most, come first.
+// Grid: (ceil(T / 64), H, B). Block: 256. Shared memory: (128 · ROW + 64 · 68) floats.
+extern "C" __global__ void __launch_bounds__(256)
+attention(const REAL* qkv, const int* document_start, REAL* out, float* stats, u32 sequence, u32 heads, u32 kv_heads) {
+    int first = (gridDim.x - 1 - blockIdx.x) * QUERIES;
+    int count = min(QUERIES, (int)sequence - first);
+    u32 head = blockIdx.y, kv = head / (heads / kv_heads);
+    u64 row = (u64)(heads + 2 * kv_heads) * E, out_row = (u64)heads * E;
+    u64 sequence_start = (u64)blockIdx.z * sequence, query = sequence_start + first;
+    const REAL* keys = qkv + sequence_start * row + (heads + kv) * E;
+    attend(qkv + query * row + head * E, row, first, count, document_start + query, keys, keys + kv_heads * E, row,
+           out + query * out_row + head * E, out_row, stats + (u64)(blockIdx.z * heads + head) * sequence + first);
+}
+
+// out[n, H·E]: the n new tokens of qkv[n,C], which stand in the caches keys, values [P, K·E] already,
+// after the CACHE_LENGTH tokens before, over all keys up to their own.
+// Grid: (ceil(n / 64), H). Block: 256. Shared memory: as attention.
+extern "C" __global__ void __launch_bounds__(256)
+cached_attention(const REAL* qkv, const REAL* keys, const REAL* values, const float* scalars, REAL* out, u32 rows,
+                 u32 heads, u32 kv_heads) {
+    int block = blockIdx.x * QUERIES;
+    int count = min(QUERIES, (int)rows - block);
+    u32 head = blockIdx.y, kv = head / (heads / kv_heads);
+    u64 row = (u64)(heads + 2 * kv_heads) * E, out_row = (u64)heads * E;
+    attend(qkv + block * row + head * E, row, (int)scalars[CACHE_LENGTH] + block, count, nullptr, keys + kv * E,
+           values + kv * E, (u64)kv_heads * E, out + block * out_row + head * E, out_row, nullptr);
+}
+
+// Keys and values of the n tokens in qkv[n,C] into the caches [P, K·E], after those they hold.
+// Grid: (n, ceil(K·E / 256)). Block: 256. Shared memory: none.
+extern "C" __global__ void __launch_bounds__(256)
+append_cache(const REAL* qkv, const float* scalars, REAL* keys, REAL* values, u32 heads, u32 kv_heads) {
+    u32 column = blockIdx.y * 256 + threadIdx.x, width = kv_heads * E;
+    if (column >= width) return;
+    u64 to = ((u64)scalars[CACHE_LENGTH] + blockIdx.x) * width + column;
+    const REAL* row = qkv + (u64)blockIdx.x * (heads + 2 * kv_heads) * E + heads * E + column;
+    keys[to] = row[0];
+    values[to] = row[width];
+}
+
+// ---- backward ----
+
+// δ[B,H,T] = Σ out · dout of each head of each row.
+// Grid: ceil(N·H / 8). Block: 256, a warp for each head. Shared memory: none.
+extern "C" __global__ void __launch_bounds__(256)
+attention_delta(const REAL* out, const REAL* dout, float* delta, u32 rows, u32 sequence, u32 heads) {
+    u64 unit = (u64)blockIdx.x * 8 + threadIdx.x / 32;
+    if (unit >= (u64)rows * heads) return;
+    float sum = 0;
+    for (u64 at = unit * E + threadIdx.x % 32; at < (unit + 1) * E; at += 32)
+        sum = fmaf(widen(out[at]), widen(dout[at]), sum);
+    sum = warp_sum(sum);
+    u64 row = unit / heads, head = unit % heads;
+    if (threadIdx.x % 32 == 0) delta[(row / sequence * heads + head) * sequence + row % sequence] = sum;
+}
+
+// 128 threads: 16 × 8. The side that is summed over is longer, the side that is owned is shorter, so
+// that the tiles fit into the shared memory of every GPU from sm_80 on (99 KiB on most).
+constexpr int OWNED = 32;
+constexpr int MET = 64;
+
+// The dQ part of dqkv[N,C]: a block owns 32 queries and meets keys.
+// Grid: (ceil(T / 32), H, B). Block: 128. Shared memory: (128 · ROW + 32 · 68) floats.
+extern "C" __global__ void __launch_bounds__(128)
+attention_grad_queries(const REAL* qkv, const REAL* dout, const float* stats, const float* delta,
+                       const int* document_start, REAL* dqkv, u32 sequence, u32 heads, u32 kv_heads) {
+    float* q = shared;             // [OWNED][ROW]
+    float* d = q + OWNED * ROW;    // [OWNED][ROW], of the output's gradient
+    float* kv = d + OWNED * ROW;   // [MET][ROW], values and then keys
+    float* p = kv + MET * ROW;     // [OWNED][MET + 4], of dS
+    int first = (gridDim.x - 1 - blockIdx.x) * OWNED;
+    int count = min(OWNED, (int)sequence - first);
+    u32 head = blockIdx.y, group = head / (heads / kv_heads);
+    u64 row = (u64)(heads + 2 * kv_heads) * E, out_row = (u64)heads * E;
+    u64 sequence_start = (u64)blockIdx.z * sequence, query = sequence_start + first;
+    u64 unit = (u64)(blockIdx.z * heads + head) * sequence + first;
+    const REAL* keys = qkv + sequence_start * row + (heads + group) * E;
+    const int* starts = document_start + query;
+    lay_out<OWNED, 128>(q, qkv + query * row + head * E, row, count, 1.0f);
+    lay_out<OWNED, 128>(d, dout + query * out_row + head * E, out_row, count, 1.0f);
+    float stat[4], less[4], one[4], sums[4][COLUMNS] = {};
+    int start[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        int at = y() + i * 8;
+        bool real = at < count;
+        stat[i] = real ? stats[unit + at] : 0.0f;
+        less[i] = real ? delta[unit + at] : 0.0f;
+        start[i] = real ? starts[at] : 0x7fffffff;
+        one[i] = 1.0f;
+    }
+    int end = first + count;
+    for (int from = least_of(starts, count); from < end; from += MET) {
+        __syncthreads();  // the last tile's keys are used up
+        lay_out<MET, 128>(kv, keys + kv_heads * E + from * row, row, end - from, 1.0f);
+        __syncthreads();
+        float scores[4][4], dscores[4][4];
+        products<4, 4, 8>(d, kv, dscores);
+        __syncthreads();  // the values are used up
+        lay_out<MET, 128>(kv, keys + from * row, row, end - from, 1.0f);
+        __syncthreads();
+        products<4, 4, 8>(q, kv, scores);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                int key = from + x() + j * 16;
+                bool seen = key >= start[i] && key <= first + y() + i * 8;
+                float weight = seen ? expf(scores[i][j] * root_scale() - stat[i]) : 0.0f;
+                p[(y() + i * 8) * (MET + 4) + x() + j * 16] = weight * (dscores[i][j] - less[i]) * root_scale();
+            }
+        __syncthreads();
+        mix<4, MET, 8>(p, kv, sums);
+    }
+    write_rows<4, 8>(sums, one, dqkv + query * row + head * E, row, count);
+}
+
+// The dK and dV parts of dqkv[N,C]: a block owns 32 keys of a kv head and meets the queries of all
+// heads of its group, head by head. Tiles of queries that see none of the keys are skipped.
+// Grid: (ceil(T / 32), K, B). Block: 128. Shared memory: as attention_grad_queries.
+extern "C" __global__ void __launch_bounds__(128)
+attention_grad_keys(const REAL* qkv, const REAL* dout, const float* stats, const float* delta,
+                    const int* document_start, REAL* dqkv, u32 sequence, u32 heads, u32 kv_heads) {
+    float* k = shared;             // [OWNED][ROW]
+    float* v = k + OWNED * ROW;    // [OWNED][ROW]
+    float* met = v + OWNED * ROW;  // [MET][ROW]: queries, gradients of the output, queries again
+    float* p = met + MET * ROW;    // [OWNED][MET + 4]: P, then dS
+    int first = blockIdx.x * OWNED;
+    int count = min(OWNED, (int)sequence - first);
+    u32 group = heads / kv_heads;
+    u64 row = (u64)(heads + 2 * kv_heads) * E, out_row = (u64)heads * E;
+    u64 sequence_start = (u64)blockIdx.z * sequence;
+    u64 key_at = (sequence_start + first) * row + (heads + blockIdx.y) * E, value_at = key_at + kv_heads * E;
+    const int* starts = document_start + sequence_start;
+    lay_out<OWNED, 128>(k, qkv + key_at, row, count, 1.0f);
+    lay_out<OWNED, 128>(v, qkv + value_at, row, count, 1.0f);
+    float dk[4][COLUMNS] = {}, dv[4][COLUMNS] = {};
+    for (u32 head = blockIdx.y * group; head < (blockIdx.y + 1) * group; head++) {
+        const REAL* queries = qkv + sequence_start * row + head * E;
+        const REAL* douts = dout + sequence_start * out_row + head * E;
+        u64 unit = (u64)(blockIdx.z * heads + head) * sequence;
+        for (int from = first / MET * MET; from < (int)sequence; from += MET) {
+            int mine = from + threadIdx.x, valid = (int)sequence - from;
+            // Meets all threads: the last tile is used up, too.
+            if (!__syncthreads_or(threadIdx.x < MET && mine < (int)sequence && starts[mine] < first + count)) continue;
+            lay_out<MET, 128>(met, queries + from * row, row, valid, 1.0f);
+            __syncthreads();
+            float weights[4][4], dweights[4][4], less[4];
+            products<4, 4, 8>(k, met, weights);
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                int query = from + x() + j * 16;
+                bool real = query < (int)sequence;
+                float stat = real ? stats[unit + query] : 0.0f;
+                int start = real ? starts[query] : 0x7fffffff;
+                less[j] = real ? delta[unit + query] : 0.0f;
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    int key = first + y() + i * 8;
+                    bool seen = key >= start && key <= query && key < first + count;
+                    weights[i][j] = seen ? expf(weights[i][j] * root_scale() - stat) : 0.0f;
+                    p[(y() + i * 8) * (MET + 4) + x() + j * 16] = weights[i][j];
+                }
+            }
+            __syncthreads();  // the queries are used up
+            lay_out<MET, 128>(met, douts + from * out_row, out_row, valid, 1.0f);
+            __syncthreads();
+            mix<4, MET, 8>(p, met, dv);
+            products<4, 4, 8>(v, met, dweights);
+            __syncthreads();  // P and the gradients are used up
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+                    p[(y() + i * 8) * (MET + 4) + x() + j * 16] =
+                        weights[i][j] * (dweights[i][j] - less[j]) * root_scale();
+            lay_out<MET, 128>(met, queries + from * row, row, valid, 1.0f);
+            __syncthreads();
+            mix<4, MET, 8>(p, met, dk);
+        }
+    }
+    float one[4] = {1.0f, 1.0f, 1.0f, 1.0f};
+    write_rows<4, 8>(dk, one, dqkv + key_at, row, count);
+    write_rows<4, 8>(dv, one, dqkv + value_at, row, count);
+}

@@ -1,0 +1,85 @@
+// From one type of floats to another, rounded once to nearest even (as cpu/kernels/cast.rs), and
+// fills. Elements are aligned to their size. Grids as in elementwise.cu.
+
+__device__ inline double exact(double x) { return x; }
+__device__ inline double exact(float x) { return x; }
+__device__ inline double exact(bf16 x) { return widen(x); }
+
+__device__ inline double exact(f16 x) {
+    u32 sign = (u32)(x.bits & 0x8000u) << 16, rest = x.bits & 0x7fffu;
+    // Shifted into a float, exponents are 112 too low: a multiplication sets them right, those of
+    // subnormals too. Infinity and NaN have the highest exponent in both.
+    float value = rest >= 0x7c00u ? __uint_as_float(0x7f800000u | (rest & 0x3ffu) << 13)
+                                  : __uint_as_float(rest << 13) * 5.192296858534828e+33f;
+    return __uint_as_float(__float_as_uint(value) | sign);
+}
+
+// x in 32 bits, where inexact rounded to the neighbour whose last bit is 1: rounding that again to
+// half as many bits gives what rounding x once would (Boldo and Melquiond, "When double rounding is
+// odd").
+__device__ inline float to_odd(double x) {
+    float nearest = (float)x;
+    if ((double)nearest == x || x != x) return nearest;
+    u32 toward_zero = __float_as_uint(nearest) - (fabs((double)nearest) > fabs(x));
+    return __uint_as_float(toward_zero | 1u);
+}
+
+__device__ inline void round_to(double x, double& to) { to = x; }
+__device__ inline void round_to(double x, float& to) { to = (float)x; }
+__device__ inline void round_to(double x, bf16& to) { narrow(to_odd(x), to); }
+
+__device__ inline void round_to(double x, f16& to) {
+    u32 bits = __float_as_uint(to_odd(x));
+    u32 sign = bits >> 16 & 0x8000u, rest = bits & 0x7fffffffu;
+    u32 half;
+    if (rest > 0x7f800000u) {
+        half = 0x7e00u;  // NaN
+    } else if (rest >= 0x477ff000u) {
+        half = 0x7c00u;  // rounds to infinity: half way from 65504 to 65536, or more
+    } else if (rest < 0x38800000u) {
+        // Below the smallest normal number: added to 0.5, the sum's last bit is worth 2^-24, as that
+        // of a subnormal, and the addition rounds.
+        half = __float_as_uint(__uint_as_float(rest) + 0.5f) - 0x3f000000u;
+    } else {
+        half = (rest - 0x38000000u + 0xfffu + (rest >> 13 & 1u)) >> 13;
+    }
+    to.bits = (unsigned short)(sign | half);
+}
+
+// Between types of at most 32 bits no double is needed: they are slow on most GPUs.
+__device__ inline void convert(float from, bf16& to) { narrow(from, to); }
+__device__ inline void convert(bf16 from, float& to) { to = widen(from); }
+template <class From, class To> __device__ inline void convert(From from, To& to) { round_to(exact(from), to); }
+
+template <class From, class To> __device__ inline void cast_all(const From* from, To* to, u64 elements) {
+    u64 step = (u64)gridDim.x * 256;
+    for (u64 at = (u64)blockIdx.x * 256 + threadIdx.x; at < elements; at += step) convert(from[at], to[at]);
+}
+
+// to = from, in another type.
+// Grid: over elements. Block: 256. Shared memory: none.
+extern "C" __global__ void __launch_bounds__(256) cast_f32_bf16(const float* from, bf16* to, u64 elements) { cast_all(from, to, elements); }
+extern "C" __global__ void __launch_bounds__(256) cast_bf16_f32(const bf16* from, float* to, u64 elements) { cast_all(from, to, elements); }
+extern "C" __global__ void __launch_bounds__(256) cast_f32_f16(const float* from, f16* to, u64 elements) { cast_all(from, to, elements); }
+extern "C" __global__ void __launch_bounds__(256) cast_f16_f32(const f16* from, float* to, u64 elements) { cast_all(from, to, elements); }
+extern "C" __global__ void __launch_bounds__(256) cast_f32_f64(const float* from, double* to, u64 elements) { cast_all(from, to, elements); }
+extern "C" __global__ void __launch_bounds__(256) cast_f64_f32(const double* from, float* to, u64 elements) { cast_all(from, to, elements); }
+extern "C" __global__ void __launch_bounds__(256) cast_bf16_f16(const bf16* from, f16* to, u64 elements) { cast_all(from, to, elements); }
+extern "C" __global__ void __launch_bounds__(256) cast_f16_bf16(const f16* from, bf16* to, u64 elements) { cast_all(from, to, elements); }
+extern "C" __global__ void __launch_bounds__(256) cast_bf16_f64(const bf16* from, double* to, u64 elements) { cast_all(from, to, elements); }
+extern "C" __global__ void __launch_bounds__(256) cast_f64_bf16(const double* from, bf16* to, u64 elements) { cast_all(from, to, elements); }
+
+template <class T> __device__ inline void fill_all(T* into, T value, u64 elements) {
+    u64 step = (u64)gridDim.x * 256;
+    for (u64 at = (u64)blockIdx.x * 256 + threadIdx.x; at < elements; at += step) into[at] = value;
+}
+
+// All elements = value.
+// Grid: over elements. Block: 256. Shared memory: none.
+extern "C" __global__ void __launch_bounds__(256) fill_f32(float* into, double value, u64 elements) { fill_all(into, (float)value, elements); }
+extern "C" __global__ void __launch_bounds__(256) fill_f64(double* into, double value, u64 elements) { fill_all(into, value, elements); }
+extern "C" __global__ void __launch_bounds__(256) fill_bf16(bf16* into, double value, u64 elements) {
+    bf16 rounded;
+    round_to(value, rounded);
+    fill_all(into, rounded, elements);
+}

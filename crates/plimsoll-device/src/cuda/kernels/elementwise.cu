@@ -1,0 +1,75 @@
+// Element by element over activations, and sums over rows.
+//
+// Grids of kernels over `elements` are ceil(elements / 1024), at most 65,536 blocks of 256 threads
+// which go on a grid further, four elements at a time where alignment allows.
+
+template <int W> __device__ void add_all(const REAL* x, REAL* into, u64 elements) {
+    u64 step = (u64)gridDim.x * 256 * W;
+    for (u64 at = ((u64)blockIdx.x * 256 + threadIdx.x) * W; at < elements; at += step) {
+        float a[W], b[W];
+        load(x + at, a);
+        load(into + at, b);
+#pragma unroll
+        for (int i = 0; i < W; i++) b[i] += a[i];
+        store(b, into + at);
+    }
+}
+
+// into += x
+// Grid: over elements. Block: 256. Shared memory: none.
+extern "C" __global__ void __launch_bounds__(256) add(const REAL* x, REAL* into, u64 elements) {
+    if (elements % 4 == 0 && fours(x) && fours(into))
+        add_all<4>(x, into, elements);
+    else
+        add_all<1>(x, into, elements);
+}
+
+// into[N,C] += bias[C] in each row: after a product that took no bias along.
+// Grid: (N, ceil(C / 1024)). Block: 256. Shared memory: none.
+extern "C" __global__ void __launch_bounds__(256) add_bias(const float* bias, REAL* into, u32 columns) {
+    into += (u64)blockIdx.x * columns;
+    u32 end = min(columns, blockIdx.y * 1024 + 1024);
+    for (u32 at = blockIdx.y * 1024 + threadIdx.x; at < end; at += 256) narrow(widen(into[at]) + bias[at], into[at]);
+}
+
+// partials[portions, C]: the sum of each portion of the rows of x[N,C], for add_partials.
+// Grid: (ceil(C / 256), portions). Block: 256. Shared memory: none.
+extern "C" __global__ void __launch_bounds__(256)
+sum_rows(const REAL* x, float* partials, u32 rows, u32 columns, u32 rows_per_portion) {
+    u32 column = blockIdx.x * 256 + threadIdx.x;
+    u32 first = blockIdx.y * rows_per_portion;
+    u32 end = min(rows, first + rows_per_portion);
+    if (column >= columns) return;
+    float sum = 0;
+    for (u32 row = first; row < end; row++) sum += widen(x[(u64)row * columns + column]);
+    partials[(u64)blockIdx.y * columns + column] = sum;
+}
+
+// into[C] += Σ over `count` partial sums that lie `stride` apart. Eight slices of them are summed
+// side by side, then the slices in order.
+// Grid: ceil(C / 32). Block: 256. Shared memory: static only.
+extern "C" __global__ void __launch_bounds__(256)
+add_partials(const float* partials, float* into, u32 count, u32 columns, u32 stride) {
+    __shared__ float sums[8][32];
+    u32 lane = threadIdx.x % 32, slice = threadIdx.x / 32;
+    u32 column = blockIdx.x * 32 + lane;
+    float sum = 0;
+    if (column < columns)
+        for (u32 at = slice; at < count; at += 8) sum += partials[(u64)at * stride + column];
+    sums[slice][lane] = sum;
+    __syncthreads();
+    if (slice > 0 || column >= columns) return;
+    float total = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) total += sums[i][lane];
+    into[column] += total;
+}
+
+// out[C] = the row of x[N,C] that the scalars name.
+// Grid: ceil(C / 256). Block: 256. Shared memory: none.
+extern "C" __global__ void __launch_bounds__(256)
+pick_row(const REAL* x, const float* scalars, REAL* out, u32 columns) {
+    u32 column = blockIdx.x * 256 + threadIdx.x;
+    u64 row = (u64)scalars[LAST_ROW];
+    if (column < columns) out[column] = x[row * columns + column];
+}

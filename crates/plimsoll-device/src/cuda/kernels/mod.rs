@@ -1,0 +1,183 @@
+//! The CUDA C kernels as data: their sources, how these become units that are compiled, and what is
+//! in them. How each kernel is launched is in [`launch`]. Nothing here needs CUDA; `cargo xtask
+//! cuda-check` compiles every unit and runs its arithmetic on the CPU.
+//!
+//! Activations are f32 or bf16, the [`Real`] of a unit. Everything else that is real is f32 in both:
+//! master weights and their gradients, the optimizer's state, rstd, attention's statistics, token
+//! weights, the RoPE table, scalars and scratch. Metrics are f64.
+
+pub mod launch;
+
+/// What stands before every family's source.
+const COMMON: &str = include_str!("common.cuh");
+/// The largest head that attention is compiled for: its tiles must fit into the 99 KiB of shared
+/// memory that a block may have on most GPUs.
+pub const HEAD_DIM_MAX: u64 = 128;
+
+/// The type of activations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Real {
+    /// 32-bit float.
+    F32,
+    /// bfloat16.
+    Bf16,
+}
+
+/// Kernels of one file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[expect(missing_docs, reason = "named after the ops, as the files are")]
+pub enum Family {
+    Attention,
+    Cast,
+    CrossEntropy,
+    Elementwise,
+    Embed,
+    HeadNorm,
+    Init,
+    Norm,
+    Optimizer,
+    Rope,
+    SwiGlu,
+}
+
+impl Family {
+    /// All of them.
+    pub const ALL: [Family; 11] = [
+        Family::Attention,
+        Family::Cast,
+        Family::CrossEntropy,
+        Family::Elementwise,
+        Family::Embed,
+        Family::HeadNorm,
+        Family::Init,
+        Family::Norm,
+        Family::Optimizer,
+        Family::Rope,
+        Family::SwiGlu,
+    ];
+
+    /// The file's name without its extension, the file, and the kernels in it.
+    fn row(self) -> (&'static str, &'static str, &'static [&'static str]) {
+        match self {
+            Family::Attention => (
+                "attention",
+                include_str!("attention.cu"),
+                &[
+                    "attention",
+                    "cached_attention",
+                    "append_cache",
+                    "attention_delta",
+                    "attention_grad_queries",
+                    "attention_grad_keys",
+                ],
+            ),
+            Family::Cast => (
+                "cast",
+                include_str!("cast.cu"),
+                &[
+                    "cast_f32_bf16",
+                    "cast_bf16_f32",
+                    "cast_f32_f16",
+                    "cast_f16_f32",
+                    "cast_f32_f64",
+                    "cast_f64_f32",
+                    "cast_bf16_f16",
+                    "cast_f16_bf16",
+                    "cast_bf16_f64",
+                    "cast_f64_bf16",
+                    "fill_f32",
+                    "fill_f64",
+                    "fill_bf16",
+                ],
+            ),
+            Family::CrossEntropy => {
+                ("cross_entropy", include_str!("cross_entropy.cu"), &["cross_entropy", "cross_entropy_sum"])
+            }
+            Family::Elementwise => (
+                "elementwise",
+                include_str!("elementwise.cu"),
+                &["add", "add_bias", "sum_rows", "add_partials", "pick_row"],
+            ),
+            Family::Embed => ("embed", include_str!("embed.cu"), &["embed", "embed_grad"]),
+            Family::HeadNorm => ("head_norm", include_str!("head_norm.cu"), &["head_norm", "head_norm_grad"]),
+            Family::Init => ("init", include_str!("init.cu"), &["init_normal"]),
+            Family::Norm => ("norm", include_str!("norm.cu"), &["rms_norm", "rms_norm_grad"]),
+            Family::Optimizer => (
+                "optimizer",
+                include_str!("optimizer.cu"),
+                &["adamw", "sgd", "squared_norm", "squared_norm_sum", "clip_factor"],
+            ),
+            Family::Rope => ("rope", include_str!("rope.cu"), &["rope", "rope_table"]),
+            Family::SwiGlu => ("swiglu", include_str!("swiglu.cu"), &["swiglu", "swiglu_grad"]),
+        }
+    }
+
+    /// The names of the kernels in it.
+    pub fn kernels(self) -> &'static [&'static str] {
+        self.row().2
+    }
+
+    /// Whether its kernels depend on the type of activations.
+    fn has_real(self) -> bool {
+        !matches!(self, Family::Cast | Family::Init | Family::Optimizer)
+    }
+}
+
+/// What is compiled and loaded as one module.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Unit {
+    family: Family,
+    real: Option<Real>,
+    head_dim: Option<u64>,
+}
+
+impl Unit {
+    /// The unit that holds a family's kernels for a type of activations and a head dimension, where
+    /// the family depends on them.
+    pub fn new(family: Family, real: Real, head_dim: u64) -> Unit {
+        Unit {
+            family,
+            real: family.has_real().then_some(real),
+            head_dim: (family == Family::Attention).then_some(head_dim),
+        }
+    }
+
+    /// Every unit of the families for these head dimensions, each once.
+    pub fn all(head_dims: &[u64]) -> Vec<Unit> {
+        let mut units = Vec::new();
+        for family in Family::ALL {
+            for real in [Real::F32, Real::Bf16] {
+                units.extend(head_dims.iter().map(|&head_dim| Unit::new(family, real, head_dim)));
+            }
+        }
+        units.sort();
+        units.dedup();
+        units
+    }
+
+    /// Whose kernels they are.
+    pub fn family(self) -> Family {
+        self.family
+    }
+
+    /// Unique among units: `norm-bf16`, `attention-f32-128`.
+    pub fn name(self) -> String {
+        let real = self.real.map_or("", |real| if real == Real::F32 { "-f32" } else { "-bf16" });
+        let head_dim = self.head_dim.map_or(String::new(), |head_dim| format!("-{head_dim}"));
+        format!("{}{real}{head_dim}", self.family.row().0)
+    }
+
+    /// The whole source: it includes no header, and what a compiler says about it names our files.
+    pub fn source(self) -> String {
+        let (name, source, _) = self.family.row();
+        let real = self.real.map_or("", |real| match real {
+            Real::F32 => "#define REAL float\n",
+            Real::Bf16 => "#define REAL bf16\n",
+        });
+        let head_dim = self.head_dim.map_or(String::new(), |head_dim| format!("#define HEAD_DIM {head_dim}\n"));
+        format!("{real}{head_dim}#line 1 \"common.cuh\"\n{COMMON}#line 1 \"{name}.cu\"\n{source}")
+    }
+}
+
+#[cfg(test)]
+mod tests;

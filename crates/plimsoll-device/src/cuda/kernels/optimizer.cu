@@ -1,0 +1,177 @@
+// The update of weights over many tensors at once, and the norm that clips it. Everything is float,
+// whatever the activations are (formulas as cpu/kernels/optimizer.rs).
+
+// Tensors of one launch: the table is an argument of the kernel (at most 4 KiB in all), so that it
+// needs no memory of its own and stays right in a captured graph.
+constexpr u32 TENSORS = 64;
+
+// One tensor of the table. Blocks from first_block on work on it, a chunk each.
+struct Tensor {
+    float* weight;
+    const float* gradient;
+    float* first;   // AdamW's first moment; SGD's momentum buffer, or null
+    float* second;  // AdamW's second moment
+    u64 elements;
+    float decay;
+    u32 first_block;
+};
+
+struct Table {
+    Tensor at[TENSORS];
+};
+
+// The tensor that this block works on: the last whose first block is not beyond.
+__device__ inline u32 tensor_of_block(const Table& table, u32 count) {
+    u32 low = 0, high = count;
+    while (high - low > 1) {
+        u32 middle = (low + high) / 2;
+        if (table.at[middle].first_block <= blockIdx.x)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+// Calls body(at, width) over this block's chunk of the tensor, with packs where `wide` allows.
+template <template <int> class Body, class... Rest>
+__device__ inline void over_chunk(u64 from, u64 end, bool wide, Rest... rest) {
+    u64 at = from + (wide ? threadIdx.x * 4 : threadIdx.x);
+    if (wide)
+        for (; at + 4 <= end; at += 1024) Body<4>::at(at, rest...);
+    else
+        for (; at < end; at += 256) Body<1>::at(at, rest...);
+    // What is left of a tensor whose elements are no multiple of four.
+    if (wide && at < end)
+        for (; at < end; at++) Body<1>::at(at, rest...);
+}
+
+struct AdamWStep {
+    float keep, clip, mix_first, keep_second, mix_second, minus_rate, root, eps;
+};
+
+template <int W> struct AdamW {
+    static __device__ inline void at(u64 at, Tensor t, AdamWStep s) {
+        float w[W], g[W], m[W], v[W];
+        load(t.weight + at, w);
+        load(t.gradient + at, g);
+        load(t.first + at, m);
+        load(t.second + at, v);
+#pragma unroll
+        for (int i = 0; i < W; i++) {
+            float gradient = g[i] * s.clip;
+            m[i] = fmaf(gradient - m[i], s.mix_first, m[i]);
+            v[i] = fmaf(gradient * gradient, s.mix_second, v[i] * s.keep_second);
+            w[i] = fmaf(m[i] / fmaf(sqrtf(v[i]), s.root, s.eps), s.minus_rate, w[i] * s.keep);
+        }
+        store(w, t.weight + at);
+        store(m, t.first + at);
+        store(v, t.second + at);
+    }
+};
+
+// One step of AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization"; the order of
+// operations of PyTorch): w −= rate · decay · w; m, v are the moving averages of g and g²;
+// w −= rate / c₁ · m / (√v / √c₂ + eps). mix_first = 1 − β₁, keep_second = β₂, mix_second = 1 − β₂.
+// Grid: Σ ceil(elements / chunk). Block: 256. Shared memory: none. `chunk` is a multiple of 1024.
+extern "C" __global__ void __launch_bounds__(256)
+adamw(const __grid_constant__ Table table, const float* scalars, u32 count, u32 chunk, float mix_first,
+      float keep_second, float mix_second, float eps) {
+    Tensor t = table.at[tensor_of_block(table, count)];
+    u64 from = (u64)(blockIdx.x - t.first_block) * chunk;
+    float rate = scalars[LEARNING_RATE];
+    AdamWStep step;
+    step.keep = 1.0f - rate * t.decay;
+    step.clip = scalars[CLIP_FACTOR];
+    step.mix_first = mix_first;
+    step.keep_second = keep_second;
+    step.mix_second = mix_second;
+    step.minus_rate = -(rate / scalars[BIAS_CORRECTION_1]);
+    step.root = 1.0f / sqrtf(scalars[BIAS_CORRECTION_2]);
+    step.eps = eps;
+    bool wide = fours(t.weight) && fours(t.gradient) && fours(t.first) && fours(t.second);
+    over_chunk<AdamW>(from, min(t.elements, from + chunk), wide, t, step);
+}
+
+struct SgdStep {
+    float clip, minus_rate, momentum;
+};
+
+template <int W> struct Sgd {
+    static __device__ inline void at(u64 at, Tensor t, SgdStep s) {
+        float w[W], g[W], m[W];
+        load(t.weight + at, w);
+        load(t.gradient + at, g);
+        if (t.first) load(t.first + at, m);
+#pragma unroll
+        for (int i = 0; i < W; i++) {
+            g[i] = fmaf(w[i], t.decay, g[i] * s.clip);
+            if (t.first) m[i] = g[i] = fmaf(m[i], s.momentum, g[i]);
+            w[i] = fmaf(g[i], s.minus_rate, w[i]);
+        }
+        store(w, t.weight + at);
+        if (t.first) store(m, t.first + at);
+    }
+};
+
+// One step as in PyTorch: g += decay · w; buffer = momentum · buffer + g (it begins as zeros);
+// w −= rate · buffer, or rate · g without one.
+// Grid, block, shared memory: as adamw.
+extern "C" __global__ void __launch_bounds__(256)
+sgd(const __grid_constant__ Table table, const float* scalars, u32 count, u32 chunk, float momentum) {
+    Tensor t = table.at[tensor_of_block(table, count)];
+    u64 from = (u64)(blockIdx.x - t.first_block) * chunk;
+    SgdStep step;
+    step.clip = scalars[CLIP_FACTOR];
+    step.minus_rate = -scalars[LEARNING_RATE];
+    step.momentum = momentum;
+    bool wide = fours(t.weight) && fours(t.gradient) && fours(t.first);
+    over_chunk<Sgd>(from, min(t.elements, from + chunk), wide, t, step);
+}
+
+// Squares that a thread adds up in float before they go into its double.
+constexpr int RUN = 64;
+
+// partials[block] = Σ gradient² over the block's chunk. NaN and infinity carry through.
+// Grid, block: as adamw. Shared memory: static only.
+extern "C" __global__ void __launch_bounds__(256)
+squared_norm(const __grid_constant__ Table table, double* partials, u32 count, u64 chunk) {
+    Tensor t = table.at[tensor_of_block(table, count)];
+    u64 from = (u64)(blockIdx.x - t.first_block) * chunk, end = min(t.elements, from + chunk);
+    double sum = 0;
+    u64 whole = from;
+    if (fours(t.gradient)) {
+        whole += (end - from) / 4 * 4;
+        for (u64 at = from + threadIdx.x * 4; at < whole; at += 256 * RUN) {
+            float run[4] = {};
+            for (u64 next = at; next < min(whole, at + 256 * RUN); next += 1024) {
+                float g[4];
+                load(t.gradient + next, g);
+#pragma unroll
+                for (int i = 0; i < 4; i++) run[i] = fmaf(g[i], g[i], run[i]);
+            }
+            sum += (double)((run[0] + run[1]) + (run[2] + run[3]));
+        }
+    }
+    for (u64 at = whole + threadIdx.x; at < end; at += 256) sum += (double)t.gradient[at] * (double)t.gradient[at];
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) partials[blockIdx.x] = sum;
+}
+
+// metrics[NORM_SQUARED] += Σ partials.
+// Grid: 1. Block: 256. Shared memory: static only.
+extern "C" __global__ void __launch_bounds__(256)
+squared_norm_sum(const double* partials, double* metrics, u32 count) {
+    double sum = 0;
+    for (u32 at = threadIdx.x; at < count; at += 256) sum += partials[at];
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) metrics[NORM_SQUARED] += sum;
+}
+
+// The scalar that gradients are multiplied with: min(1, clip / (norm + 1e-6)), as in PyTorch; 1 where
+// nothing is to be clipped.
+// Grid: 1. Block: 32, of which one thread works. Shared memory: none.
+extern "C" __global__ void __launch_bounds__(32) clip_factor(const double* metrics, float* scalars) {
+    double clip = scalars[CLIP_NORM], norm = sqrt(metrics[NORM_SQUARED]);
+    if (threadIdx.x == 0) scalars[CLIP_FACTOR] = clip > 0 ? (float)fmin(clip / (norm + 1e-6), 1.0) : 1.0f;
+}

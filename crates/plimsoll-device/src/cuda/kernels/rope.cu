@@ -1,0 +1,53 @@
+// Rotary position embeddings, in the "rotate half" convention of Hugging Face: element i of a head
+// turns together with element i + E/2 (as cpu/kernels/rope.rs).
+
+// Rotates the query and key heads of qkv[N,C] in place by positions[N]; back with sign = −1, which
+// is the gradient. table[P,E] is cos | sin.
+// Grid: (N, ceil((H+K)·E/2 / 256)). Block: 256. Shared memory: none.
+extern "C" __global__ void __launch_bounds__(256)
+rope(REAL* qkv, const float* table, const int* positions, u32 rotated, u32 columns, u32 head_dim, float sign) {
+    u32 half = head_dim / 2;
+    u32 pair = blockIdx.y * 256 + threadIdx.x;
+    if (pair >= rotated * half) return;
+    u32 i = pair % half;
+    REAL* low = qkv + (u64)blockIdx.x * columns + pair / half * head_dim + i;
+    const float* turn = table + (u64)positions[blockIdx.x] * head_dim + i;
+    float a = widen(low[0]), b = widen(low[half]), c = turn[0], s = turn[half] * sign;
+    narrow(a * c - b * s, low[0]);
+    narrow(fmaf(b, c, a * s), low[half]);
+}
+
+// How frequencies are stretched: RopeScaling of plimsoll-program.
+constexpr u32 PLAIN = 0, LINEAR = 1, LLAMA3 = 2;
+
+// Radians per position of pair i, in float as in transformers. The power is taken in double and
+// rounded: what a correctly rounded powf gives. Llama 3 keeps short waves, divides the frequency of
+// long ones, and blends in between (Llama 3.1 model card; transformers, modeling_rope_utils).
+__device__ inline float frequency(u32 i, u32 head_dim, float theta, u32 scaling, float factor, float low, float high,
+                                  float context) {
+    float plain = 1.0f / (float)pow((double)theta, (double)((float)(2 * i) / (float)head_dim));
+    if (scaling == PLAIN) return plain;
+    float slow = plain / factor;
+    if (scaling == LINEAR) return slow;
+    float wave = 6.28318530717958648f / plain;
+    if (wave < context / high) return plain;
+    if (wave > context / low) return slow;
+    float smooth = (context / wave - low) / (high - low);
+    return (1.0f - smooth) * slow + smooth * plain;
+}
+
+// Fills table[P,E]: the cosines of the E/2 angles of position p, then their sines, taken in double and
+// rounded. Once in a run.
+// Grid: ceil(P·E/2 / 256). Block: 256. Shared memory: none.
+extern "C" __global__ void __launch_bounds__(256)
+rope_table(float* table, u32 table_rows, u32 head_dim, float theta, u32 scaling, float factor, float low, float high,
+           float context) {
+    u32 half = head_dim / 2;
+    u64 at = (u64)blockIdx.x * 256 + threadIdx.x;
+    if (at >= (u64)table_rows * half) return;
+    u64 position = at / half;
+    u32 i = at % half;
+    float angle = (float)position * frequency(i, head_dim, theta, scaling, factor, low, high, context);
+    table[position * head_dim + i] = (float)cos((double)angle);
+    table[position * head_dim + half + i] = (float)sin((double)angle);
+}

@@ -1,0 +1,65 @@
+// The gated unit of the feed-forward part: silu(gate) · up, and its gradient.
+//
+// silu(x) = x · s with s = 1 / (1 + e^−x); its derivative is s · (1 + x · (1 − s)) = s + silu · (1 − s)
+// (as cpu/kernels/swiglu.rs).
+
+// Columns of a block.
+constexpr u32 STRIP = 1024;
+
+__device__ inline float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+template <int W> __device__ void gate(const REAL* gate_up, REAL* out, u32 from, u32 end, u32 ffn) {
+    for (u32 at = from + threadIdx.x * W; at < end; at += 256 * W) {
+        float g[W], u[W];
+        load(gate_up + at, g);
+        load(gate_up + ffn + at, u);
+#pragma unroll
+        for (int i = 0; i < W; i++) g[i] = g[i] * sigmoid(g[i]) * u[i];
+        store(g, out + at);
+    }
+}
+
+// out[N,F] = silu(gate) · up of gate_up[N,2F] = gate | up.
+// Grid: (N, ceil(F / 1024)). Block: 256. Shared memory: none.
+extern "C" __global__ void __launch_bounds__(256) swiglu(const REAL* gate_up, REAL* out, u32 ffn) {
+    gate_up += (u64)blockIdx.x * 2 * ffn;
+    out += (u64)blockIdx.x * ffn;
+    u32 from = blockIdx.y * STRIP, end = min(ffn, from + STRIP);
+    if (ffn % 4 == 0 && fours(gate_up) && fours(out))
+        gate<4>(gate_up, out, from, end, ffn);
+    else
+        gate<1>(gate_up, out, from, end, ffn);
+}
+
+template <int W>
+__device__ void gate_grad(const REAL* gate_up, const REAL* dout, REAL* dgate_up, u32 from, u32 end, u32 ffn) {
+    for (u32 at = from + threadIdx.x * W; at < end; at += 256 * W) {
+        float g[W], u[W], d[W];
+        load(gate_up + at, g);
+        load(gate_up + ffn + at, u);
+        load(dout + at, d);
+#pragma unroll
+        for (int i = 0; i < W; i++) {
+            float s = sigmoid(g[i]), silu = g[i] * s;
+            g[i] = d[i] * u[i] * fmaf(silu, 1.0f - s, s);
+            u[i] = d[i] * silu;
+        }
+        store(g, dgate_up + at);
+        store(u, dgate_up + ffn + at);
+    }
+}
+
+// dgate_up[N,2F] from gate_up[N,2F] and dout[N,F]; dgate_up may stand where gate_up stands, since
+// each thread reads both of its places before it writes them.
+// Grid: (N, ceil(F / 1024)). Block: 256. Shared memory: none.
+extern "C" __global__ void __launch_bounds__(256)
+swiglu_grad(const REAL* gate_up, const REAL* dout, REAL* dgate_up, u32 ffn) {
+    gate_up += (u64)blockIdx.x * 2 * ffn;
+    dgate_up += (u64)blockIdx.x * 2 * ffn;
+    dout += (u64)blockIdx.x * ffn;
+    u32 from = blockIdx.y * STRIP, end = min(ffn, from + STRIP);
+    if (ffn % 4 == 0 && fours(gate_up) && fours(dgate_up) && fours(dout))
+        gate_grad<4>(gate_up, dout, dgate_up, from, end, ffn);
+    else
+        gate_grad<1>(gate_up, dout, dgate_up, from, end, ffn);
+}

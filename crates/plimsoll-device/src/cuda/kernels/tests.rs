@@ -1,0 +1,175 @@
+//! The table, the sources and the launches agree.
+
+use super::launch::{self, *};
+use super::*;
+use plimsoll_core::DType;
+use plimsoll_program::op::{Heads, RopeScaling};
+use plimsoll_program::scalars::{Metric, Scalar};
+use std::collections::BTreeSet;
+
+const SHAPE: Heads = Heads { heads: 6, kv_heads: 2, head_dim: 64 };
+
+/// Every launch there is, for shapes like those of models, with `rows` rows.
+fn launches(of: Real, rows: u64, shape: Heads) -> Vec<Launch> {
+    let mut all = Vec::new();
+    all.extend(rms_norm(of, 0, 0, 0, 0, rows, 8192, 1e-5));
+    all.extend(rms_norm_grad(of, [0; 4], 0, 0, 0, rows, 8192, true));
+    all.extend(head_norm(of, [0; 3], 0, 0, rows, shape, 1e-6));
+    all.extend(head_norm_grad(of, [0; 4], 0, [0; 2], 0, rows, shape));
+    all.extend(rope(of, 0, 0, 0, rows, shape, true));
+    all.extend(rope_table(of, 0, 131_072, shape.head_dim, 1e6, RopeScaling::None));
+    all.extend(launch::attention(of, 0, 0, 0, 0, 1, rows, shape));
+    all.extend(attention_grad(of, [0; 5], 0, 0, 1, rows, shape));
+    all.extend(cached_attention(of, [0; 4], 0, rows, shape));
+    all.extend(append_cache(of, 0, 0, 0, 0, rows, shape));
+    all.extend(swiglu(of, 0, 0, rows, 28_672));
+    all.extend(swiglu_grad(of, 0, 0, 0, rows, 28_672));
+    all.extend(cross_entropy(of, 0, [0; 3], 0, None, 0, rows, 152_064, true));
+    all.extend(embed(of, 0, 0, 0, rows, 8192, 152_064));
+    all.extend(embed_grad(of, 0, 0, 0, rows, 8192, 152_064));
+    all.extend(add(of, 0, 0, rows * 8192));
+    all.extend(add_bias(of, 0, 0, rows, 12_288));
+    all.extend(sum_rows(of, 0, 0, 0, rows, 12_288));
+    all.extend(pick_row(of, 0, 0, 0, 8192));
+    for from in [DType::F64, DType::F32, DType::Bf16, DType::F16] {
+        for to in [DType::F64, DType::F32, DType::Bf16, DType::F16] {
+            all.extend(cast(from, 0, to, 0, rows * 8192).into_iter().flatten());
+        }
+        all.extend(fill(from, 0, 0.0, rows * 8192).into_iter().flatten());
+    }
+    all.extend(init_normal(0, 1, 2, 3, 0.02, rows * 8192));
+    let tensor = Updated { weight: 0, gradient: 0, first: 0, second: 0, elements: rows * 8192, decay: 0.1 };
+    all.extend(adamw(&[tensor; 65], 0, [0.9, 0.95], 1e-8));
+    all.extend(sgd(&[tensor; 65], 0, 0.9));
+    all.extend(squared_norm(&[(0, rows * 8192); 65], 0, 0));
+    all.extend(clip_factor(0, 0));
+    all
+}
+
+/// The parameters of a kernel as its source declares them.
+fn parameters<'a>(source: &'a str, kernel: &str) -> Vec<&'a str> {
+    let start = source
+        .match_indices(&format!("{kernel}("))
+        .map(|(at, _)| at)
+        .find(|&at| {
+            let line = source[..at].rfind("extern \"C\" __global__").unwrap_or(0);
+            !source[line..at].contains('{') && source[..at].ends_with([' ', '\n']) && line > 0
+        })
+        .unwrap_or_else(|| panic!("{kernel} is declared"));
+    let inside = &source[start + kernel.len() + 1..];
+    inside[..inside.find(')').unwrap()].split(',').map(str::trim).collect()
+}
+
+#[test]
+fn the_table_names_every_kernel_of_every_file() {
+    for family in Family::ALL {
+        let (name, source, kernels) = family.row();
+        let declared = source.matches("extern \"C\" __global__").count();
+        assert_eq!(declared, kernels.len(), "{name}.cu");
+        assert_eq!(source.contains("REAL"), family.has_real(), "{name}.cu");
+        assert_eq!(source.contains("HEAD_DIM"), family == Family::Attention, "{name}.cu");
+        for kernel in kernels {
+            assert!(!parameters(source, kernel).is_empty());
+        }
+    }
+}
+
+#[test]
+fn every_kernel_is_launched_with_the_arguments_that_it_declares() {
+    let mut launched = BTreeSet::new();
+    for launch in launches(Real::Bf16, 100, SHAPE) {
+        launched.insert(launch.kernel);
+        let declared = parameters(launch.unit.family().row().1, launch.kernel);
+        let given: Vec<&str> = launch
+            .arguments
+            .iter()
+            .map(|argument| match argument {
+                Argument::Address(_) => "*",
+                Argument::U32(_) => "u32",
+                Argument::U64(_) => "u64",
+                Argument::F32(_) => "float",
+                Argument::F64(_) => "double",
+                Argument::Table(_) => "Table",
+            })
+            .collect();
+        assert_eq!(given.len(), declared.len(), "{}", launch.kernel);
+        for (given, declared) in given.iter().zip(declared) {
+            let parts: Vec<&str> = declared.split_whitespace().collect();
+            let kind = parts[parts.len() - 2];
+            let fits = if *given == "*" { kind.ends_with('*') } else { kind == *given };
+            assert!(fits, "{}: {declared} is given {given}", launch.kernel);
+        }
+    }
+    let all: BTreeSet<&str> = Family::ALL.iter().flat_map(|family| family.kernels()).copied().collect();
+    assert_eq!(launched, all);
+}
+
+#[test]
+fn launches_stay_within_what_every_gpu_has() {
+    for rows in [1, 100, 65_535, 1 << 20] {
+        for head_dim in [2, 6, 64, 80, HEAD_DIM_MAX] {
+            for launch in launches(Real::F32, rows, Heads { head_dim, ..SHAPE }) {
+                let name = launch.kernel;
+                assert!(launch.grid.iter().all(|&blocks| blocks > 0), "{name}");
+                assert!(launch.grid[0] <= 0x7fff_ffff && launch.grid[1..].iter().all(|&y| y <= 65_535), "{name}");
+                assert!(launch.block % 32 == 0 && launch.block <= 1024, "{name}");
+                // sm_86, sm_89 and sm_120 give a block 99 KiB, of which 1 KiB is left for static arrays.
+                assert!(launch.shared_bytes <= 98 * 1024, "{name}: {}", launch.shared_bytes);
+                let bytes: usize = launch
+                    .arguments
+                    .iter()
+                    .map(|argument| match argument {
+                        Argument::Table(table) => size_of_val(&**table),
+                        _ => 8,
+                    })
+                    .sum();
+                assert!(bytes <= 4096, "{name}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_norm_of_any_tensors_has_scratch_enough() {
+    for elements in [1, 16_384, 16_385, 1 << 20, 4_000_000_000] {
+        for count in [1, 63, 64, 65, 200] {
+            for launch in squared_norm(&vec![(0, elements); count], 0, 0) {
+                assert!(u64::from(launch.grid[0]) <= NORM_PARTIALS);
+            }
+        }
+    }
+}
+
+#[test]
+fn places_in_scalars_and_metrics_are_those_of_the_programs() {
+    let constants: Vec<(&str, usize)> = COMMON
+        .lines()
+        .flat_map(|line| line.split([',', ';']))
+        .filter_map(|part| {
+            let (name, value) = part.trim().trim_start_matches("constexpr u32 ").split_once(" = ")?;
+            Some((name, value.parse().ok()?))
+        })
+        .collect();
+    for (name, value) in [
+        ("LEARNING_RATE", Scalar::LearningRate as usize),
+        ("BIAS_CORRECTION_1", Scalar::BiasCorrection1 as usize),
+        ("BIAS_CORRECTION_2", Scalar::BiasCorrection2 as usize),
+        ("CLIP_NORM", Scalar::ClipNorm as usize),
+        ("CLIP_FACTOR", Scalar::ClipFactor as usize),
+        ("INVERSE_TOKENS", Scalar::InverseTokens as usize),
+        ("CACHE_LENGTH", Scalar::CacheLength as usize),
+        ("LAST_ROW", Scalar::LastRow as usize),
+        ("LOSS_SUM", Metric::LossSum as usize),
+        ("NORM_SQUARED", Metric::NormSquared as usize),
+    ] {
+        assert!(constants.contains(&(name, value)), "{name} is {value}: {constants:?}");
+    }
+}
+
+#[test]
+fn units_are_told_apart_and_none_is_compiled_twice() {
+    let units = Unit::all(&[64, 128]);
+    let names: BTreeSet<String> = units.iter().map(|unit| unit.name()).collect();
+    assert_eq!(names.len(), units.len());
+    assert!(names.contains("attention-bf16-128") && names.contains("norm-f32") && names.contains("optimizer"));
+}

@@ -1,0 +1,3 @@
+//! NVIDIA GPUs. Here are the kernels as data, and how each is launched.
+
+pub mod kernels;
