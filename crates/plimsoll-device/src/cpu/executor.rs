@@ -121,7 +121,6 @@ impl<'a, T: Real> Frame<'a, T> {
         unsafe { self.arena.slice(self.offset(operand), elements as usize) }
     }
 
-    #[expect(clippy::mut_from_ref, reason = "the arena hands out disjoint ranges")]
     fn of_mut<E: bytemuck::Pod>(&self, operand: &Operand, elements: u64) -> &'a mut [E] {
         // SAFETY: as in `of`.
         unsafe { self.arena.slice_mut(self.offset(operand), elements as usize) }
@@ -131,7 +130,6 @@ impl<'a, T: Real> Frame<'a, T> {
         self.of(operand, elements)
     }
 
-    #[expect(clippy::mut_from_ref, reason = "the arena hands out disjoint ranges")]
     fn write(&self, operand: &Operand, elements: u64) -> &'a mut [T] {
         self.of_mut(operand, elements)
     }
@@ -140,14 +138,12 @@ impl<'a, T: Real> Frame<'a, T> {
         self.of(operand, elements)
     }
 
-    #[expect(clippy::mut_from_ref, reason = "the arena hands out disjoint ranges")]
     fn whole(&self, operand: &Operand) -> &'a mut [T] {
         self.write(operand, self.set.tensor(operand.tensor).elements())
     }
 
     /// The scratch of an op. Which lane gets how many tasks is a matter of chance, and some scratch may
     /// stay unwritten; its last element is stamped, so that what the op holds is what is measured.
-    #[expect(clippy::mut_from_ref, reason = "the arena hands out disjoint ranges")]
     fn scratch(&self, operand: &Operand) -> &'a mut [T] {
         let scratch = self.whole(operand);
         if let Some(last) = scratch.last_mut() {
@@ -156,7 +152,6 @@ impl<'a, T: Real> Frame<'a, T> {
         scratch
     }
 
-    #[expect(clippy::mut_from_ref, reason = "the arena hands out disjoint ranges")]
     fn metrics(&self, operand: &Operand) -> &'a mut [f64] {
         self.of_mut(operand, self.set.tensor(operand.tensor).elements())
     }
