@@ -119,7 +119,7 @@ fn tokenizer_config() -> serde_json::Value {
     })
 }
 
-/// The example's model, as [`write`] writes it into `config.json`.
+/// The example's model, as [`write()`] writes it into `config.json`.
 pub fn model_config() -> ModelConfig {
     ModelConfig::from_json(&config().to_string(), &[]).expect("the example is a model")
 }

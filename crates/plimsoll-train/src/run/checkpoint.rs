@@ -6,7 +6,7 @@
 
 use crate::files::{FilesError, MAX_SHARD_BYTES, StoredTensor, WeightFiles, WeightWriter, atomic};
 use crate::run::engine::Engine;
-use crate::run::spaces::{Storing, Stored};
+use crate::run::spaces::{Stored, Storing};
 use plimsoll_core::{Bytes, DType, Failure, Recipe};
 use plimsoll_program::models::ModelConfig;
 use serde::{Deserialize, Serialize};
@@ -45,7 +45,7 @@ pub struct CheckpointInfo {
     pub rows: u64,
     /// Labelled tokens of the data.
     pub labelled_tokens: u64,
-    /// The files of the tensors and their sizes. Set by [`write`].
+    /// The files of the tensors and their sizes. Set by [`write()`].
     pub files: BTreeMap<String, Bytes>,
 }
 
@@ -118,7 +118,14 @@ fn folders(run_dir: &Path) -> Vec<(u64, PathBuf)> {
 }
 
 /// Writes a checkpoint, then takes away all but the `keep` newest. Gives its folder.
-pub fn write(run_dir: &Path, info: &CheckpointInfo, config: &ModelConfig, engine: &mut Engine, states: &[&str], keep: u32) -> Result<PathBuf, Failure> {
+pub fn write(
+    run_dir: &Path,
+    info: &CheckpointInfo,
+    config: &ModelConfig,
+    engine: &mut Engine,
+    states: &[&str],
+    keep: u32,
+) -> Result<PathBuf, Failure> {
     let path = run_dir.join("checkpoints").join(format!("step-{}", info.step));
     atomic::write_dir(&path, |dir| -> Result<(), Failure> {
         let mut writer = WeightWriter::create(dir, "state", &tensors(config, states, info.precision), MAX_SHARD_BYTES)?;
@@ -160,19 +167,27 @@ fn tensors(config: &ModelConfig, states: &[&str], dtype: DType) -> Vec<StoredTen
         .hf_parameters()
         .into_iter()
         .flat_map(|p| {
-            let names = [p.hf_name.clone()].into_iter().chain(states.iter().map(move |state| format!("{state}.{}", p.hf_name)));
+            let names =
+                [p.hf_name.clone()].into_iter().chain(states.iter().map(move |state| format!("{state}.{}", p.hf_name)));
             names.map(move |name| StoredTensor { name, dtype, shape: p.shape.clone() }).collect::<Vec<_>>()
         })
         .collect()
 }
 
 /// Puts a checkpoint's tensors into the arena.
-pub fn restore(checkpoint: &Checkpoint, config: &ModelConfig, engine: &mut Engine, states: &[&str]) -> Result<(), Failure> {
+pub fn restore(
+    checkpoint: &Checkpoint,
+    config: &ModelConfig,
+    engine: &mut Engine,
+    states: &[&str],
+) -> Result<(), Failure> {
     for wanted in tensors(config, states, checkpoint.info.precision) {
         let entry = checkpoint.tensors.entry(&wanted.name);
         if entry.is_none_or(|e| e.shape != wanted.shape || e.dtype() != Some(wanted.dtype)) {
             let message = format!("{}: tensor `{}` is not what this run needs", checkpoint.path.display(), wanted.name);
-            return Err(Failure::input(message).hint("the run file or the model was changed after the checkpoint was written"));
+            return Err(
+                Failure::input(message).hint("the run file or the model was changed after the checkpoint was written")
+            );
         }
     }
     engine.move_files("restore", &mut Stored(&checkpoint.tensors))?;

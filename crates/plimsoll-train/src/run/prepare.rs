@@ -1,9 +1,9 @@
 //! What a training run needs before its device is opened: model, data, and a plan with measured charges.
 
-use crate::data::{self, DataSpec, Dataset, Loader};
 use super::checkpoint::CheckpointInfo;
 use super::engine::Engine;
 use super::spaces::ModelSource;
+use crate::data::{self, DataSpec, Dataset, Loader};
 use crate::resolve::{Model, Resolved, Work, write_example};
 use crate::run_file::{Init, RunFile};
 use plimsoll_core::{Bytes, Failure, Recipe};
@@ -43,7 +43,8 @@ pub fn prepare(mut run: RunFile, known: Option<&CheckpointInfo>) -> Result<Prepa
     write_example(&mut run)?;
     let mut resolved = Resolved::new(&run)?;
     if let Some(other) = resolved.others.first() {
-        let message = format!("run.devices: this version uses one device, not {} and {}", resolved.device.name, other.name);
+        let message =
+            format!("run.devices: this version uses one device, not {} and {}", resolved.device.name, other.name);
         return Err(Failure::input(message).hint("name one of them"));
     }
     resolved.only_here()?;
