@@ -2,6 +2,7 @@
 
 use crate::Bytes;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 
 /// What a device is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -41,6 +42,34 @@ pub struct Rates {
     pub host_link: Link,
     /// Whether these rates were measured on the device (else published or assumed).
     pub measured: bool,
+    /// Finer rates, where the device was there to be measured.
+    #[serde(default)]
+    pub ops: OpRates,
+}
+
+/// How fast a device does each kind of op, measured.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct OpRates {
+    /// Sizes at which products were timed, ascending; the same along m, n and k.
+    pub product_sizes: Vec<u64>,
+    /// Operations a second of f32 products, for m, n and k of `product_sizes` (k fastest).
+    pub product_flops: Vec<f64>,
+    /// By the name of the op: product operations a second for attention, bytes moved a second for the others.
+    pub others: BTreeMap<String, f64>,
+}
+
+impl Rates {
+    /// The same device, giving `pace` of its time.
+    #[must_use]
+    pub fn paced(&self, pace: f64) -> Rates {
+        let mut rates = self.clone();
+        for rate in [&mut rates.f32_flops, &mut rates.bf16_flops, &mut rates.memory_bytes_per_second] {
+            *rate *= pace;
+        }
+        rates.ops.product_flops.iter_mut().chain(rates.ops.others.values_mut()).for_each(|rate| *rate *= pace);
+        rates.op_seconds /= pace;
+        rates
+    }
 }
 
 /// A device as the planner sees it.

@@ -6,9 +6,11 @@
 use crate::arena::{Arena, ArenaError};
 use crate::cpu::kernels::{Product, Real, product};
 use crate::cpu::pool::{Pool, PoolError, Shared};
+use crate::device::DeviceError;
+use crate::op_rates;
 use crate::probe::{self, Cpu};
 use crate::process::Scheduled;
-use plimsoll_core::{Bytes, DType, Failure};
+use plimsoll_core::{Bytes, DType, Failure, OpRates};
 use plimsoll_program::workspace;
 use serde::{Deserialize, Serialize};
 use std::hint::black_box;
@@ -45,6 +47,8 @@ pub struct DeviceBench {
     pub memory: MemoryRate,
     /// The fixed price of an op: starting all threads on nothing and waiting for them, seconds.
     pub op_seconds: f64,
+    /// Products of many sizes, and the other ops of a training step: what the planner's prices are made of.
+    pub ops: OpRates,
     /// The share of the time in which the threads wanted to compute and had to wait for others to leave a core.
     pub contention: f64,
 }
@@ -113,6 +117,9 @@ pub enum BenchError {
     /// No threads.
     #[error("cannot measure: {0}")]
     Pool(#[from] PoolError),
+    /// The executor could not run the ops to be timed.
+    #[error("cannot measure: {0}")]
+    Device(#[from] DeviceError),
 }
 
 impl From<BenchError> for Failure {
@@ -121,6 +128,7 @@ impl From<BenchError> for Failure {
         let cause = match error {
             BenchError::Arena(error) => Failure::from(error),
             BenchError::Pool(error) => Failure::from(error),
+            BenchError::Device(error) => Failure::from(error),
         };
         Failure { message, ..cause }
     }
@@ -188,6 +196,8 @@ pub fn measure_cpu(
     stage(&format!("cpu, {threads} thread{plural}: memory"));
     let memory = memory_rate(&pool, array_bytes(cpu), duration.mul_f64(0.35))?;
     let op_seconds = op_seconds(&pool, duration.mul_f64(0.05));
+    stage(&format!("cpu, {threads} thread{plural}: the ops of a step"));
+    let ops = op_rates::measure(&pool, threads)?;
     Ok(DeviceBench {
         device: "cpu".to_owned(),
         simulated: false,
@@ -196,6 +206,7 @@ pub fn measure_cpu(
         products,
         memory,
         op_seconds,
+        ops,
         contention: Scheduled::read().contention_since(scheduled),
     })
 }
@@ -345,7 +356,7 @@ fn op_seconds(pool: &Pool, duration: Duration) -> f64 {
 
 /// The seconds of each round of `work`, for about `duration` and at least three rounds, after one that is not counted.
 /// Runs on the pool as executors do.
-fn pool_rounds(pool: &Pool, duration: Duration, mut work: impl FnMut() + Send) -> Vec<f64> {
+pub(crate) fn pool_rounds(pool: &Pool, duration: Duration, mut work: impl FnMut() + Send) -> Vec<f64> {
     pool.enter(|| {
         work();
         let start = Instant::now();
@@ -359,7 +370,7 @@ fn pool_rounds(pool: &Pool, duration: Duration, mut work: impl FnMut() + Send) -
     })
 }
 
-fn median(seconds: &[f64]) -> f64 {
+pub(crate) fn median(seconds: &[f64]) -> f64 {
     let mut sorted = seconds.to_vec();
     sorted.sort_by(f64::total_cmp);
     sorted[sorted.len() / 2]
@@ -377,7 +388,7 @@ mod tests {
         let measured =
             measure_cpu(&cpu, 1, &types, Duration::from_millis(20), &mut |stage| stages.push(stage.to_owned()))
                 .unwrap();
-        assert_eq!(stages.last().unwrap(), "cpu, 1 thread: memory");
+        assert_eq!(stages.last().unwrap(), "cpu, 1 thread: the ops of a step");
         // There are no bf16 products here, so there is no figure for them.
         assert_eq!(measured.products.len(), 1);
         let rate = measured.products[0];

@@ -82,6 +82,7 @@ pub fn rates(measured: &DeviceBench) -> Rates {
         // The CPU is its own host: what goes there is copied in memory.
         host_link: Link { bytes_per_second: measured.memory.copy / 2.0, latency_seconds: measured.op_seconds },
         measured: true,
+        ops: measured.ops.clone(),
     }
 }
 
@@ -115,7 +116,6 @@ struct Known {
     rates: Rates,
 }
 
-/// The folder of the cache; `None` where the environment names none.
 /// Where what is known of this machine is kept: `PLIMSOLL_CACHE`, or `plimsoll` in the caches of the user.
 pub fn folder() -> Option<PathBuf> {
     let named = |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
@@ -144,6 +144,8 @@ fn plausible(rates: &Rates) -> bool {
         && rates.op_seconds.is_finite()
         && rates.op_seconds >= 0.0
         && rates.measured
+        && rates.ops.product_flops.len() == rates.ops.product_sizes.len().pow(3)
+        && rates.ops.product_flops.iter().chain(rates.ops.others.values()).all(|&rate| positive(rate))
 }
 
 /// Adds entries, replacing those of the same key. Written aside and renamed, so that a reader beside us never sees half
@@ -169,7 +171,7 @@ fn keep(folder: &Path, new: Vec<Known>) {
 mod tests {
     use super::*;
     use crate::bench::{MemoryRate, ProductRate};
-    use plimsoll_core::Bytes;
+    use plimsoll_core::{Bytes, OpRates};
 
     fn example() -> Rates {
         let link = Link { bytes_per_second: 1e10, latency_seconds: 1e-6 };
@@ -180,6 +182,7 @@ mod tests {
             op_seconds: 1e-6,
             host_link: link,
             measured: true,
+            ops: OpRates::default(),
         }
     }
 
@@ -197,6 +200,7 @@ mod tests {
             products: vec![rate],
             memory: MemoryRate { array_bytes: Bytes::mib(1), read: 4e10, write: 3e10, copy: 2e10, triad: 2e10 },
             op_seconds: 1e-6,
+            ops: OpRates::default(),
             contention,
         }
     }

@@ -10,5 +10,6 @@ pub mod cpu;
 pub mod cuda;
 pub mod device;
 pub mod heap;
+mod op_rates;
 pub mod probe;
 pub mod process;

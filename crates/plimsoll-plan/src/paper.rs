@@ -72,6 +72,7 @@ pub fn paper(name: &str, budget: Budget) -> Option<DeviceSpec> {
             op_seconds: OP_SECONDS,
             host_link: pcie(sheet.pcie_generation, sheet.pcie_lanes)?,
             measured: false,
+            ops: plimsoll_core::OpRates::default(),
         },
     })
 }

@@ -1,12 +1,14 @@
-//! What ops cost in time: a roofline of measured rates.
+//! What ops cost in time, from the rates that `plimsoll bench devices` measured.
 //!
-//! An op takes a fixed price, plus its products at the product rate, plus the larger of its other
-//! arithmetic and its memory traffic. Rates come from `plimsoll bench devices` (or a data sheet).
+//! A product costs its operations at the rate measured for products of its size, attention its
+//! operations and every other op its traffic at the rate measured for its kind, and each a fixed price
+//! on top. A device on paper has only a product rate and a memory rate: there an op takes its products,
+//! or its traffic, whichever is longer, and other arithmetic at a tenth of the product rate.
 
-use plimsoll_core::{DType, Rates};
-use plimsoll_program::{Call, Op, ProgramSet, TensorId};
+use plimsoll_core::{DType, OpRates, Rates};
+use plimsoll_program::{Call, Op, OpKind, ProgramSet, TensorId};
 
-/// Other arithmetic runs at this part of the product rate: vector units, no reuse of registers.
+/// On paper, other arithmetic runs at this part of the product rate: vector units, no reuse of registers.
 const OTHER_RATE: f64 = 0.1;
 
 /// Predicted seconds of one op.
@@ -19,10 +21,52 @@ pub fn op_seconds(set: &ProgramSet, op: &Op, rates: &Rates, precision: DType) ->
     };
     let elements_of = |id: TensorId| set.tensor(id).elements();
     let dtype_of = |id: TensorId| set.tensor(id).dtype;
-    let moved = op.bytes_moved(&elements_of, &dtype_of) as f64 / rates.memory_bytes_per_second;
+    let bytes = op.bytes_moved(&elements_of, &dtype_of) as f64;
+    if let OpKind::Product { m, n, k, .. } = op.kind
+        && let Some(rate) = product_rate_at(&rates.ops, [m, n, k])
+    {
+        return rates.op_seconds + cost.product_flops / (rate * product_rate / rates.f32_flops);
+    }
+    if let Some(rate) = rates.ops.others.get(op.name()) {
+        let work = if cost.product_flops > 0.0 { cost.product_flops } else { bytes };
+        return rates.op_seconds + work / rate;
+    }
+    let moved = bytes / rates.memory_bytes_per_second;
     let other = cost.other_flops / (rates.f32_flops * OTHER_RATE);
     let product = cost.product_flops / product_rate;
     rates.op_seconds + if product > 0.0 { product.max(moved) + other } else { moved.max(other) }
+}
+
+/// The rate of an f32 product of this size: between the sizes that were timed, in proportion on
+/// logarithmic scales; beyond them, that of the nearest.
+fn product_rate_at(ops: &OpRates, size: [u64; 3]) -> Option<f64> {
+    let sizes = &ops.product_sizes;
+    if sizes.is_empty() || ops.product_flops.len() != sizes.len().pow(3) {
+        return None;
+    }
+    // For each dimension the timed size below, and how far it is to the next.
+    let place = |wanted: u64| {
+        let wanted = wanted.clamp(sizes[0], sizes[sizes.len() - 1]);
+        let below = sizes.iter().rposition(|&s| s <= wanted).expect("clamped to the first");
+        match sizes.get(below + 1) {
+            Some(&above) => {
+                (below, (wanted as f64 / sizes[below] as f64).ln() / (above as f64 / sizes[below] as f64).ln())
+            }
+            None => (below, 0.0),
+        }
+    };
+    let places = size.map(place);
+    let mut log_rate = 0.0;
+    for corner in 0..8usize {
+        let (mut weight, mut at) = (1.0, 0);
+        for (dimension, (below, part)) in places.iter().enumerate() {
+            let up = corner >> dimension & 1;
+            weight *= if up == 1 { *part } else { 1.0 - part };
+            at = at * sizes.len() + (below + up).min(sizes.len() - 1);
+        }
+        log_rate += weight * ops.product_flops[at].ln();
+    }
+    Some(log_rate.exp())
 }
 
 /// Predicted seconds of one call of a Program.
@@ -44,7 +88,9 @@ pub fn schedule_seconds(set: &ProgramSet, calls: &[Call], rates: &Rates, precisi
     let mut known = std::collections::HashMap::new();
     calls
         .iter()
-        .map(|call| *known.entry(&call.program).or_insert_with(|| program_seconds(set, &call.program, rates, precision)))
+        .map(|call| {
+            *known.entry(&call.program).or_insert_with(|| program_seconds(set, &call.program, rates, precision))
+        })
         .sum()
 }
 
@@ -79,4 +125,29 @@ pub fn needed_product_flops(set: &ProgramSet) -> f64 {
         })
     };
     forward_once("forward") + forward_once("backward") - again("backward")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn product_rates_are_those_timed_and_lie_between_them_elsewhere() {
+        let sizes = vec![16, 64, 256];
+        // Each dimension has its own influence, so that none can be mistaken for another.
+        let rate = |m: u64, n: u64, k: u64| 1e9 * (m as f64).powf(0.5) * (n as f64).powf(0.25) * (k as f64).powf(0.1);
+        let cube = sizes.iter().flat_map(|&m| sizes.iter().flat_map(move |&n| [16, 64, 256].map(move |k| (m, n, k))));
+        let ops = OpRates {
+            product_flops: cube.map(|(m, n, k)| rate(m, n, k)).collect(),
+            product_sizes: sizes,
+            ..OpRates::default()
+        };
+        for (m, n, k) in [(16, 64, 256), (256, 16, 16), (100, 30, 70), (17, 255, 128)] {
+            let found = product_rate_at(&ops, [m, n, k]).expect("there is a table");
+            assert!((found / rate(m, n, k) - 1.0).abs() < 1e-9, "{m} × {n} × {k}: {found}");
+        }
+        let beyond = product_rate_at(&ops, [4, 4096, 64]).expect("there is a table");
+        assert!((beyond / rate(16, 256, 64) - 1.0).abs() < 1e-9);
+        assert_eq!(product_rate_at(&OpRates::default(), [1, 1, 1]), None);
+    }
 }

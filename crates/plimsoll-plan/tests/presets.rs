@@ -22,6 +22,7 @@ fn device(budget: Bytes) -> DeviceSpec {
             op_seconds: 5e-6,
             host_link: Link { bytes_per_second: 20e9, latency_seconds: 0.0 },
             measured: false,
+            ops: plimsoll_core::OpRates::default(),
         },
     }
 }

@@ -259,13 +259,7 @@ fn cpu(file: &RunFile, budget: Option<Budget>) -> Result<DeviceSpec, Failure> {
         charges: assumed_charges(file),
         charges_measured: false,
         threads,
-        rates: Rates {
-            f32_flops: rates.f32_flops * pace,
-            bf16_flops: rates.bf16_flops * pace,
-            memory_bytes_per_second: rates.memory_bytes_per_second * pace,
-            op_seconds: rates.op_seconds / pace,
-            ..rates
-        },
+        rates: rates.paced(pace),
     })
 }
 
@@ -286,12 +280,9 @@ fn virtual_device(file: &RunFile, name: &str, budget: Budget, pace: f64) -> Resu
         charges_measured: false,
         threads: pace.ceil().max(1.0) as u32,
         rates: Rates {
-            f32_flops: core.f32_flops * pace,
-            bf16_flops: core.bf16_flops * pace,
-            memory_bytes_per_second: core.memory_bytes_per_second * pace,
             host_link: Link { bytes_per_second: 16e9, latency_seconds: 10e-6 },
             measured: false,
-            ..core
+            ..core.paced(pace)
         },
     })
 }

@@ -87,6 +87,7 @@ impl Case {
             op_seconds: 1e-6,
             host_link: Link { bytes_per_second: 1e10, latency_seconds: 0.0 },
             measured: false,
+            ops: plimsoll_core::OpRates::default(),
         };
         let device = DeviceSpec {
             name: "cpu".into(),

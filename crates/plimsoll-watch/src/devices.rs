@@ -314,6 +314,7 @@ NVIDIA driver not found
             products: vec![rate(DType::F32, f32_flops), rate(DType::F64, f32_flops / 2.0)],
             memory: MemoryRate { array_bytes: Bytes::mib(64), read: 2e10, write: 1.1e10, copy: 1.5e10, triad: 1.6e10 },
             op_seconds: 3.26e-6 / f64::from(threads * threads),
+            ops: plimsoll_core::OpRates::default(),
             contention: f64::from(threads) / 100.0,
         }
     }

@@ -289,6 +289,7 @@ mod tests {
                 op_seconds: 1e-6,
                 host_link: Link { bytes_per_second: 2e10, latency_seconds: 0.0 },
                 measured: true,
+                ops: plimsoll_core::OpRates::default(),
             },
         }
     }
