@@ -1,9 +1,10 @@
-//! `cargo xtask arrows`: the shape of the house. Which crate may depend on which, and that `unsafe`
-//! stands in one crate only. The same check runs as a test.
+//! `cargo xtask arrows`: the shape of the house. Which crate may depend on which, that every crate of
+//! others has its reason written down, and that `unsafe` stands in one crate only. The same check runs
+//! as a test.
 
 use anyhow::{Context, bail};
 use serde::Deserialize;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -25,6 +26,9 @@ const LIBRARIES: &[&str] =
 
 /// The one crate that may hold unsafe code.
 const UNSAFE_CRATE: &str = "plimsoll-device";
+
+/// Where every crate of others stands with what it is for, and why this one.
+const REASONS: &str = "docs/ARCHITECTURE.md";
 
 /// What a crate root outside of [`UNSAFE_CRATE`] says, so that the compiler checks it, too.
 const FORBID: &str = "#![forbid(unsafe_code)]";
@@ -56,11 +60,19 @@ struct Target {
 /// Checks the workspace that this was built from, and prints what it found.
 pub fn run() -> anyhow::Result<()> {
     let packages = packages()?;
-    let wrong: Vec<String> = strays(&packages, ARROWS).into_iter().chain(unsafe_code(&packages)?).collect();
+    let reasons = read(&Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(REASONS))?;
+    let wrong: Vec<String> = strays(&packages, ARROWS)
+        .into_iter()
+        .chain(without_reason(&packages, &reasons))
+        .chain(unsafe_code(&packages)?)
+        .collect();
     if !wrong.is_empty() {
         bail!("the house is out of shape\n  {}", wrong.join("\n  "));
     }
-    println!("arrows: {} crates depend only on what they may; unsafe code only in {UNSAFE_CRATE}", packages.len());
+    println!(
+        "arrows: {} crates depend only on what they may, and unsafe code is in {UNSAFE_CRATE} alone",
+        packages.len()
+    );
     Ok(())
 }
 
@@ -99,6 +111,16 @@ fn strays(packages: &[Package], arrows: &[(&str, &[&str])]) -> Vec<String> {
         }
     }
     wrong
+}
+
+/// Every crate of others that no row of the table of reasons begins with.
+fn without_reason(packages: &[Package], reasons: &str) -> BTreeSet<String> {
+    let first_cells = reasons.lines().filter_map(|line| line.strip_prefix("| ")?.split(" |").next());
+    let named: BTreeSet<&str> = first_cells.flat_map(|cell| cell.split('`').skip(1).step_by(2)).collect();
+    let all = packages.iter().flat_map(|package| &package.dependencies).map(|dependency| dependency.name.as_str());
+    all.filter(|name| !packages.iter().any(|package| package.name == *name) && !named.contains(name))
+        .map(|name| format!("{name} has no line in {REASONS}"))
+        .collect()
 }
 
 /// Every crate root that does not forbid unsafe code, and every line with unsafe code, outside of the one
@@ -161,14 +183,24 @@ mod tests {
         run().unwrap();
     }
 
-    #[test]
-    fn a_wrong_arrow_a_new_crate_and_a_missing_one_are_found() {
-        let package = |name: &str, dependencies: &[&str]| Package {
+    fn package(name: &str, dependencies: &[&str]) -> Package {
+        Package {
             name: name.to_owned(),
             manifest_path: PathBuf::new(),
             dependencies: dependencies.iter().map(|name| Dependency { name: (*name).to_owned() }).collect(),
             targets: Vec::new(),
-        };
+        }
+    }
+
+    #[test]
+    fn a_dependency_without_its_line_is_found() {
+        let packages = [package("low", &["serde", "half"]), package("high", &["low", "half"])];
+        let reasons = "`half` is nice.\n| crate | why |\n| `serde` (`derive`), `toml` | `half` |\n";
+        assert_eq!(Vec::from_iter(without_reason(&packages, reasons)), ["half has no line in docs/ARCHITECTURE.md"]);
+    }
+
+    #[test]
+    fn a_wrong_arrow_a_new_crate_and_a_missing_one_are_found() {
         let packages = [package("low", &["serde"]), package("high", &["low", "side"]), package("side", &[])];
         let arrows: &[(&str, &[&str])] = &[("low", &[]), ("high", &["low"]), ("gone", &[])];
         let wrong = strays(&packages, arrows);
