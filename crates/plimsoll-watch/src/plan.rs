@@ -239,7 +239,9 @@ fn short(recipe: &Recipe) -> String {
 /// What to say where a plan does not fit: each budget that would, cheapest loss first, with the
 /// ready command. `command` is the one that was given, without budget and permissions; `budget_flag`
 /// says how a budget, a whole number of MiB, is written after it.
-pub fn does_not_fit(plan: &Plan, command: &str, budget_flag: impl Fn(Bytes) -> String) -> Failure {
+///
+/// `has` is the memory that the device really has: where no budget within it is enough, that is said instead.
+pub fn does_not_fit(plan: &Plan, command: &str, budget_flag: impl Fn(Bytes) -> String, has: Option<Bytes>) -> Failure {
     let over = plan.devices.iter().find(|device| device.peak_bytes > device.budget_bytes);
     let message = match over {
         Some(device) => format!(
@@ -249,6 +251,13 @@ pub fn does_not_fit(plan: &Plan, command: &str, budget_flag: impl Fn(Bytes) -> S
         None => "does not fit under the load lines".to_owned(),
     };
     let budget = over.map_or(Bytes::ZERO, |device| device.budget_bytes);
+    if let (Some(device), Some(has)) = (over, has)
+        && plan.needs.iter().all(|need| need.budget_bytes > has)
+    {
+        return Failure::does_not_fit(message)
+            .hint(format!("no load line is enough: {} has {has}", device.name))
+            .hint("take a larger device, a smaller model, or a shorter data.sequence");
+    }
     plan.needs.iter().fold(Failure::does_not_fit(message), |failure, need| {
         failure.hint(way_out(need, budget, command, &budget_flag))
     })
@@ -424,13 +433,26 @@ recipe                            peak     step         verdict
             Need { allow: vec![Rung::Bf16, Rung::Adam8bit], budget_bytes: Bytes::mib(30) },
         ];
         assert_eq!(
-            does_not_fit(&small, "plimsoll train run.toml", |bytes| format!("--budget {}", Budget::Amount(bytes)))
-                .to_string(),
+            does_not_fit(
+                &small,
+                "plimsoll train run.toml",
+                |bytes| format!("--budget {}", Budget::Amount(bytes)),
+                None
+            )
+            .to_string(),
             "\
 does not fit: the smallest recipe holds 40.00 MiB on cpu, the load line is 32.00 MiB
   hint: it fits from 40.00 MiB: plimsoll train run.toml --budget 41MiB
   hint: it fits with adam8bit from 38.00 MiB: plimsoll train run.toml --allow adam8bit --budget 38MiB
   hint: it fits with bf16 and adam8bit from 30.00 MiB: plimsoll train run.toml --allow bf16,adam8bit"
+        );
+        let flag = |bytes| format!("--budget {}", Budget::Amount(bytes));
+        assert_eq!(
+            does_not_fit(&small, "plimsoll train run.toml", flag, Some(Bytes::mib(28))).to_string(),
+            "\
+does not fit: the smallest recipe holds 40.00 MiB on cpu, the load line is 32.00 MiB
+  hint: no load line is enough: cpu has 28.00 MiB
+  hint: take a larger device, a smaller model, or a shorter data.sequence"
         );
         let view = PlanView { title: "sums", plan: &small, specs: &[], tried: &[], allow: &[] };
         assert!(table(&view).contains("\n  left under the line      -8.00 MiB\n"), "{}", table(&view));

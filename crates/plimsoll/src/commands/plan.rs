@@ -3,6 +3,8 @@
 use crate::args::PlanArgs;
 use crate::{again, say};
 use plimsoll_core::{Bytes, Exit, Failure, Plan};
+use plimsoll_device::probe::Memory;
+use plimsoll_plan::paper;
 use plimsoll_plan::search::Answer;
 use plimsoll_program::models::ModelConfig;
 use plimsoll_train::resolve::{Resolved, plan};
@@ -54,7 +56,9 @@ pub fn refusal(file: &RunFile, plan: &Plan) -> Failure {
     let devices = file.devices();
     let command = again::command(std::env::args(), again::devices_have_budgets(&devices));
     // What the process holds beside its arena wavers from start to start: the ready command has room for that.
-    does_not_fit(plan, &command, |bytes| again::budget_flag(&devices, bytes + Bytes::mib(1)))
+    let device = plan.devices.first().map(|device| device.name.as_str()).unwrap_or_default();
+    let has = paper::usable(device).unwrap_or_else(|| Memory::read().total);
+    does_not_fit(plan, &command, |bytes| again::budget_flag(&devices, bytes + Bytes::mib(1)), Some(has))
 }
 
 /// What is planned, in one line.
