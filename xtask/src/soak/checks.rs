@@ -136,7 +136,7 @@ fn overhead(case: &Case, answer: &Answer, tally: &mut Tally) {
     let (arena, bound) = (answer.layout.placement.arena_bytes, answer.layout.lower_bound_bytes);
     let percent = (arena as f64 / bound as f64 - 1.0) * 100.0;
     tally.figure("packing over the bound, percent", percent, arena >= bound, || {
-        format!("{case}: {arena} below {bound}")
+        format!("{case}: {arena} for a bound of {bound}")
     });
     if arena > bound {
         let recipe = &answer.plan.recipe;

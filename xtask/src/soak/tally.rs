@@ -13,6 +13,8 @@ pub struct Kind {
     pub failed: Vec<String>,
     /// The worst figure.
     pub worst: Option<f64>,
+    /// Where it was.
+    pub worst_of: String,
     /// How many figures were above zero.
     pub above_zero: u64,
 }
@@ -36,13 +38,13 @@ impl Tally {
     }
 
     /// One figure of a kind, with a check on it.
-    pub fn figure(&mut self, kind: &str, figure: f64, held: bool, message: impl FnOnce() -> String) {
-        self.check(kind, held, message);
+    pub fn figure(&mut self, kind: &str, figure: f64, held: bool, message: impl Fn() -> String) {
+        self.check(kind, held, &message);
         let entry = self.kinds.get_mut(kind).expect("made just now");
         // NaN is the worst of all.
         let worse = entry.worst.is_none_or(|worst| figure.is_nan() || figure > worst);
         if worse {
-            entry.worst = Some(figure);
+            (entry.worst, entry.worst_of) = (Some(figure), message());
         }
         entry.above_zero += u64::from(figure > 0.0);
     }
@@ -66,10 +68,10 @@ impl Tally {
             entry.passed += kind.passed;
             entry.failed.extend(kind.failed);
             entry.above_zero += kind.above_zero;
-            entry.worst = match (entry.worst, kind.worst) {
-                (Some(a), Some(b)) => Some(if a.is_nan() || b.is_nan() { f64::NAN } else { a.max(b) }),
-                (a, b) => a.or(b),
-            };
+            let worse = |worst: f64| entry.worst.is_none_or(|known| worst.is_nan() || worst > known);
+            if kind.worst.is_some_and(worse) {
+                (entry.worst, entry.worst_of) = (kind.worst, kind.worst_of);
+            }
         }
         for (sort, count) in other.covered {
             *self.covered.entry(sort).or_default() += count;
@@ -97,6 +99,9 @@ impl Tally {
                 let _ = write!(text, "  worst {worst:.3e}, above zero {}", kind.above_zero);
             }
             text.push('\n');
+            if kind.above_zero > 0 {
+                let _ = writeln!(text, "    at {}", kind.worst_of);
+            }
         }
         if !self.covered.is_empty() {
             let sorts: Vec<String> = self.covered.iter().map(|(sort, count)| format!("{count} {sort}")).collect();

@@ -314,7 +314,8 @@ impl Observer for Shadow {
         written.sort_by_key(|range| range.start);
         let mut wrong = None;
         let mut at = 0;
-        for range in written.iter().cloned().chain([self.bytes.len()..self.bytes.len()]) {
+        let end = self.bytes.len();
+        for range in written.iter().cloned().chain(std::iter::once(end..end)) {
             if at < range.start && wrong.is_none() {
                 wrong =
                     difference(&self.bytes[at..range.start], &arena.contents()[at..range.start]).map(|byte| at + byte);
