@@ -52,6 +52,14 @@ pub struct CheckpointInfo {
 impl CheckpointInfo {
     /// The version that this program writes.
     pub const VERSION: u32 = VERSION;
+
+    /// Whether a run can have written this: what is believed is safe to compute with.
+    fn can_be(&self) -> bool {
+        (1..=i64::MAX as u64).contains(&self.step)
+            && self.elapsed_seconds >= 0.0
+            && self.threads >= 1
+            && self.charges_bytes < Bytes::gib(1 << 20)
+    }
 }
 
 /// A checkpoint that was found whole.
@@ -90,6 +98,9 @@ fn read(path: &Path) -> Result<Checkpoint, String> {
     let info: CheckpointInfo = serde_json::from_slice(&text).map_err(|e| format!("checkpoint.json: {e}"))?;
     if info.version != VERSION {
         return Err(format!("version {} is not {VERSION}", info.version));
+    }
+    if !info.can_be() || path.file_name().is_none_or(|name| name != &*format!("step-{}", info.step)) {
+        return Err("checkpoint.json says what cannot be".to_owned());
     }
     for (name, &bytes) in &info.files {
         let found = fs::metadata(path.join(name)).map_err(|e| format!("{name}: {e}"))?.len();
@@ -192,4 +203,89 @@ pub fn restore(
     }
     engine.move_files("restore", &mut Stored(&checkpoint.tensors))?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use plimsoll_core::RecomputeLevel;
+    use proptest::prelude::*;
+
+    fn info(step: u64) -> CheckpointInfo {
+        CheckpointInfo {
+            version: VERSION,
+            step,
+            steps: Some(40),
+            elapsed_seconds: 1.5,
+            first_loss: 4.0,
+            last_loss: 3.5,
+            recipe: Recipe { micro_batch: 2, recompute: vec![RecomputeLevel::Nothing; 2] },
+            threads: 2,
+            charges_bytes: Bytes::mib(14),
+            precision: DType::F32,
+            rows: 96,
+            labelled_tokens: 2859,
+            files: BTreeMap::new(),
+        }
+    }
+
+    /// A run folder with whole checkpoints of these steps, whose only tensor is empty of meaning.
+    fn run_with(steps: &[u64]) -> tempfile::TempDir {
+        let run = tempfile::tempdir().unwrap();
+        for &step in steps {
+            let dir = run.path().join(format!("checkpoints/step-{step}"));
+            fs::create_dir_all(&dir).unwrap();
+            let tensors = [StoredTensor { name: "a".into(), dtype: DType::F32, shape: vec![2] }];
+            let mut writer = WeightWriter::create(&dir, "state", &tensors, MAX_SHARD_BYTES).unwrap();
+            writer.write("a", &[0; 8]).unwrap();
+            writer.finish().unwrap();
+            let info = CheckpointInfo { files: sizes(&dir).unwrap(), ..info(step) };
+            fs::write(dir.join("checkpoint.json"), serde_json::to_vec_pretty(&info).unwrap()).unwrap();
+        }
+        run
+    }
+
+    fn steps(run: &Path) -> Vec<u64> {
+        folders(run).into_iter().map(|(step, _)| step).collect()
+    }
+
+    #[test]
+    fn the_newest_kept_are_those_up_to_now_and_what_a_kill_left_goes() {
+        let run = run_with(&[8, 9, 10, 11, 100]);
+        fs::create_dir(run.path().join("checkpoints/.step-12.partial")).unwrap();
+        prune(run.path(), 11, 2).unwrap();
+        assert_eq!(steps(run.path()), [10, 11, 100]);
+        assert!(!run.path().join("checkpoints/.step-12.partial").exists());
+    }
+
+    #[test]
+    fn a_checkpoint_under_another_name_is_not_believed() {
+        let run = run_with(&[10, 20]);
+        fs::rename(run.path().join("checkpoints/step-20"), run.path().join("checkpoints/step-30")).unwrap();
+        let (found, warnings) = newest(run.path()).unwrap();
+        assert_eq!((found.unwrap().info.step, warnings.len()), (10, 1));
+    }
+
+    /// Whatever a disk made of `checkpoint.json`: it is believed only where it can be, else the one before is taken.
+    #[test]
+    fn any_checkpoint_is_read_or_gives_way() {
+        let run = run_with(&[10, 20]);
+        let file = run.path().join("checkpoints/step-20/checkpoint.json");
+        let whole = fs::read(&file).unwrap();
+        let changes = prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6);
+        proptest!(|(changes in changes, cut in any::<prop::sample::Index>())| {
+            let mut changed = whole.clone();
+            for (at, byte) in changes {
+                let at = at.index(changed.len());
+                changed[at] = byte;
+            }
+            for text in [&changed[..], &whole[..cut.index(whole.len())]] {
+                fs::write(&file, text).unwrap();
+                let (found, warnings) = newest(run.path()).unwrap();
+                let found = found.expect("step 10 is whole");
+                prop_assert!(found.info.can_be());
+                prop_assert_eq!((found.info.step, warnings.len()), if warnings.is_empty() { (20, 0) } else { (10, 1) });
+            }
+        });
+    }
 }
