@@ -3,19 +3,22 @@
 #![forbid(unsafe_code)]
 
 mod arrows;
+mod cuda;
 mod kill;
 mod soak;
 
 const USAGE: &str = "usage: cargo xtask CHORE
 
-  arrows    check which crates may depend on which, and where unsafe code may stand
-  kill      kill runs at random moments and compare what they end with; kill --help says how
-  soak      show on random models that plans are exact; soak --help says how";
+  arrows      check which crates may depend on which, and where unsafe code may stand
+  cuda-check  compile the CUDA kernels for every architecture, and run their arithmetic on the CPU
+  kill        kill runs at random moments and compare what they end with; kill --help says how
+  soak        show on random models that plans are exact; soak --help says how";
 
 fn main() -> anyhow::Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     match arguments.first().map(String::as_str) {
         Some("arrows") => arrows::run(),
+        Some("cuda-check") => cuda::run(),
         Some("kill") => kill::run(&arguments[1..]),
         Some("soak") => soak::run(&arguments[1..]),
         _ => anyhow::bail!("{USAGE}"),

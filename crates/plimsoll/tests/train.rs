@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{Place, SEQUENCE, SMALL, Shape};
+use common::{Place, SMALL, Shape};
 use serde_json::Value;
 
 fn keys(value: &Value) -> Vec<&str> {
@@ -53,7 +53,7 @@ fn a_run_leaves_what_the_contracts_say() {
     let of = |kind: &str| events.iter().filter(|event| event["event"] == kind).collect::<Vec<_>>();
     for (step, event) in of("step").iter().enumerate() {
         assert_eq!(event["step"], step as u64 + 1);
-        assert_eq!(event["tokens"], SMALL.batch_sequences * SEQUENCE);
+        assert_eq!(event["tokens"], SMALL.batch_sequences * SMALL.sequence);
         for key in ["loss", "norm", "learning_rate", "labelled_tokens", "seconds", "bytes"] {
             assert!(number(&event[key]) > 0.0, "{key}: {event}");
         }

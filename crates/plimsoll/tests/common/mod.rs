@@ -18,15 +18,15 @@ const WATCHDOG: Duration = Duration::from_secs(120);
 /// The shape of a place's model and the length of its run.
 pub struct Shape {
     pub hidden: u32,
+    pub sequence: u32,
     pub steps: u32,
     pub batch_sequences: u32,
     pub save_every: u32,
 }
 
 /// 20 thousand parameters: a step takes a millisecond.
-pub const SMALL: Shape = Shape { hidden: 32, steps: 24, batch_sequences: 8, save_every: 4 };
+pub const SMALL: Shape = Shape { hidden: 32, sequence: 32, steps: 24, batch_sequences: 8, save_every: 4 };
 
-pub const SEQUENCE: u32 = 32;
 pub const VOCAB: u32 = 32;
 
 /// A folder with `model/` (a configuration and a tokenizer), `train.jsonl`, `eval.jsonl` (tokens),
@@ -57,14 +57,14 @@ impl Place {
             place.write(&format!("{name}.jsonl"), tokens);
             place.write(&format!("{name}-text.jsonl"), texts);
         }
-        let Shape { steps, batch_sequences, save_every, .. } = shape;
-        let batch_tokens = batch_sequences * SEQUENCE;
+        let Shape { sequence, steps, batch_sequences, save_every, .. } = shape;
+        let batch_tokens = batch_sequences * sequence;
         place.write(
             "run.toml",
             format!(
                 "[model]\npath = \"model\"\ninit = \"random\"\n\
                  [data]\ntrain = \"train.jsonl\"\neval = \"eval.jsonl\"\nformat = \"tokens\"\n\
-                 sequence = {SEQUENCE}\npack = false\n\
+                 sequence = {sequence}\npack = false\n\
                  [train]\nsteps = {steps}\nbatch_tokens = {batch_tokens}\nlearning_rate = 1e-2\n\
                  save_every = {save_every}\neval_every = 10\n\
                  [run]\ndir = \"run\"\n"
