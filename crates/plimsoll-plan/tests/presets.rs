@@ -3,9 +3,9 @@
 
 use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, Link, Rates, Recipe, RecomputeLevel, Space, WorkName};
 use plimsoll_plan::search::{Pins, Question, plan_of, search};
-use plimsoll_program::{Lifetime, Tensor};
 use plimsoll_program::models::decoder::{Generation, Optimizer, Source};
 use plimsoll_program::models::{preset, preset_names};
+use plimsoll_program::{Lifetime, Tensor};
 
 fn device(budget: Bytes) -> DeviceSpec {
     DeviceSpec {

@@ -46,7 +46,8 @@ impl Case {
         Case {
             name,
             dir: ModelDir::open(&path, &[]).unwrap_or_else(|e| panic!("{name}: {e}")),
-            tensors: WeightFiles::open_files(vec![path.join("reference.safetensors")]).expect("a fixture has its tensors"),
+            tensors: WeightFiles::open_files(vec![path.join("reference.safetensors")])
+                .expect("a fixture has its tensors"),
             sequence: reference["sequence"].as_u64().expect("a number"),
             reference,
             path,
@@ -126,7 +127,14 @@ impl Case {
     }
 
     /// A Hugging Face parameter, or what stands beside it: `suffix` is "", ".gradient", ….
-    fn parameter(&self, engine: &mut Engine, set: &ProgramSet, hf_name: &str, suffix: &str, precision: DType) -> Vec<f64> {
+    fn parameter(
+        &self,
+        engine: &mut Engine,
+        set: &ProgramSet,
+        hf_name: &str,
+        suffix: &str,
+        precision: DType,
+    ) -> Vec<f64> {
         let parameters = self.dir.config.hf_parameters();
         let p = parameters.iter().find(|p| p.hf_name == hf_name).expect("known");
         let id = set.find(&format!("{}{suffix}", p.tensor)).expect("has its tensor");
@@ -157,7 +165,9 @@ fn loss_and_every_gradient_are_those_of_transformers() {
     let cache = tempfile::tempdir().expect("a folder");
     for name in CASES {
         let case = Case::open(name);
-        for (micro_batch, level) in [(4, RecomputeLevel::Nothing), (1, RecomputeLevel::Block), (3, RecomputeLevel::Norms)] {
+        for (micro_batch, level) in
+            [(4, RecomputeLevel::Nothing), (1, RecomputeLevel::Block), (3, RecomputeLevel::Norms)]
+        {
             let (data, mut rows) = case.rows("batch.jsonl", cache.path());
             data.read(0..data.rows(), &mut rows).expect("rows");
             let labelled = rows.labelled_tokens();
@@ -168,7 +178,11 @@ fn loss_and_every_gradient_are_those_of_transformers() {
             for p in case.dir.config.hf_parameters() {
                 let gradient = case.parameter(&mut engine, &set, &p.hf_name, ".gradient", DType::F32);
                 let distance = normwise(&gradient, &case.tensor(&format!("grad.{}", p.hf_name)));
-                assert!(distance < 1e-4, "{name}, micro-batch {micro_batch}, {level}: {} is {distance:e} away", p.hf_name);
+                assert!(
+                    distance < 1e-4,
+                    "{name}, micro-batch {micro_batch}, {level}: {} is {distance:e} away",
+                    p.hf_name
+                );
             }
         }
     }
@@ -185,7 +199,8 @@ fn weights_after_five_steps_are_those_of_torch() {
             data.read(4 * step..4 * step + 4, &mut rows).expect("rows");
             let labelled = rows.labelled_tokens();
             let found = engine.gradients(&mut rows, &input(step + 1, labelled)).expect("runs");
-            let (loss, norm) = (case.number(&format!("/steps/{step}/loss")), case.number(&format!("/steps/{step}/norm")));
+            let (loss, norm) =
+                (case.number(&format!("/steps/{step}/loss")), case.number(&format!("/steps/{step}/norm")));
             assert!(relative(found.loss, loss) < 1e-5, "{name}, step {step}: loss {} not {loss}", found.loss);
             assert!(relative(found.norm, norm) < 1e-4, "{name}, step {step}: norm {} not {norm}", found.norm);
             engine.update().expect("runs");
@@ -221,7 +236,8 @@ fn logits_through_the_cache_are_those_of_transformers() {
             // One call for the first half, then token by token.
             let half = (known / 2).max(1);
             for at in half..=known {
-                let (tokens, before) = if at == half { (&rows.tokens[..half], 0) } else { (&rows.tokens[at - 1..at], at - 1) };
+                let (tokens, before) =
+                    if at == half { (&rows.tokens[..half], 0) } else { (&rows.tokens[at - 1..at], at - 1) };
                 let logits = engine.extend(tokens, before).expect("runs");
                 let expected = &expected[(at - 1) * vocab..at * vocab];
                 let worst = logits.iter().zip(expected).fold(0f64, |m, (a, b)| m.max((a - b).abs())) / largest;
@@ -237,7 +253,9 @@ fn any_micro_batch_gives_the_same_gradients_in_f64() {
     for name in ["llama-gqa-tied", "qwen2", "qwen3"] {
         let case = Case::open(name);
         let mut first: Option<Vec<Vec<f64>>> = None;
-        for (micro_batch, level) in [(4, RecomputeLevel::Nothing), (1, RecomputeLevel::Nothing), (3, RecomputeLevel::Attention)] {
+        for (micro_batch, level) in
+            [(4, RecomputeLevel::Nothing), (1, RecomputeLevel::Nothing), (3, RecomputeLevel::Attention)]
+        {
             let (data, mut rows) = case.rows("batch.jsonl", cache.path());
             data.read(0..data.rows(), &mut rows).expect("rows");
             let labelled = rows.labelled_tokens();
