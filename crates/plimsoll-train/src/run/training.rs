@@ -74,9 +74,10 @@ impl Run {
             for warning in &mut warnings {
                 *warning += &format!("; the run goes on from {}", path.display());
             }
-            // The work is shared out among as many threads as before, where there are so many.
-            if run.run.threads == Threads::Auto && Cpu::read().threads_for(Some(info.threads)).is_ok() {
-                run.run.threads = Threads::Count(info.threads);
+            // The work is shared out among as many threads as before, where this machine has so many.
+            let threads = |asked| Cpu::read().threads_for(asked).ok();
+            if run.run.threads == Threads::Auto && threads(None) != threads(Some(info.threads)) {
+                run.run.threads = threads(Some(info.threads)).map_or(Threads::Auto, Threads::Count);
             }
         }
         let prepared = prepare(run, checkpoint.as_ref().map(|checkpoint| &checkpoint.info))?;
