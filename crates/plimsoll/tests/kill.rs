@@ -12,9 +12,8 @@ use std::fs::{self, OpenOptions};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// Many short steps that are mostly update: for eight tokens, forward and backward move about 16 bytes a
-/// parameter (each weight is read twice, each gradient read and written), the update 28 (four are read, three written).
-const UPDATES: Shape = Shape { hidden: 192, sequence: 8, steps: 60, batch_sequences: 1, save_every: 20 };
+/// Steps on one thread, without pauses, that end with an update of a tenth of their time (as profiled).
+const UPDATES: Shape = Shape { hidden: 384, sequence: 8, steps: 30, batch_sequences: 1, save_every: 10, threads: "1" };
 
 /// When a run is killed.
 #[derive(Clone, Copy, Debug)]
@@ -23,6 +22,8 @@ enum Moment {
     Time(Duration),
     /// So long after its log has so many more lines.
     Line(usize, Duration),
+    /// Where the update of the step after so many more lines should be: late in a step as long as the one before it.
+    Update(usize),
     /// So long after a save has begun.
     Save(Duration),
     /// So long after the model has begun to be written.
@@ -42,6 +43,14 @@ impl Moment {
         let (came, then) = match self {
             Moment::Time(after) => (run.until(|| began.elapsed() >= after), Duration::ZERO),
             Moment::Line(line, then) => (run.until(|| lines() >= before + line), then),
+            Moment::Update(line) => {
+                let bytes = || fs::metadata(place.path("run/events.jsonl")).map_or(0, |file| file.len());
+                run.until(|| lines() >= before + line);
+                let now = bytes();
+                let came = run.until(|| bytes() > now);
+                let seconds = place.events("run").iter().rev().find_map(|event| event["seconds"].as_f64());
+                (came, Duration::from_secs_f64(0.93 * seconds.unwrap_or(0.0)))
+            }
             Moment::Save(then) => (run.until(|| left_aside("run/checkpoints", ".step-")), then),
             Moment::Model(then) => (run.until(|| left_aside("run", ".model")), then),
         };
@@ -54,7 +63,8 @@ impl Moment {
         let mut micros = |end: u64| Duration::from_micros(draw.below(end));
         match number % 8 {
             0 | 4 => Moment::Save(micros(20_000)),
-            2 | 6 => Moment::Line(1 + micros(lines as u64).as_micros() as usize, micros(5_000)),
+            2 => Moment::Line(1 + micros(lines as u64).as_micros() as usize, micros(5_000)),
+            3 | 6 => Moment::Update(1 + micros(lines as u64).as_micros() as usize),
             5 => Moment::Model(micros(10_000)),
             _ => Moment::Time(micros(whole.as_micros() as u64)),
         }
@@ -66,6 +76,7 @@ impl fmt::Display for Moment {
         match self {
             Moment::Time(after) => write!(f, "{after:.1?} after the start"),
             Moment::Line(line, then) => write!(f, "{then:.1?} after line {line}"),
+            Moment::Update(line) => write!(f, "near the update after line {line}"),
             Moment::Save(then) => write!(f, "{then:.1?} into a save"),
             Moment::Model(then) => write!(f, "{then:.1?} into writing the model"),
         }
@@ -155,7 +166,7 @@ fn a_killed_run_ends_with_the_files_of_one_that_was_not() {
     kill_and_compare(&SMALL, &[Moment::Save(Duration::from_millis(1)), Moment::Line(12, Duration::ZERO)], &files);
     kill_and_compare(&SMALL, &[Moment::Time(whole / 2), Moment::Model(Duration::ZERO)], &files);
     let (files, _) = undisturbed(&UPDATES);
-    kill_and_compare(&UPDATES, &[Moment::Line(31, Duration::from_micros(700))], &files);
+    kill_and_compare(&UPDATES, &[Moment::Update(14)], &files);
 }
 
 /// The full count: `cargo xtask kill --seed N --runs M` runs this and says what it prints.
@@ -168,14 +179,13 @@ fn killed_runs_in_full() {
     let mut kills = 0;
     println!("| run | steps | killed | | last step in the log | last checkpoint in the log | left aside |");
     println!("|---|---|---|---|---|---|---|");
-    let longer =
-        [("saves", Shape { steps: 60, ..SMALL }), ("updates", Shape { steps: 600, save_every: 100, ..UPDATES })];
+    let longer = [("saves", Shape { steps: 60, ..SMALL }), ("updates", Shape { steps: 90, save_every: 30, ..UPDATES })];
     for (name, shape) in longer {
         let (files, whole) = undisturbed(&shape);
         for run in 0..runs.div_ceil(2) as usize {
             // Every third run is killed again and again, each time early in what is left of it.
             let times = if run % 3 == 2 { 4 } else { 1 };
-            let part = whole / times as u32;
+            let part = whole * 3 / 4 / times as u32;
             let lines = shape.steps as usize / times;
             let mut moments: Vec<Moment> =
                 (0..times).map(|time| Moment::draw(run + time, &mut draw, part, lines)).collect();

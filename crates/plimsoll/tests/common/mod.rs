@@ -22,10 +22,13 @@ pub struct Shape {
     pub steps: u32,
     pub batch_sequences: u32,
     pub save_every: u32,
+    /// As `run.threads` is written.
+    pub threads: &'static str,
 }
 
 /// 20 thousand parameters: a step takes a millisecond.
-pub const SMALL: Shape = Shape { hidden: 32, sequence: 32, steps: 24, batch_sequences: 8, save_every: 4 };
+pub const SMALL: Shape =
+    Shape { hidden: 32, sequence: 32, steps: 24, batch_sequences: 8, save_every: 4, threads: "\"auto\"" };
 
 pub const VOCAB: u32 = 32;
 
@@ -57,7 +60,7 @@ impl Place {
             place.write(&format!("{name}.jsonl"), tokens);
             place.write(&format!("{name}-text.jsonl"), texts);
         }
-        let Shape { sequence, steps, batch_sequences, save_every, .. } = shape;
+        let Shape { sequence, steps, batch_sequences, save_every, threads, .. } = shape;
         let batch_tokens = batch_sequences * sequence;
         place.write(
             "run.toml",
@@ -67,7 +70,7 @@ impl Place {
                  sequence = {sequence}\npack = false\n\
                  [train]\nsteps = {steps}\nbatch_tokens = {batch_tokens}\nlearning_rate = 1e-2\n\
                  save_every = {save_every}\neval_every = 10\n\
-                 [run]\ndir = \"run\"\n"
+                 [run]\ndir = \"run\"\nthreads = {threads}\n"
             ),
         );
         place
