@@ -10,6 +10,8 @@ pub mod launch;
 
 /// What stands before every family's source.
 const COMMON: &str = include_str!("common.cuh");
+/// What NVRTC is told beside the architecture. No fast math: divisions and roots round as the CPU's do.
+pub const OPTIONS: [&str; 1] = ["--std=c++17"];
 /// The largest head that attention is compiled for: its tiles must fit into the 99 KiB of shared
 /// memory that a block may have on most GPUs.
 pub const HEAD_DIM_MAX: u64 = 128;

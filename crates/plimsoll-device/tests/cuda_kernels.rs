@@ -1,0 +1,628 @@
+//! The arithmetic of the CUDA kernels, shown on the CPU: the same sources and the same launches,
+//! through `cuda_shim/shim.h`, against the CPU's kernels in f64. `cuda_shim/README.md` says what this
+//! cannot show. Needs g++, so `cargo xtask cuda-check` runs it and a plain `cargo test` does not.
+
+mod cuda_shim;
+
+use cuda_shim::{Gpu, Kind, compile_text};
+use plimsoll_core::DType;
+use plimsoll_device::cpu::kernels as cpu;
+use plimsoll_device::cpu::kernels::Heads;
+use plimsoll_device::cpu::pool::Pool;
+use plimsoll_device::cuda::kernels::Real;
+use plimsoll_device::cuda::kernels::launch::*;
+use plimsoll_program::op::RopeScaling;
+use plimsoll_program::scalars::{METRIC_COUNT, Metric, SCALAR_COUNT, Scalar};
+use plimsoll_program::workspace;
+
+/// A small generator (an LCG of 64 bits, the upper half): tests must not need the kernels' own.
+struct Draw(u64);
+
+impl Draw {
+    fn next(&mut self) -> f64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 32) as f64 / 2f64.powi(31) - 1.0
+    }
+
+    fn below(&mut self, n: usize) -> usize {
+        ((self.next() + 1.0) / 2.0 * n as f64) as usize % n
+    }
+
+    /// Numbers around 1 that `kind` holds exactly.
+    fn many(&mut self, kind: Kind, n: usize) -> Vec<f64> {
+        (0..n).map(|_| kind.rounded(self.next())).collect()
+    }
+
+    fn integers(&mut self, n: usize, below: usize) -> Vec<i32> {
+        (0..n).map(|_| self.below(below) as i32).collect()
+    }
+}
+
+const REALS: [Real; 2] = [Real::F32, Real::Bf16];
+
+fn pool() -> Pool {
+    Pool::new(1).unwrap()
+}
+
+fn scratch(elements: u64) -> Vec<f64> {
+    vec![f64::NAN; elements as usize]
+}
+
+/// f32 results are within 1e-5 of the largest; bf16 ones are in addition rounded once.
+#[track_caller]
+fn close(got: &[f64], want: &[f64], kind: Kind, what: &str) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    let largest = want.iter().fold(0.0f64, |most, x| most.max(x.abs()));
+    let rounding = if kind == Kind::Bf16 { 1.0 / 256.0 } else { 0.0 };
+    for (i, (got, want)) in got.iter().zip(want).enumerate() {
+        let off = (got - want).abs();
+        assert!(off <= 1e-5 * largest + rounding * want.abs(), "{what}[{i}] ({kind:?}): {got} for {want}");
+    }
+}
+
+fn sum(a: &[f64], b: &[f64]) -> Vec<f64> {
+    a.iter().zip(b).map(|(a, b)| a + b).collect()
+}
+
+/// Runs a check for both types of activations, on addresses that allow packs and on ones that do not.
+fn everywhere(check: impl Fn(Gpu, Real, Kind, &mut Draw)) {
+    for of in REALS {
+        for shift in [0, 1] {
+            check(Gpu::new(shift), of, Kind::of(of), &mut Draw(7 + shift as u64));
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs g++: cargo xtask cuda-check"]
+fn rms_norm_and_its_gradient() {
+    everywhere(|mut gpu, of, kind, draw| {
+        for (rows, dim) in [(1, 3), (3, 7), (5, 1024), (70, 36), (1100, 33)] {
+            let (n, eps) = (rows * dim, 1e-5);
+            let (x, weight) = (draw.many(kind, n), draw.many(Kind::F32, dim));
+            let (mut want, mut want_rstd) = (vec![0.0; n], vec![0.0; rows]);
+            cpu::rms_norm(&pool(), &x, &weight, eps, &mut want, &mut want_rstd);
+            let (gx, gweight) = (gpu.put(kind, &x), gpu.put(Kind::F32, &weight));
+            let (out, rstd) = (gpu.room(kind, n), gpu.room(Kind::F32, rows));
+            gpu.run(&rms_norm(of, gx, gweight, out, rstd, rows as u64, dim as u64, eps));
+            close(&gpu.get(out), &want, kind, "normed");
+            close(&gpu.get(rstd), &want_rstd, Kind::F32, "rstd");
+
+            let rstd_values = gpu.get(rstd);
+            let dout = draw.many(kind, n);
+            let (before, dweight_before) = (draw.many(kind, n), draw.many(Kind::F32, dim));
+            for accumulate in [false, true] {
+                let (mut want, mut want_dweight) = (before.clone(), dweight_before.clone());
+                let scratch = &mut scratch(workspace::rms_norm_grad(rows as u64, dim as u64));
+                let dweight = &mut want_dweight;
+                cpu::rms_norm_grad(&pool(), &x, &weight, &rstd_values, &dout, &mut want, dweight, accumulate, scratch);
+                let (gdout, gdx) = (gpu.put(kind, &dout), gpu.put(kind, &before));
+                let gdweight = gpu.put(Kind::F32, &dweight_before);
+                let room = gpu.room(Kind::F32, rms_norm_grad_scratch(rows as u64, dim as u64) as usize);
+                let inputs = [gx, gweight, rstd, gdout];
+                gpu.run(&rms_norm_grad(of, inputs, gdx, gdweight, room, rows as u64, dim as u64, accumulate));
+                close(&gpu.get(gdx), &want, kind, "dx");
+                close(&gpu.get(gdweight), &want_dweight, Kind::F32, "dweight");
+            }
+        }
+    });
+}
+
+#[test]
+#[ignore = "needs g++: cargo xtask cuda-check"]
+fn head_norm_and_its_gradient() {
+    everywhere(|mut gpu, of, kind, draw| {
+        for (rows, heads, kv_heads, head_dim) in
+            [(1, 1, 1, 6), (3, 4, 2, 64), (41, 3, 1, 33), (1030, 1, 1, 8), (2, 2, 1, 256)]
+        {
+            let shape = Heads { heads, kv_heads, head_dim };
+            let (n, e) = (rows * shape.columns() as usize, head_dim as usize);
+            let normed = rows * shape.rotated() as usize;
+            let x = draw.many(kind, n);
+            let (q, k) = (draw.many(Kind::F32, e), draw.many(Kind::F32, e));
+            let (mut want, mut want_rstd) = (vec![0.0; n], vec![0.0; normed]);
+            cpu::head_norm(&pool(), shape, &x, &q, &k, 1e-6, &mut want, &mut want_rstd);
+            let inputs = [gpu.put(kind, &x), gpu.put(Kind::F32, &q), gpu.put(Kind::F32, &k)];
+            let (out, rstd) = (gpu.room(kind, n), gpu.room(Kind::F32, normed));
+            gpu.run(&head_norm(of, inputs, out, rstd, rows as u64, shape, 1e-6));
+            close(&gpu.get(out), &want, kind, "normed");
+            close(&gpu.get(rstd), &want_rstd, Kind::F32, "rstd");
+
+            let rstd_values = gpu.get(rstd);
+            let (dout, dq, dk) = (draw.many(kind, n), draw.many(Kind::F32, e), draw.many(Kind::F32, e));
+            let (mut want, mut want_dq, mut want_dk) = (dout.clone(), dq.clone(), dk.clone());
+            let elements = workspace::head_norm_grad(rows as u64, heads, kv_heads, head_dim);
+            let room = &mut scratch(elements);
+            cpu::head_norm_grad(&pool(), shape, &x, &q, &k, &rstd_values, &mut want, &mut want_dq, &mut want_dk, room);
+            let (gdx, gdq, gdk) = (gpu.put(kind, &dout), gpu.put(Kind::F32, &dq), gpu.put(Kind::F32, &dk));
+            let room = gpu.room(Kind::F32, head_norm_grad_scratch(rows as u64, head_dim) as usize);
+            let [x, q, k] = inputs;
+            gpu.run(&head_norm_grad(of, [x, q, k, rstd], gdx, [gdq, gdk], room, rows as u64, shape));
+            close(&gpu.get(gdx), &want, kind, "dx");
+            close(&gpu.get(gdq), &want_dq, Kind::F32, "dq_weight");
+            close(&gpu.get(gdk), &want_dk, Kind::F32, "dk_weight");
+        }
+    });
+}
+
+#[test]
+#[ignore = "needs g++: cargo xtask cuda-check"]
+fn rope_turns_there_and_back() {
+    everywhere(|mut gpu, of, kind, draw| {
+        for (rows, heads, kv_heads, head_dim) in [(1, 1, 1, 2), (5, 3, 1, 6), (9, 8, 2, 64)] {
+            let shape = Heads { heads, kv_heads, head_dim };
+            let n = rows * shape.columns() as usize;
+            let table = draw.many(Kind::F32, 50 * head_dim as usize);
+            let (qkv, positions) = (draw.many(kind, n), draw.integers(rows, 50));
+            let (gtable, gpositions) = (gpu.put(Kind::F32, &table), gpu.put_integers(&positions));
+            for inverse in [false, true] {
+                let mut want = qkv.clone();
+                cpu::rope(&pool(), shape, &table, &positions, inverse, &mut want);
+                let gqkv = gpu.put(kind, &qkv);
+                gpu.run(&rope(of, gqkv, gtable, gpositions, rows as u64, shape, inverse));
+                close(&gpu.get(gqkv), &want, kind, "turned");
+            }
+        }
+    });
+}
+
+/// The frequencies are those of the CPU in f32 to the bit; only cosines and sines are rounded by
+/// others.
+#[test]
+#[ignore = "needs g++: cargo xtask cuda-check"]
+fn rope_tables_are_those_of_the_cpu_in_f32() {
+    let llama3 = RopeScaling::Llama3 {
+        factor: 32.0,
+        low_freq_factor: 1.0,
+        high_freq_factor: 4.0,
+        original_max_position_embeddings: 8192,
+    };
+    for scaling in [RopeScaling::None, RopeScaling::Linear { factor: 4.0 }, llama3] {
+        for (head_dim, theta) in [(6, 1e4), (64, 5e5), (128, 1e6)] {
+            let rows = 3000;
+            let mut want = vec![0.0f32; rows * head_dim];
+            cpu::rope_table(&pool(), head_dim, theta, &scaling, &mut want);
+            let mut gpu = Gpu::new(0);
+            let table = gpu.room(Kind::F32, rows * head_dim);
+            gpu.run(&rope_table(Real::F32, table, rows as u64, head_dim as u64, theta, scaling));
+            for (i, (got, want)) in gpu.get(table).iter().zip(&want).enumerate() {
+                assert!((got - f64::from(*want)).abs() <= 1.3e-7, "{scaling:?} {head_dim} [{i}]: {got} for {want}");
+            }
+        }
+    }
+}
+
+/// Documents of random lengths, back to back in each sequence.
+fn documents(draw: &mut Draw, batch: usize, sequence: usize) -> Vec<i32> {
+    let mut starts = Vec::new();
+    for _ in 0..batch {
+        let mut start = 0;
+        for at in 0..sequence {
+            if draw.below(23) == 0 {
+                start = at;
+            }
+            starts.push(start as i32);
+        }
+    }
+    starts
+}
+
+#[test]
+#[ignore = "needs g++: cargo xtask cuda-check"]
+fn attention_and_its_gradient() {
+    everywhere(|mut gpu, of, kind, draw| {
+        for (batch, sequence, heads, kv_heads, head_dim) in
+            [(1, 1, 1, 1, 6), (2, 33, 2, 1, 6), (2, 70, 4, 2, 64), (1, 150, 3, 1, 64), (1, 130, 2, 2, 128)]
+        {
+            let shape = Heads { heads, kv_heads, head_dim };
+            let rows = batch * sequence;
+            let (n, wide) = (rows * shape.columns() as usize, rows * shape.query_columns() as usize);
+            let qkv: Vec<f64> = draw.many(kind, n).iter().map(|x| kind.rounded(3.0 * x)).collect();
+            let starts = if sequence == 150 { vec![0; rows] } else { documents(draw, batch, sequence) };
+            let (mut want, mut want_stats) = (vec![0.0; wide], vec![0.0; rows * heads as usize]);
+            let room = &mut scratch(workspace::attention(1, sequence as u64, head_dim));
+            cpu::attention(&pool(), shape, sequence, &qkv, &starts, &mut want, &mut want_stats, room);
+            let (gqkv, gstarts) = (gpu.put(kind, &qkv), gpu.put_integers(&starts));
+            let (out, stats) = (gpu.room(kind, wide), gpu.room(Kind::F32, rows * heads as usize));
+            let (b, t) = (batch as u64, sequence as u64);
+            gpu.run(&attention(of, gqkv, gstarts, out, stats, b, t, shape));
+            close(&gpu.get(out), &want, kind, "out");
+            close(&gpu.get(stats), &want_stats, Kind::F32, "stats");
+
+            let (out_values, stats_values, dout) = (gpu.get(out), gpu.get(stats), draw.many(kind, wide));
+            let mut want = vec![0.0; n];
+            let room = &mut scratch(workspace::attention_grad(1, t, head_dim));
+            cpu::attention_grad(
+                &pool(),
+                shape,
+                sequence,
+                &qkv,
+                &out_values,
+                &dout,
+                &stats_values,
+                &starts,
+                &mut want,
+                room,
+            );
+            let (gdout, dqkv) = (gpu.put(kind, &dout), gpu.room(kind, n));
+            let room = gpu.room(Kind::F32, attention_grad_scratch(b, t, heads) as usize);
+            gpu.run(&attention_grad(of, [gqkv, out, gdout, stats, gstarts], dqkv, room, b, t, shape));
+            close(&gpu.get(dqkv), &want, kind, "dqkv");
+        }
+    });
+}
+
+#[test]
+#[ignore = "needs g++: cargo xtask cuda-check"]
+fn attention_over_a_cache() {
+    everywhere(|mut gpu, of, kind, draw| {
+        for (before, rows, capacity, heads, kv_heads, head_dim) in
+            [(0, 1, 1, 1, 1, 6), (70, 1, 90, 4, 2, 64), (3, 70, 80, 2, 1, 64), (64, 2, 66, 6, 3, 6)]
+        {
+            let shape = Heads { heads, kv_heads, head_dim };
+            let width = (kv_heads * head_dim) as usize;
+            let qkv = draw.many(kind, rows * shape.columns() as usize);
+            let (mut keys, mut values) = (draw.many(kind, capacity * width), draw.many(kind, capacity * width));
+            let mut scalars = vec![0.0; SCALAR_COUNT as usize];
+            scalars[Scalar::CacheLength as usize] = before as f64;
+            let (gqkv, gscalars) = (gpu.put(kind, &qkv), gpu.put(Kind::F32, &scalars));
+            let (gkeys, gvalues) = (gpu.put(kind, &keys), gpu.put(kind, &values));
+            gpu.run(&append_cache(of, gqkv, gscalars, gkeys, gvalues, rows as u64, shape));
+            cpu::append_cache(shape, &qkv, before, &mut keys, &mut values);
+            assert_eq!((gpu.get(gkeys), gpu.get(gvalues)), (keys.clone(), values.clone()));
+
+            let mut want = vec![0.0; rows * shape.query_columns() as usize];
+            let room = &mut scratch(workspace::cached_attention(1, rows as u64, capacity as u64, head_dim));
+            cpu::cached_attention(&pool(), shape, &qkv, &keys, &values, before, &mut want, room);
+            let out = gpu.room(kind, want.len());
+            gpu.run(&cached_attention(of, [gqkv, gkeys, gvalues, gscalars], out, rows as u64, shape));
+            close(&gpu.get(out), &want, kind, "out");
+        }
+    });
+}
+
+#[test]
+#[ignore = "needs g++: cargo xtask cuda-check"]
+fn swiglu_and_its_gradient_in_place_or_not() {
+    everywhere(|mut gpu, of, kind, draw| {
+        for (rows, ffn) in [(1, 1), (3, 29), (2, 1028), (5, 1030)] {
+            let gate_up: Vec<f64> = draw.many(kind, 2 * rows * ffn).iter().map(|x| kind.rounded(8.0 * x)).collect();
+            let dout = draw.many(kind, rows * ffn);
+            let mut want = vec![0.0; rows * ffn];
+            cpu::swiglu(&pool(), ffn, &gate_up, &mut want);
+            let (ggate_up, gdout, out) = (gpu.put(kind, &gate_up), gpu.put(kind, &dout), gpu.room(kind, rows * ffn));
+            gpu.run(&swiglu(of, ggate_up, out, rows as u64, ffn as u64));
+            close(&gpu.get(out), &want, kind, "out");
+
+            let mut want = vec![0.0; 2 * rows * ffn];
+            cpu::swiglu_grad(&pool(), ffn, &gate_up, &dout, &mut want);
+            let apart = gpu.room(kind, 2 * rows * ffn);
+            for into in [apart, ggate_up] {
+                gpu.run(&swiglu_grad(of, ggate_up, gdout, into, rows as u64, ffn as u64));
+                close(&gpu.get(into), &want, kind, "dgate_up");
+            }
+        }
+    });
+}
+
+#[test]
+#[ignore = "needs g++: cargo xtask cuda-check"]
+fn cross_entropy_its_gradient_and_its_hits() {
+    everywhere(|mut gpu, of, kind, draw| {
+        for (rows, vocab) in [(1, 3), (5, 33), (3, 1000), (2, 5003)] {
+            let mut logits: Vec<f64> = draw.many(kind, rows * vocab).iter().map(|x| kind.rounded(4.0 * x)).collect();
+            let mut labels = draw.integers(rows, vocab);
+            let mut weights = draw.many(Kind::F32, rows);
+            if rows > 2 {
+                // The label's is the largest logit, and it is not alone: it may come first or last.
+                logits[labels[0] as usize] = 8.0;
+                logits[0] = 8.0;
+                labels[1] = -100;
+                logits[2 * vocab + labels[2] as usize] = 8.0;
+                logits[3 * vocab - 1] = 8.0;
+            }
+            if rows > 3 {
+                weights[3] = 0.0;
+            }
+            let mut scalars = vec![0.0; SCALAR_COUNT as usize];
+            scalars[Scalar::InverseTokens as usize] = 0.125;
+            for gradient in [false, true] {
+                let (mut want, mut want_correct) = (logits.clone(), vec![7; rows]);
+                let room = &mut scratch(workspace::cross_entropy(rows as u64, vocab as u64));
+                let correct = Some(&mut want_correct[..]);
+                let loss = if gradient {
+                    cpu::cross_entropy_grad(&pool(), vocab, &mut want, &labels, &weights, 0.125, correct, room)
+                } else {
+                    cpu::cross_entropy(&pool(), vocab, &want, &labels, &weights, correct, room)
+                };
+                let (glogits, glabels) = (gpu.put(kind, &logits), gpu.put_integers(&labels));
+                let (gweights, gscalars) = (gpu.put(Kind::F32, &weights), gpu.put(Kind::F32, &scalars));
+                let metrics = gpu.put(Kind::F64, &vec![1.5; METRIC_COUNT as usize]);
+                let (correct, room) = (gpu.room(Kind::I32, rows), gpu.room(Kind::F32, rows));
+                let inputs = [glabels, gweights, gscalars];
+                let (r, v) = (rows as u64, vocab as u64);
+                gpu.run(&cross_entropy(of, glogits, inputs, metrics, Some(correct), room, r, v, gradient));
+                let got = gpu.get(metrics)[Metric::LossSum as usize] - 1.5;
+                assert!((got - loss).abs() <= 1e-5 * loss.abs().max(1.0), "{got} for {loss}");
+                close(&gpu.get(glogits), &want, kind, "gradient");
+                assert_eq!(gpu.get_integers(correct), want_correct);
+                // Hits are not always asked for.
+                gpu.run(&cross_entropy(of, glogits, inputs, metrics, None, room, r, v, false));
+            }
+        }
+    });
+}
+
+#[test]
+#[ignore = "needs g++: cargo xtask cuda-check"]
+fn embed_and_its_gradient() {
+    everywhere(|mut gpu, of, kind, draw| {
+        for (rows, hidden, vocab) in [(1, 1, 1), (40, 12, 9), (600, 5, 7), (9, 1100, 4), (300, 8, 200)] {
+            let tokens = draw.integers(rows, vocab);
+            let (table, dout) = (draw.many(Kind::F32, vocab * hidden), draw.many(kind, rows * hidden));
+            let mut want = vec![0.0; rows * hidden];
+            cpu::embed(&pool(), &tokens, &table, hidden, &mut want);
+            let (gtokens, gtable) = (gpu.put_integers(&tokens), gpu.put(Kind::F32, &table));
+            let out = gpu.room(kind, rows * hidden);
+            let (n, d, v) = (rows as u64, hidden as u64, vocab as u64);
+            gpu.run(&embed(of, gtokens, gtable, out, n, d, v));
+            close(&gpu.get(out), &want, kind, "out");
+
+            let mut want = table;
+            cpu::embed_grad(&pool(), &tokens, &dout, hidden, &mut want);
+            let gdout = gpu.put(kind, &dout);
+            gpu.run(&embed_grad(of, gtokens, gdout, gtable, n, d, v));
+            close(&gpu.get(gtable), &want, Kind::F32, "dtable");
+        }
+    });
+}
+
+#[test]
+#[ignore = "needs g++: cargo xtask cuda-check"]
+fn sums_element_by_element_and_over_rows() {
+    everywhere(|mut gpu, of, kind, draw| {
+        for (rows, columns) in [(1, 1), (3, 7), (40, 1030), (1100, 12), (600, 260)] {
+            let n = rows * columns;
+            let (x, y, bias) = (draw.many(kind, n), draw.many(kind, n), draw.many(Kind::F32, columns));
+            let (gx, gy, gbias) = (gpu.put(kind, &x), gpu.put(kind, &y), gpu.put(Kind::F32, &bias));
+            gpu.run(&add(of, gx, gy, n as u64));
+            close(&gpu.get(gy), &sum(&x, &y), kind, "sum");
+
+            let gy = gpu.put(kind, &y);
+            gpu.run(&add_bias(of, gbias, gy, rows as u64, columns as u64));
+            let repeated: Vec<f64> = bias.iter().cycle().take(n).copied().collect();
+            close(&gpu.get(gy), &sum(&y, &repeated), kind, "with bias");
+
+            let mut want = bias;
+            let room = &mut scratch(workspace::sum_rows(rows as u64, columns as u64));
+            cpu::sum_rows(&pool(), rows, columns, &x, &mut want, room);
+            let room = gpu.room(Kind::F32, sum_rows_scratch(rows as u64, columns as u64) as usize);
+            gpu.run(&sum_rows(of, gx, gbias, room, rows as u64, columns as u64));
+            close(&gpu.get(gbias), &want, Kind::F32, "sum of rows");
+
+            let row = rows - 1;
+            let mut scalars = vec![0.0; SCALAR_COUNT as usize];
+            scalars[Scalar::LastRow as usize] = row as f64;
+            let (gscalars, out) = (gpu.put(Kind::F32, &scalars), gpu.room(kind, columns));
+            gpu.run(&pick_row(of, gx, gscalars, out, columns as u64));
+            assert_eq!(gpu.get(out), x[row * columns..]);
+        }
+    });
+}
+
+#[test]
+#[ignore = "needs g++: cargo xtask cuda-check"]
+fn casts_round_once_to_nearest_even() {
+    let mut draw = Draw(3);
+    let types = [(DType::F64, Kind::F64), (DType::F32, Kind::F32), (DType::Bf16, Kind::Bf16), (DType::F16, Kind::F16)];
+    // Around the edges of each type: ties, the last normal numbers, subnormals, overflow.
+    let mut values = vec![0.0, -0.0, f64::INFINITY, f64::NEG_INFINITY, f64::NAN, 65_504.0, 65_519.9, 65_520.0, 1e-45];
+    for scale in [1.0, 2f64.powi(-14), 2f64.powi(-24), 2f64.powi(-25), 2f64.powi(-126), 65_504.0, 3.4e38] {
+        values.extend((0..400).map(|_| scale * (1.0 + draw.next())));
+        values.extend((0..64).map(|i| scale * (1.0 + f64::from(i) / 512.0)));
+        values.extend((0..64).map(|i| scale * (1.0 + f64::from(i) / 4096.0 + 1e-12)));
+    }
+    // Every number that 16 bits can be.
+    for bits in 0..=u16::MAX {
+        values.push(half::f16::from_bits(bits).to_f64());
+        values.push(half::bf16::from_bits(bits).to_f64());
+    }
+    for (from_type, from) in types {
+        let given: Vec<f64> = values.iter().map(|x| from.rounded(*x)).collect();
+        for (to_type, to) in types {
+            let mut gpu = Gpu::new(1);
+            let (source, target) = (gpu.put(from, &given), gpu.room(to, given.len()));
+            let Some(launches) = cast(from_type, source, to_type, target, given.len() as u64) else { continue };
+            gpu.run(&launches);
+            for (given, got) in given.iter().zip(gpu.get(target)) {
+                let want = to.rounded(*given);
+                let equal = got.to_bits() == want.to_bits() || (got.is_nan() && want.is_nan());
+                assert!(equal, "{given:e} from {from_type} to {to_type}: {got:e}, not {want:e}");
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs g++: cargo xtask cuda-check"]
+fn fills_reach_every_element() {
+    for (dtype, kind) in [(DType::F32, Kind::F32), (DType::F64, Kind::F64), (DType::Bf16, Kind::Bf16)] {
+        for elements in [1, 255, 5000] {
+            let mut gpu = Gpu::new(1);
+            let into = gpu.room(kind, elements);
+            gpu.run(&fill(dtype, into, 0.3, elements as u64).unwrap());
+            assert_eq!(gpu.get(into), vec![kind.rounded(0.3); elements]);
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs g++: cargo xtask cuda-check"]
+fn normal_numbers_are_those_of_the_cpu() {
+    for (first, elements) in [(0, 1), (0, 5000), (3, 2), (5, 1031), (1 << 40, 17)] {
+        let mut want = vec![0.0f32; elements];
+        cpu::normal(&pool(), 11, 5, first, 0.02, &mut want);
+        let mut gpu = Gpu::new(1);
+        let into = gpu.room(Kind::F32, elements);
+        gpu.run(&init_normal(into, 11, 5, first, 0.02, elements as u64));
+        assert_eq!(gpu.get(into), want.iter().map(|x| f64::from(*x)).collect::<Vec<_>>());
+    }
+}
+
+fn update_scalars() -> Vec<f64> {
+    let mut scalars = vec![0.0; SCALAR_COUNT as usize];
+    for (place, value) in [
+        (Scalar::LearningRate, 1e-2),
+        (Scalar::BiasCorrection1, 0.271),
+        (Scalar::BiasCorrection2, 0.1426),
+        (Scalar::ClipFactor, 0.37),
+        (Scalar::ClipNorm, 0.8),
+    ] {
+        scalars[place as usize] = Kind::F32.rounded(value);
+    }
+    scalars
+}
+
+/// As many as fill a table and begin another, of odd sizes; one of more than a chunk.
+fn sizes() -> Vec<usize> {
+    let mut sizes: Vec<usize> = (1..=66).collect();
+    sizes[40] = 8192 + 1025;
+    sizes[65] = 2 * 8192;
+    sizes
+}
+
+#[test]
+#[ignore = "needs g++: cargo xtask cuda-check"]
+fn adamw_updates_every_tensor() {
+    for shift in [0, 1] {
+        let (mut gpu, mut draw) = (Gpu::new(shift), Draw(5));
+        let scalars = update_scalars();
+        let (betas, eps) = ([0.9, 0.95], 1e-8);
+        let (mut tensors, mut wants) = (Vec::new(), Vec::new());
+        for (i, n) in sizes().into_iter().enumerate() {
+            let [mut weight, gradient, mut first] = [(); 3].map(|()| draw.many(Kind::F32, n));
+            let mut second: Vec<f64> = draw.many(Kind::F32, n).iter().map(|x| x * x).collect();
+            let decay = if i % 2 == 0 { 0.1 } else { 0.0 };
+            let [w, g, m, v] = [&weight, &gradient, &first, &second].map(|x| gpu.put(Kind::F32, x));
+            tensors.push(Updated { weight: w, gradient: g, first: m, second: v, elements: n as u64, decay });
+            let step = cpu::AdamW {
+                rate: scalars[Scalar::LearningRate as usize],
+                betas,
+                eps,
+                decay,
+                bias_corrections: [
+                    scalars[Scalar::BiasCorrection1 as usize],
+                    scalars[Scalar::BiasCorrection2 as usize],
+                ],
+                clip: scalars[Scalar::ClipFactor as usize],
+            };
+            cpu::adamw(&pool(), step, &mut weight, &gradient, &mut first, &mut second);
+            wants.push([weight, first, second]);
+        }
+        let gscalars = gpu.put(Kind::F32, &scalars);
+        gpu.run(&adamw(&tensors, gscalars, betas, eps));
+        for (tensor, want) in tensors.iter().zip(&wants) {
+            close(&gpu.get(tensor.weight), &want[0], Kind::F32, "weight");
+            close(&gpu.get(tensor.first), &want[1], Kind::F32, "first");
+            close(&gpu.get(tensor.second), &want[2], Kind::F32, "second");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs g++: cargo xtask cuda-check"]
+fn sgd_updates_every_tensor_with_momentum_or_without() {
+    for (shift, momentum) in [(0, 0.0), (1, 0.9), (0, 0.9)] {
+        let (mut gpu, mut draw) = (Gpu::new(shift), Draw(6));
+        let scalars = update_scalars();
+        let (mut tensors, mut wants) = (Vec::new(), Vec::new());
+        for n in sizes() {
+            let [mut weight, gradient, mut buffer] = [(); 3].map(|()| draw.many(Kind::F32, n));
+            let [w, g, m] = [&weight, &gradient, &buffer].map(|x| gpu.put(Kind::F32, x));
+            let first = if momentum > 0.0 { m } else { 0 };
+            tensors.push(Updated { weight: w, gradient: g, first, second: 0, elements: n as u64, decay: 0.1 });
+            let step = cpu::Sgd {
+                rate: scalars[Scalar::LearningRate as usize],
+                momentum,
+                decay: 0.1,
+                clip: scalars[Scalar::ClipFactor as usize],
+            };
+            cpu::sgd(&pool(), step, &mut weight, &gradient, (momentum > 0.0).then_some(&mut buffer[..]));
+            wants.push((weight, m, buffer));
+        }
+        let gscalars = gpu.put(Kind::F32, &scalars);
+        gpu.run(&sgd(&tensors, gscalars, momentum));
+        for (tensor, (weight, buffer_at, buffer)) in tensors.iter().zip(&wants) {
+            close(&gpu.get(tensor.weight), weight, Kind::F32, "weight");
+            close(&gpu.get(*buffer_at), buffer, Kind::F32, "buffer");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs g++: cargo xtask cuda-check"]
+fn the_norm_of_all_tensors_and_its_clip_factor() {
+    for shift in [0, 1] {
+        let (mut gpu, mut draw) = (Gpu::new(shift), Draw(8));
+        let (mut tensors, mut want) = (Vec::new(), 0.25);
+        let mut sizes = sizes();
+        sizes[3] = 70_003;
+        for n in sizes {
+            let x = draw.many(Kind::F32, n);
+            want += x.iter().map(|x| x * x).sum::<f64>();
+            tensors.push((gpu.put(Kind::F32, &x), n as u64));
+        }
+        let mut before = vec![9.0; METRIC_COUNT as usize];
+        before[Metric::NormSquared as usize] = 0.25;
+        let (partials, metrics) = (gpu.room(Kind::F64, NORM_PARTIALS as usize), gpu.put(Kind::F64, &before));
+        gpu.run(&squared_norm(&tensors, partials, metrics));
+        let got = gpu.get(metrics);
+        assert!((got[Metric::NormSquared as usize] / want - 1.0).abs() < 1e-6, "{got:?} for {want}");
+        assert_eq!(got[Metric::LossSum as usize], 9.0);
+
+        for (clip, norm, factor) in [(0.8, 4.0, 0.8 / (2.0 + 1e-6)), (3.0, 4.0, 1.0), (0.0, 4.0, 1.0)] {
+            let mut scalars = update_scalars();
+            scalars[Scalar::ClipNorm as usize] = Kind::F32.rounded(clip);
+            before[Metric::NormSquared as usize] = norm;
+            let (gscalars, metrics) = (gpu.put(Kind::F32, &scalars), gpu.put(Kind::F64, &before));
+            gpu.run(&clip_factor(metrics, gscalars));
+            let got = gpu.get(gscalars)[Scalar::ClipFactor as usize];
+            assert!((got - factor).abs() < 1e-6, "{got} for {factor}");
+        }
+    }
+}
+
+/// What the shim is there to find, it finds.
+mod faults {
+    use super::*;
+
+    /// Runs `body` as a kernel on one block of 64 threads with 64 floats of shared memory; says what
+    /// went wrong.
+    fn run(name: &str, body: &str) -> Result<(), String> {
+        let source =
+            format!("extern __shared__ float shared[];\nextern \"C\" __global__ void broken(float* out) {{ {body} }}");
+        let library = compile_text(&format!("fault-{name}"), &source, &["broken"]);
+        let mut gpu = Gpu::new(0);
+        let out = gpu.room(Kind::F32, 64);
+        gpu.try_run(&library, "broken", [1, 1, 1], 64, 256, &[Argument::Address(out)])?;
+        assert!(gpu.get(out).iter().all(|x| x.is_finite()));
+        Ok(())
+    }
+
+    #[test]
+    #[ignore = "needs g++: cargo xtask cuda-check"]
+    fn faults_are_found() {
+        let turned = "shared[threadIdx.x] = threadIdx.x; __syncthreads(); out[threadIdx.x] = shared[63 - threadIdx.x];";
+        assert_eq!(run("none", turned), Ok(()));
+        for (name, body, what) in [
+            ("no-barrier", turned.replace("__syncthreads();", ""), "order"),
+            ("late-barrier", turned.replace("__syncthreads();", "if (threadIdx.x < 32) __syncthreads();"), "launch"),
+            ("beyond-shared", turned.replace("shared[threadIdx.x]", "shared[threadIdx.x + 1]"), "launch"),
+            ("beside", turned.replace("out[threadIdx.x]", "out[threadIdx.x + 1]"), "beside"),
+            ("half-a-warp", format!("if (threadIdx.x % 2) __shfl_xor_sync(0xffffffffu, 1, 1); {turned}"), "launch"),
+        ] {
+            let found = run(name, &body).expect_err(name);
+            assert!(found.contains(what), "{name}: {found}");
+        }
+    }
+}
