@@ -204,8 +204,10 @@ fn killed_runs_in_full() {
 
 #[test]
 fn signals_finish_the_step_save_and_say_how_to_go_on() {
-    let (files, _) = undisturbed(&SMALL);
-    let place = Place::new(&SMALL);
+    // Long enough that no machine ends it before the signal is sent.
+    let long = Shape { steps: 400, save_every: 100, ..SMALL };
+    let (files, _) = undisturbed(&long);
+    let place = Place::new(&long);
     for signal in ["INT", "TERM", "HUP"] {
         let before = place.events("run").len();
         let mut run = go_on(&place);
@@ -221,7 +223,7 @@ fn signals_finish_the_step_save_and_say_how_to_go_on() {
         assert_eq!((last["step"].as_u64(), saved(&events)), (Some(step), step), "no step was done for nothing");
     }
     assert_eq!(go_on(&place).end().code, Some(0));
-    assert!(last_files(&place, "run", SMALL.steps) == files, "stopped three times, and the same bytes");
+    assert!(last_files(&place, "run", long.steps) == files, "stopped three times, and the same bytes");
 }
 
 #[test]
