@@ -151,9 +151,9 @@ fn document(compiler: &Compiler, needs: &[Needs]) -> String {
     }
     let mut text = format!(
         "# What the CUDA kernels need\n\n\
-         Written by `cargo xtask cuda-check`, from NVRTC {} with `{}` and ptxas of the\n\
-         same version; no GPU was used. Registers of a thread, for f32 / bf16 activations where the kernel depends on them; nothing is\n\
-         spilled. *Stack* is the most bytes of local memory of a thread (the slow path of double sines), *shared* the\n\
+         Written by `cargo xtask cuda-check`: NVRTC {} with `{}`, then ptxas of the same version; no GPU.\n\
+         Registers of a thread, for f32 / bf16 activations where the kernel depends on them; nothing is spilled.\n\
+         *Stack* is the most bytes of local memory of a thread (the slow path of sines in double), *shared* the\n\
          static shared memory of a block; the dynamic one is in `cuda/kernels/launch.rs`. The number behind\n\
          `attention` is the head dimension.\n\n\
          | file | kernel | sm_{} | stack | shared |\n|---|---|{}---|---|\n",

@@ -592,6 +592,338 @@ fn the_norm_of_all_tensors_and_its_clip_factor() {
     }
 }
 
+/// Whole Programs, op by op through `ops::launches`, against the CPU's executor in f64: every operand in
+/// its place and every layout the same.
+mod programs {
+    use super::*;
+    use plimsoll_core::{RecomputeLevel, Space};
+    use plimsoll_device::cpu::executor;
+    use plimsoll_device::cuda::kernels::ops::{self, Places};
+    use plimsoll_device::device::Device;
+    use plimsoll_program::models::config::{ModelConfig, ModelType};
+    use plimsoll_program::models::decoder::{Build, Generation, Optimizer, Source, Training, build};
+    use plimsoll_program::{OpKind, Operand, Placement, ProgramSet, TensorId};
+
+    const BATCH: u64 = 2;
+    const SEQUENCE: u64 = 37;
+    const CHUNK: u64 = 5;
+    /// More than any op of so small a model needs.
+    const SCRATCH: usize = 1 << 16;
+
+    /// A model with everything: grouped heads, biases, norms of heads, a tied head, stretched positions.
+    fn model() -> ModelConfig {
+        ModelConfig {
+            model_type: ModelType::Qwen3,
+            hidden: 20,
+            layers: 2,
+            heads: 4,
+            kv_heads: 2,
+            head_dim: 6,
+            ffn: 27,
+            vocab: 61,
+            tied: true,
+            norm_eps: 1e-5,
+            rope_theta: 1e4,
+            rope_scaling: RopeScaling::Linear { factor: 2.0 },
+            qkv_bias: true,
+            qk_norm: true,
+            max_positions: 64,
+            bos: None,
+            eos: vec![],
+            init_std: 0.3,
+        }
+    }
+
+    fn programs(precision: DType) -> ProgramSet {
+        build(&Build {
+            config: &model(),
+            precision,
+            lanes: 1,
+            sequence: SEQUENCE,
+            micro_batch: BATCH,
+            source: Source::Random { seed: 4 },
+            training: Some(Training {
+                // An epsilon above the rounding of gradients: else a step magnifies it where they are nearly 0.
+                optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-3, decay: 0.1 },
+                recompute: vec![RecomputeLevel::Nothing, RecomputeLevel::Block],
+            }),
+            evaluate: true,
+            generation: Some(Generation { capacity: 16, chunk: CHUNK }),
+            files: true,
+        })
+    }
+
+    /// The kernels as a device: each slot of each tensor in a buffer of its own.
+    struct OnShim {
+        gpu: Gpu,
+        set: ProgramSet,
+        slots: Vec<Vec<Address>>,
+        scratch: Address,
+        partials: Address,
+    }
+
+    /// The places of an op's operands in one iteration of its block.
+    struct Here<'a>(&'a OnShim, i64);
+
+    impl Here<'_> {
+        fn slot(&self, operand: &Operand) -> (Address, usize) {
+            let slots = &self.0.slots[operand.tensor.0 as usize];
+            let slot = operand.slot.at(self.1, 0).rem_euclid(slots.len() as i64);
+            (slots[slot as usize], operand.offset.at(self.1, 0) as usize)
+        }
+    }
+
+    impl Places for Here<'_> {
+        fn real(&self) -> Real {
+            Real::F32
+        }
+
+        fn at(&self, operand: &Operand) -> Address {
+            let tensor = self.0.set.tensor(operand.tensor);
+            // Programs for the CPU have scratch of the CPU's sizes.
+            if tensor.category == plimsoll_core::Category::Workspace {
+                return self.0.scratch;
+            }
+            let (slot, offset) = self.slot(operand);
+            slot + offset as u64 * tensor.dtype.bytes()
+        }
+
+        fn dtype(&self, operand: &Operand) -> DType {
+            self.0.set.tensor(operand.tensor).dtype
+        }
+
+        fn norm_partials(&self) -> Address {
+            self.0.partials
+        }
+    }
+
+    impl OnShim {
+        fn new(set: ProgramSet) -> OnShim {
+            let mut gpu = Gpu::new(0);
+            let mut slots = Vec::new();
+            for tensor in &set.tensors {
+                let kind = match tensor.dtype {
+                    DType::F64 => Kind::F64,
+                    DType::I32 => Kind::I32,
+                    _ => Kind::F32,
+                };
+                let held = tensor.space != Space::File && tensor.category != plimsoll_core::Category::Workspace;
+                let elements = if held { tensor.elements() as usize } else { 0 };
+                slots.push((0..tensor.slots).map(|_| gpu.room(kind, elements)).collect());
+            }
+            let (scratch, partials) = (gpu.room(Kind::F32, SCRATCH), gpu.room(Kind::F64, NORM_PARTIALS as usize));
+            OnShim { gpu, set, slots, scratch, partials }
+        }
+
+        fn run(&mut self, program: &str) {
+            let trace: Vec<(OpKind, i64)> =
+                self.set.program(program).unwrap().trace().map(|(op, at)| (op.kind.clone(), at)).collect();
+            for (kind, variable) in trace {
+                if let OpKind::Product { .. } = kind {
+                    self.product(&kind, variable);
+                } else {
+                    let launches = ops::launches(&kind, &Here(self, variable)).expect("an op of kernels");
+                    self.gpu.run(&launches);
+                }
+            }
+        }
+
+        /// What a library does on a GPU; a bias is added by our kernel, as where the library takes none.
+        fn product(&mut self, kind: &OpKind, variable: i64) {
+            let OpKind::Product { a, b, out, bias, residual, m, n, k, a_transposed, b_transposed, accumulate, .. } =
+                kind
+            else {
+                unreachable!()
+            };
+            let here = Here(self, variable);
+            let part = |operand: &Operand, elements: u64| {
+                let (slot, offset) = here.slot(operand);
+                self.gpu.get(slot)[offset..offset + elements as usize].to_vec()
+            };
+            let (a, b, (slot, offset)) = (part(a, m * k), part(b, k * n), here.slot(out));
+            let residual = residual.map(|residual| part(&residual, m * n));
+            let mut whole = self.gpu.get(slot);
+            let mut scratch = scratch(workspace::product(1, *m, *n, *k));
+            let product = cpu::Product {
+                m: *m as usize,
+                n: *n as usize,
+                k: *k as usize,
+                a: &a,
+                a_transposed: *a_transposed,
+                b: &b,
+                b_transposed: *b_transposed,
+                bias: None,
+                residual: residual.as_deref(),
+                accumulate: *accumulate,
+            };
+            cpu::product(&pool(), product, &mut whole[offset..offset + (m * n) as usize], &mut scratch);
+            let launches = bias.map(|bias| add_bias(Real::F32, here.at(&bias), here.at(out), *m, *n));
+            self.gpu.set(slot, &whole);
+            self.gpu.run(launches.as_ref().map_or(&[], |launches| launches));
+        }
+
+        fn get(&self, tensor: TensorId, slot: u32) -> Vec<f64> {
+            self.gpu.get(self.slots[tensor.0 as usize][slot as usize])
+        }
+
+        fn set(&mut self, tensor: TensorId, values: &[f64]) {
+            self.gpu.set(self.slots[tensor.0 as usize][0], values);
+        }
+    }
+
+    /// A placement in which everything has bytes of its own.
+    fn side_by_side(set: &ProgramSet) -> Placement {
+        let mut next = 0;
+        let mut offsets = Vec::new();
+        for tensor in &set.tensors {
+            let held = tensor.space != Space::File;
+            let places = (0..tensor.slots)
+                .map(|slot| held.then_some(next + u64::from(slot) * tensor.bytes().next_multiple_of(256)));
+            offsets.push(places.collect());
+            next += if held { u64::from(tensor.slots) * tensor.bytes().next_multiple_of(256) } else { 0 };
+        }
+        Placement { offsets, arena_bytes: next }
+    }
+
+    /// Both devices, with the same weights.
+    struct Both {
+        shim: OnShim,
+        cpu: Box<dyn Device>,
+    }
+
+    impl Both {
+        fn new() -> Both {
+            let set = programs(DType::F64);
+            let placement = side_by_side(&set);
+            let cpu = executor::open(set, placement, DType::F64, 1).unwrap();
+            let mut both = Both { shim: OnShim::new(programs(DType::F32)), cpu };
+            both.shim.run("load");
+            for id in both.tensors(|tensor| tensor.category == plimsoll_core::Category::Weight) {
+                for slot in 0..both.shim.set.tensor(id).slots {
+                    let bytes: Vec<u8> = both.shim.get(id, slot).iter().flat_map(|x| x.to_le_bytes()).collect();
+                    both.cpu.write(id, slot, &bytes);
+                }
+            }
+            let scalars = both.shim.set.find("scalars").unwrap();
+            let mut values = update_scalars();
+            values[Scalar::InverseTokens as usize] = 1.0 / 64.0;
+            both.put(scalars, &values);
+            both
+        }
+
+        fn tensors(&self, which: impl Fn(&plimsoll_program::Tensor) -> bool) -> Vec<TensorId> {
+            let all = self.shim.set.tensors.iter().enumerate();
+            all.filter(|(_, tensor)| which(tensor)).map(|(id, _)| TensorId(id as u32)).collect()
+        }
+
+        fn put(&mut self, tensor: TensorId, values: &[f64]) {
+            self.shim.set(tensor, values);
+            let bytes: Vec<u8> = match self.shim.set.tensor(tensor).dtype {
+                DType::I32 => values.iter().flat_map(|x| (*x as i32).to_le_bytes()).collect(),
+                _ => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
+            };
+            self.cpu.write(tensor, 0, &bytes);
+        }
+
+        fn put_named(&mut self, name: &str, values: &[f64]) {
+            let tensor = self.shim.set.find(name).unwrap();
+            self.put(tensor, values);
+        }
+
+        fn run(&mut self, program: &str) {
+            self.shim.run(program);
+            self.cpu.run(program).unwrap();
+        }
+
+        /// The largest difference, of the root of the mean square.
+        fn compare(&mut self, tensor: TensorId, tolerance: f64) {
+            let Tensor { name, slots, .. } = &self.shim.set.tensor(tensor).clone();
+            let integers = self.shim.set.tensor(tensor).dtype == DType::I32;
+            for slot in 0..*slots {
+                let got = self.shim.get(tensor, slot);
+                let mut bytes = vec![0; got.len() * if integers { 4 } else { 8 }];
+                self.cpu.read(tensor, slot, &mut bytes);
+                let want: Vec<f64> = if integers {
+                    bytes.chunks_exact(4).map(|b| i32::from_le_bytes(b.try_into().unwrap()).into()).collect()
+                } else {
+                    bytes.chunks_exact(8).map(|b| f64::from_le_bytes(b.try_into().unwrap())).collect()
+                };
+                let size = (want.iter().map(|x| x * x).sum::<f64>() / want.len() as f64).sqrt();
+                for (i, (got, want)) in got.iter().zip(&want).enumerate() {
+                    assert!((got - want).abs() <= tolerance * size, "{name}.{slot}[{i}]: {got} for {want}, of {size}");
+                }
+            }
+        }
+
+        fn batch(&mut self, prefix: &str) {
+            let (mut draw, rows) = (Draw(12), (BATCH * SEQUENCE) as usize);
+            let integers = |x: Vec<i32>| x.into_iter().map(f64::from).collect::<Vec<_>>();
+            let starts = documents(&mut draw, BATCH as usize, SEQUENCE as usize);
+            let positions = starts.iter().enumerate().map(|(i, start)| (i % SEQUENCE as usize) as i32 - start);
+            let mut labels = draw.integers(rows, 61);
+            labels[3] = -100;
+            self.put_named(&format!("{prefix}tokens"), &integers(draw.integers(rows, 61)));
+            self.put_named(&format!("{prefix}positions"), &integers(positions.collect()));
+            self.put_named(&format!("{prefix}document_start"), &integers(starts));
+            self.put_named(&format!("{prefix}labels"), &integers(labels));
+            self.put_named(&format!("{prefix}token_weights"), &vec![1.0; rows]);
+        }
+    }
+
+    use plimsoll_program::Tensor;
+
+    #[test]
+    #[ignore = "needs g++: cargo xtask cuda-check"]
+    fn a_training_step_is_that_of_the_cpu() {
+        let mut both = Both::new();
+        both.batch("train.");
+        for program in ["fresh", "begin", "forward", "backward", "norm"] {
+            both.run(program);
+        }
+        for id in both.tensors(|tensor| tensor.category == plimsoll_core::Category::Gradient) {
+            both.compare(id, 2e-5);
+        }
+        for name in ["metrics", "scalars"] {
+            both.compare(both.shim.set.find(name).unwrap(), 1e-5);
+        }
+        both.run("update");
+        for id in both.tensors(|tensor| tensor.category == plimsoll_core::Category::Optimizer) {
+            both.compare(id, 1e-4);
+        }
+        for id in both.tensors(|tensor| tensor.category == plimsoll_core::Category::Weight) {
+            both.compare(id, 1e-4);
+        }
+    }
+
+    #[test]
+    #[ignore = "needs g++: cargo xtask cuda-check"]
+    fn an_evaluation_is_that_of_the_cpu() {
+        let mut both = Both::new();
+        both.batch("evaluate.");
+        both.put_named("metrics", &vec![0.0; METRIC_COUNT as usize]);
+        both.run("evaluate");
+        both.compare(both.shim.set.find("metrics").unwrap(), 1e-5);
+        both.compare(both.shim.set.find("evaluate.correct").unwrap(), 0.0);
+    }
+
+    #[test]
+    #[ignore = "needs g++: cargo xtask cuda-check"]
+    fn a_prompt_and_a_token_are_continued_as_on_the_cpu() {
+        let mut both = Both::new();
+        for (program, first, rows) in [("prefill", 0, CHUNK), ("decode", CHUNK, 1)] {
+            let mut scalars = update_scalars();
+            scalars[Scalar::CacheLength as usize] = first as f64;
+            scalars[Scalar::LastRow as usize] = (rows - 1) as f64;
+            both.put_named("scalars", &scalars);
+            let positions: Vec<f64> = (first..first + rows).map(|at| at as f64).collect();
+            both.put_named(&format!("{program}.positions"), &positions);
+            both.put_named(&format!("{program}.tokens"), &positions.iter().map(|at| 7.0 * at).collect::<Vec<_>>());
+            both.run(program);
+            both.compare(both.shim.set.find(&format!("{program}.logits")).unwrap(), 2e-5);
+        }
+    }
+}
+
 /// What the shim is there to find, it finds.
 mod faults {
     use super::*;

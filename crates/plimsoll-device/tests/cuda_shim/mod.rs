@@ -189,11 +189,16 @@ impl Gpu {
 
     pub fn put(&mut self, kind: Kind, values: &[f64]) -> Address {
         let address = self.room(kind, values.len());
+        self.set(address, values);
+        address
+    }
+
+    /// All elements of a tensor.
+    pub fn set(&mut self, address: Address, values: &[f64]) {
         let tensor = self.tensors.get_mut(&address).unwrap();
-        let range = tensor.first..tensor.end;
+        let (kind, range) = (tensor.kind, tensor.first..tensor.end);
         let bytes: Vec<u8> = values.iter().flat_map(|x| kind.write(*x)).collect();
         bytemuck::cast_slice_mut::<u128, u8>(&mut tensor.memory)[range].copy_from_slice(&bytes);
-        address
     }
 
     pub fn put_integers(&mut self, values: &[i32]) -> Address {

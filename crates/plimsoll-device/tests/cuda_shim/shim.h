@@ -93,16 +93,18 @@ inline bool all_are(unsigned first, unsigned end, State state) {
     return true;
 }
 
-// Lets a warp go on whose lanes all wait for each other, or a block whose threads all do.
-inline void release(unsigned threads) {
-    for (unsigned first = 0; first < threads; first += WARP) {
-        if (!all_are(first, first + WARP, AT_WARP)) continue;
-        for (unsigned i = first; i < first + WARP; i++) {
-            if (block->fibres[i].what != block->fibres[first].what) block->error = "lanes meet in different exchanges";
-            block->exchanged[i] = block->fibres[i].value;
-            block->fibres[i].state = READY;
-        }
+// Lets a warp go on whose lanes all wait for each other.
+inline void release_warp(unsigned first) {
+    if (!all_are(first, first + WARP, AT_WARP)) return;
+    for (unsigned i = first; i < first + WARP; i++) {
+        if (block->fibres[i].what != block->fibres[first].what) block->error = "lanes meet in different exchanges";
+        block->exchanged[i] = block->fibres[i].value;
+        block->fibres[i].state = READY;
     }
+}
+
+// Lets a block go on whose threads have all come to the barrier.
+inline void release_block(unsigned threads) {
     if (!all_are(0, threads, AT_BARRIER)) return;
     block->any = 0;
     for (unsigned i = 0; i < threads; i++) {
@@ -111,21 +113,34 @@ inline void release(unsigned threads) {
     }
 }
 
-// Every thread runs up to where it must wait, in order or in reverse, again and again. A barrier or an
-// exchange that not all threads reach leaves nobody to run: an error, also where hardware would forgive.
+// Runs a warp as far as it comes without the others. Whether it came any further.
+inline bool run_warp(unsigned first, bool reverse) {
+    bool progress = false;
+    for (bool more = true; more && !block->error;) {
+        more = false;
+        for (unsigned turn = 0; turn < WARP; turn++) {
+            unsigned i = first + (reverse ? WARP - 1 - turn : turn);
+            State state = block->fibres[i].state;
+            if (state != FRESH && state != READY) continue;
+            progress = more = true;
+            resume(i);
+        }
+        release_warp(first);
+    }
+    return progress;
+}
+
+// Warps run one after the other, in order or in reverse, each as far ahead of those behind it as it
+// can be. A barrier or an exchange that not all threads reach leaves nobody to run: an error, also where
+// hardware would forgive.
 inline void run_block(unsigned threads, bool reverse) {
     for (unsigned i = 0; i < threads; i++) block->fibres[i].state = FRESH;
     while (!block->error && !all_are(0, threads, DONE)) {
         bool progress = false;
-        for (unsigned turn = 0; turn < threads; turn++) {
-            unsigned i = reverse ? threads - 1 - turn : turn;
-            State state = block->fibres[i].state;
-            if (state != FRESH && state != READY) continue;
-            progress = true;
-            resume(i);
-        }
+        for (unsigned turn = 0; turn < threads; turn += WARP)
+            progress |= run_warp(reverse ? threads - WARP - turn : turn, reverse);
         if (!progress) block->error = "threads wait for threads that never come";
-        release(threads);
+        release_block(threads);
     }
 }
 

@@ -7,6 +7,7 @@
 //! weights, the RoPE table, scalars and scratch. Metrics are f64.
 
 pub mod launch;
+pub mod ops;
 
 /// What stands before every family's source.
 const COMMON: &str = include_str!("common.cuh");

@@ -1,0 +1,134 @@
+//! From an op of a Program to the kernels that it is. Products and copies are not here: libraries and
+//! the driver do these.
+
+use super::Real;
+use super::launch::{self, Address, Launch, Updated};
+use plimsoll_core::DType;
+use plimsoll_program::op::OpKind;
+use plimsoll_program::tensor::Operand;
+
+/// Where the operands of an op stand, and what they are.
+pub trait Places {
+    /// The type of activations.
+    fn real(&self) -> Real;
+    /// The operand's first element.
+    fn at(&self, operand: &Operand) -> Address;
+    /// The type of its elements.
+    fn dtype(&self, operand: &Operand) -> DType;
+    /// [`launch::NORM_PARTIALS`] f64 elements, for the sum of squares.
+    fn norm_partials(&self) -> Address;
+}
+
+/// The kernels of an op, in order. None for what no kernel does: products, casts between equal types,
+/// transfers and collectives. An op's workspace has the elements that [`launch`] says, in f32.
+pub fn launches(kind: &OpKind, places: &impl Places) -> Option<Vec<Launch>> {
+    let (of, at) = (places.real(), |operand: &Operand| places.at(operand));
+    let list = match kind {
+        OpKind::Embed { tokens, table, out, rows, hidden, vocab } => {
+            launch::embed(of, at(tokens), at(table), at(out), *rows, *hidden, *vocab).to_vec()
+        }
+        OpKind::EmbedGrad { tokens, dout, dtable, rows, hidden, vocab } => {
+            launch::embed_grad(of, at(tokens), at(dout), at(dtable), *rows, *hidden, *vocab).to_vec()
+        }
+        OpKind::RmsNorm { x, weight, out, rstd, rows, dim, eps } => {
+            launch::rms_norm(of, at(x), at(weight), at(out), at(rstd), *rows, *dim, *eps).to_vec()
+        }
+        OpKind::RmsNormGrad { x, weight, rstd, dout, dx, dweight, workspace, rows, dim, accumulate } => {
+            let inputs = [x, weight, rstd, dout].map(at);
+            launch::rms_norm_grad(of, inputs, at(dx), at(dweight), at(workspace), *rows, *dim, *accumulate).to_vec()
+        }
+        OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, rows, shape, eps } => {
+            launch::head_norm(of, [x, q_weight, k_weight].map(at), at(out), at(rstd), *rows, *shape, *eps).to_vec()
+        }
+        OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dq_weight, dk_weight, workspace, rows, shape } => {
+            let (inputs, into) = ([x, q_weight, k_weight, rstd].map(at), [dq_weight, dk_weight].map(at));
+            launch::head_norm_grad(of, inputs, at(dx), into, at(workspace), *rows, *shape).to_vec()
+        }
+        OpKind::Rope { qkv, table, positions, rows, table_rows: _, shape, inverse } => {
+            launch::rope(of, at(qkv), at(table), at(positions), *rows, *shape, *inverse).to_vec()
+        }
+        OpKind::RopeTable { table, table_rows, head_dim, theta, scaling } => {
+            launch::rope_table(of, at(table), *table_rows, *head_dim, *theta, *scaling).to_vec()
+        }
+        OpKind::Attention { qkv, document_start, out, stats, workspace: _, batch, sequence, shape } => {
+            launch::attention(of, at(qkv), at(document_start), at(out), at(stats), *batch, *sequence, *shape).to_vec()
+        }
+        OpKind::AttentionGrad { qkv, out, dout, stats, document_start, dqkv, workspace, batch, sequence, shape } => {
+            let inputs = [qkv, out, dout, stats, document_start].map(at);
+            launch::attention_grad(of, inputs, at(dqkv), at(workspace), *batch, *sequence, *shape).to_vec()
+        }
+        OpKind::CachedAttention { qkv, keys, values, scalars, out, workspace: _, rows, capacity: _, shape } => {
+            launch::cached_attention(of, [qkv, keys, values, scalars].map(at), at(out), *rows, *shape).to_vec()
+        }
+        OpKind::AppendCache { qkv, keys, values, scalars, rows, capacity: _, shape } => {
+            launch::append_cache(of, at(qkv), at(scalars), at(keys), at(values), *rows, *shape).to_vec()
+        }
+        OpKind::SwiGlu { gate_up, out, rows, ffn } => launch::swiglu(of, at(gate_up), at(out), *rows, *ffn).to_vec(),
+        OpKind::SwiGluGrad { gate_up, dout, dgate_up, rows, ffn } => {
+            launch::swiglu_grad(of, at(gate_up), at(dout), at(dgate_up), *rows, *ffn).to_vec()
+        }
+        OpKind::CrossEntropy {
+            logits,
+            labels,
+            weights,
+            scalars,
+            metrics,
+            correct,
+            workspace,
+            rows,
+            vocab,
+            gradient,
+        } => {
+            let (inputs, correct) = ([labels, weights, scalars].map(at), correct.as_ref().map(at));
+            let (logits, metrics, scratch) = (at(logits), at(metrics), at(workspace));
+            launch::cross_entropy(of, logits, inputs, metrics, correct, scratch, *rows, *vocab, *gradient).to_vec()
+        }
+        OpKind::SumRows { x, into, workspace, rows, columns } => {
+            launch::sum_rows(of, at(x), at(into), at(workspace), *rows, *columns).to_vec()
+        }
+        OpKind::PickRow { x, scalars, out, rows: _, columns } => {
+            launch::pick_row(of, at(x), at(scalars), at(out), *columns).to_vec()
+        }
+        OpKind::Add { x, into, elements } => launch::add(of, at(x), at(into), *elements).to_vec(),
+        OpKind::Fill { into, value, elements } => {
+            launch::fill(places.dtype(into), at(into), *value, *elements)?.to_vec()
+        }
+        OpKind::SquaredNorm { x, metrics, elements } => {
+            launch::squared_norm(&[(at(x), *elements)], places.norm_partials(), at(metrics))
+        }
+        OpKind::ClipFactor { metrics, scalars } => launch::clip_factor(at(metrics), at(scalars)).to_vec(),
+        OpKind::AdamW { scalars, betas, eps, .. } => {
+            launch::adamw(&[updated(kind, places)?], at(scalars), *betas, *eps)
+        }
+        OpKind::Sgd { scalars, momentum, .. } => launch::sgd(&[updated(kind, places)?], at(scalars), *momentum),
+        OpKind::Cast { from, to, elements } => {
+            launch::cast(places.dtype(from), at(from), places.dtype(to), at(to), *elements)?.to_vec()
+        }
+        OpKind::InitNormal { into, seed, number, std, elements } => {
+            launch::init_normal(at(into), *seed, *number, 0, *std, *elements).to_vec()
+        }
+        OpKind::Product { .. }
+        | OpKind::TransferStart { .. }
+        | OpKind::TransferWait { .. }
+        | OpKind::CollectiveStart { .. }
+        | OpKind::CollectiveWait { .. } => return None,
+    };
+    Some(list)
+}
+
+/// What an update works on; updates that follow each other with the same numbers may share launches
+/// ([`launch::adamw`], [`launch::sgd`]).
+pub fn updated(kind: &OpKind, places: &impl Places) -> Option<Updated> {
+    let at = |operand: &Operand| places.at(operand);
+    match kind {
+        OpKind::AdamW { weight, gradient, first, second, elements, decay, .. } => {
+            let [weight, gradient, first, second] = [weight, gradient, first, second].map(at);
+            Some(Updated { weight, gradient, first, second, elements: *elements, decay: *decay })
+        }
+        OpKind::Sgd { weight, gradient, momentum_buffer, elements, decay, .. } => {
+            let (weight, gradient, first) = (at(weight), at(gradient), momentum_buffer.as_ref().map_or(0, at));
+            Some(Updated { weight, gradient, first, second: 0, elements: *elements, decay: *decay })
+        }
+        _ => None,
+    }
+}
