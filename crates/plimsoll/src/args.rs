@@ -296,7 +296,7 @@ pub struct BenchStepArgs {
 
 /// `plimsoll eval`.
 #[derive(Debug, Args)]
-#[command(after_help = "Example:\n  plimsoll eval runs/sums/model --data runs/sums/data/eval.jsonl --format tokens")]
+#[command(after_help = "Example:\n  plimsoll eval runs/sums/model --data runs/sums/example/eval.jsonl --format tokens")]
 pub struct EvalArgs {
     /// The model: a Hugging Face directory
     #[arg(value_name = "DIR")]
