@@ -77,8 +77,8 @@ rms_norm_grad(const REAL* x, const float* weight, const float* rstd, const REAL*
     u32 first = blockIdx.x * rows_per_portion;
     u32 end = min(rows, first + rows_per_portion);
     bool wide = dim % 4 == 0 && fours(x) && fours(weight) && fours(dout) && fours(dx);
+    // The barriers of the first row's sum stand between these zeros and their use.
     for (u32 at = threadIdx.x; at < dim; at += blockDim.x) shared[at] = 0;
-    __syncthreads();
     for (u32 row = first; row < end; row++) {
         u64 at = (u64)row * dim;
         if (wide)
