@@ -35,6 +35,15 @@ pub fn data_size() -> io::Result<Bytes> {
     status("VmData")
 }
 
+/// Gives the system back what the heap has freed: what tokenising took must not count as held.
+pub fn give_back() {
+    #[cfg(target_env = "gnu")]
+    // SAFETY: malloc_trim takes no pointer and may be called at any time from any thread (malloc_trim(3)).
+    unsafe {
+        libc::malloc_trim(0);
+    }
+}
+
 /// Lets [`peak_resident`] begin anew from what is resident now.
 ///
 /// # Errors

@@ -138,11 +138,16 @@ impl Resolved {
         Ok(Resolved { model, device: devices.remove(0), others })
     }
 
-    /// That there is something to run on.
+    /// That there is one device, and that it is here.
     ///
     /// # Errors
-    /// The device can only be planned for.
+    /// Several devices, or one that can only be planned for.
     pub fn only_here(&self) -> Result<(), Failure> {
+        if let Some(other) = self.others.first() {
+            let message =
+                format!("run.devices: this version uses one device, not {} and {}", self.device.name, other.name);
+            return Err(Failure::input(message).hint("name one of them"));
+        }
         if self.device.kind == DeviceKind::Cpu {
             return Ok(());
         }
@@ -228,7 +233,26 @@ fn devices(file: &RunFile) -> Result<Vec<DeviceSpec>, Failure> {
     if request.devices.is_empty() {
         return Ok(vec![cpu(file, None)?]);
     }
+    check_paces(&request.devices, Cpu::read().usable_cores())?;
     request.devices.iter().map(|asked| device(file, asked)).collect()
+}
+
+/// That virtual devices leave this machine a fifth of its cores.
+fn check_paces(devices: &[DeviceRequest], cores: f64) -> Result<(), Failure> {
+    let pace = |device: &DeviceRequest| match device {
+        DeviceRequest::Virtual { pace, .. } => *pace,
+        _ => 0.0,
+    };
+    let (paces, most) = (devices.iter().map(pace).sum::<f64>(), 0.8 * cores);
+    // Decimal paces that add up to the limit do not always do so in binary.
+    if paces <= most * (1.0 + 1e-9) {
+        return Ok(());
+    }
+    let message = format!("run.devices: virtual devices of {paces:.2} cores in all; this machine gives them {most:.2}");
+    Err(Failure::input(message).hint(format!(
+        "that is 0.8 of its {} cores: choose smaller paces behind the `@`",
+        (cores * 100.0).round() / 100.0
+    )))
 }
 
 fn device(file: &RunFile, asked: &DeviceRequest) -> Result<DeviceSpec, Failure> {
@@ -342,6 +366,7 @@ mod tests {
     use super::*;
     use crate::run_file::setting;
     use plimsoll_core::RecomputeLevel;
+    use plimsoll_plan::request::DevicesRequest;
 
     fn file(settings: &[&str]) -> RunFile {
         let settings: Vec<String> = settings.iter().map(|setting| (*setting).to_owned()).collect();
@@ -392,6 +417,32 @@ mod tests {
         assert!(
             refusal(&[model, "run.devices=rtx3090", "recipe.recompute=[\"block\", \"norms\"]"])
                 .starts_with("recipe.recompute names 2 layers, the model has 30\n")
+        );
+    }
+
+    #[test]
+    fn several_devices_are_planned_for_and_not_run_on() {
+        let file = file(&["model.preset=smollm2-135m", "run.devices=rtx3070,rtx3090"]);
+        let failure = Resolved::new(&file).unwrap().only_here().unwrap_err();
+        assert_eq!(
+            failure.to_string(),
+            "run.devices: this version uses one device, not rtx3070 and rtx3090\n  hint: name one of them"
+        );
+    }
+
+    #[test]
+    fn virtual_devices_leave_a_fifth_of_the_cores() {
+        let checked = |devices: &str, cores| {
+            let request: DevicesRequest = devices.parse().unwrap();
+            check_paces(&request.devices, cores)
+        };
+        let three = "virtual:a=1GiB@0.3,virtual:b=1GiB@0.3,virtual:c=1GiB@0.2";
+        assert!(checked(three, 1.0).is_ok());
+        assert!(checked("cpu", 1.0).is_ok());
+        assert_eq!(
+            checked("virtual:a=1GiB,virtual:b=1GiB@0.7", 2.0).unwrap_err().to_string(),
+            "run.devices: virtual devices of 1.70 cores in all; this machine gives them 1.60\n  \
+             hint: that is 0.8 of its 2 cores: choose smaller paces behind the `@`"
         );
     }
 

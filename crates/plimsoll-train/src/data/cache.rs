@@ -460,9 +460,10 @@ fn write_aside<T>(path: &Path, write: impl FnOnce(&mut Out) -> Result<T, DataErr
 
 /// Holds the folder of caches (made where it is missing) until dropped, so that one process at a time writes there.
 fn lock(folder: &Path) -> Result<File, DataError> {
-    fs::create_dir_all(folder).map_err(DataError::io("make the folder", folder))?;
+    let refused = |source| DataError::CacheFolder { folder: folder.to_owned(), source };
+    fs::create_dir_all(folder).map_err(refused)?;
     let path = folder.join("lock");
-    let file = File::create(&path).map_err(DataError::io("write", &path))?;
+    let file = File::create(&path).map_err(refused)?;
     file.lock().map_err(DataError::io("lock", &path))?;
     Ok(file)
 }
@@ -479,6 +480,13 @@ mod tests {
 
     fn sample() -> Sample {
         Sample::text(&["1+1", "22", "", "333=", "4"], 3, false)
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_written_is_named_with_a_way_out() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let message = plimsoll_core::Failure::from(lock(&file.path().join("tokens")).unwrap_err()).to_string();
+        assert!(message.starts_with("cannot keep tokens in ") && message.contains("PLIMSOLL_CACHE="), "{message}");
     }
 
     #[test]

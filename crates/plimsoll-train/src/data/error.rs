@@ -62,6 +62,14 @@ pub enum DataError {
         /// Why.
         source: io::Error,
     },
+    /// The folder of token caches cannot be made or written.
+    #[error("cannot keep tokens in {}: {source}", folder.display())]
+    CacheFolder {
+        /// The folder.
+        folder: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
     /// Not UTF-8.
     #[error("{place}: not UTF-8")]
     NotUtf8 {
@@ -219,9 +227,12 @@ impl From<DataError> for Failure {
             }
             DataError::Kind { .. } => Some("data files end in .jsonl or, in the text format, .txt".to_owned()),
             DataError::Io { source, .. } if source.kind() == io::ErrorKind::StorageFull => Some(
-                "the token cache takes 4 bytes a token, 8 with labels; free some space or set another folder"
+                "the token cache takes 4 bytes a token, 8 with labels; free some space, or name another folder with PLIMSOLL_CACHE"
                     .to_owned(),
             ),
+            DataError::CacheFolder { .. } => {
+                Some("name a folder that can be written: PLIMSOLL_CACHE=/path plimsoll ...".to_owned())
+            }
             DataError::NotUtf8 { .. } => {
                 Some("convert the file to UTF-8, for example with `iconv -t utf-8`".to_owned())
             }

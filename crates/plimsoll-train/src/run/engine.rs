@@ -89,6 +89,7 @@ pub struct Engine {
     evaluate: Option<(Inputs, TensorId)>,
     prefill: Option<(TensorId, TensorId, TensorId, usize)>,
     decode: Option<(TensorId, TensorId, TensorId, usize)>,
+    capacity: usize,
     observer: Box<dyn Observer>,
 }
 
@@ -143,6 +144,7 @@ impl Engine {
             evaluate: set.program("evaluate").map(|_| (inputs("evaluate"), find("evaluate.correct"))),
             prefill: generation("prefill"),
             decode: generation("decode"),
+            capacity: set.find("cache_keys").map_or(0, |keys| set.tensor(keys).shape[0] as usize),
             recipe,
             device,
             observer: Box::new(Unobserved),
@@ -305,9 +307,9 @@ impl Engine {
         Ok(real_values(self.precision, &bytes))
     }
 
-    /// Tokens that one call takes at most.
-    pub fn prompt_chunk(&self) -> usize {
-        self.prefill.map_or(1, |p| p.3)
+    /// Tokens that the cache of generation can hold.
+    pub fn capacity(&self) -> usize {
+        self.capacity
     }
 }
 

@@ -1,6 +1,5 @@
 //! What a training run needs before its device is opened: model, data, and a plan with measured charges.
 
-use super::checkpoint::CheckpointInfo;
 use super::engine::Engine;
 use super::spaces::ModelSource;
 use crate::data::{self, DataSpec, Dataset, Loader};
@@ -20,6 +19,18 @@ const HEAP_BYTES: Bytes = Bytes::mib(6);
 /// file are in memory, and counters that the kernel brings up to date late. Measured: 0.3 MiB.
 const WAVER_BYTES: Bytes = Bytes::mib(2);
 
+/// Charges are rounded up to a multiple of this.
+const ROUNDING_BYTES: Bytes = Bytes::mib(4);
+
+/// What a run was planned with before, and is planned with again where it still fits.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Known {
+    /// Its recipe.
+    pub recipe: Recipe,
+    /// Its charges.
+    pub charges_bytes: Bytes,
+}
+
 /// All that a run needs, before its device is opened.
 pub struct Prepared {
     /// The run file, with the paths of the example's files where it is the example's.
@@ -34,12 +45,11 @@ pub struct Prepared {
     pub answer: Answer,
 }
 
-/// Opens model and data and plans. `known` is the checkpoint that the run goes on from: its recipe is
-/// used again where it still fits.
+/// Opens model and data and plans. The recipe of `known` is used again where it still fits.
 ///
 /// # Errors
 /// What is wrong with the run file, the model or the data. A plan that does not fit is none.
-pub fn prepare(mut run: RunFile, known: Option<&CheckpointInfo>) -> Result<Prepared, Failure> {
+pub fn prepare(mut run: RunFile, known: Option<&Known>) -> Result<Prepared, Failure> {
     write_example(&mut run)?;
     let mut resolved = Resolved::new(&run)?;
     if let Some(other) = resolved.others.first() {
@@ -65,8 +75,12 @@ pub fn prepare(mut run: RunFile, known: Option<&CheckpointInfo>) -> Result<Prepa
 
 /// Whether a recipe can be one of this run: its file may have been changed since.
 fn is_of(recipe: &Recipe, run: &RunFile, model: &Model) -> bool {
+    let pinned = &run.recipe.recompute;
+    let as_pinned = |level| pinned.is_empty() || pinned.len() == 1 && pinned[0] == level;
     (1..=run.batch_sequences()).contains(&u64::from(recipe.micro_batch))
         && recipe.recompute.len() as u64 == model.config.layers
+        && run.recipe.micro_batch.is_none_or(|pin| pin == recipe.micro_batch)
+        && (*pinned == recipe.recompute || recipe.recompute.iter().all(|&level| as_pinned(level)))
 }
 
 /// The rows of some files, as a run file says.
@@ -103,8 +117,13 @@ pub fn load_weights(engine: &mut Engine, model: &Model, run: &RunFile) -> Result
 
 /// Bytes of the process outside the arena, once data and tokenizer are open: what it holds now, the
 /// rows of two steps, and heap.
+///
+/// What the process holds wavers by some hundred KiB from start to start; it is rounded up, so that the
+/// same run has the same plan, and a budget that was named as enough is enough.
 pub fn charges(rows: u64, sequence: u64) -> Bytes {
-    process::resident().unwrap_or(Bytes::mib(16)) + Loader::bytes(rows, sequence) + HEAP_BYTES
+    process::give_back();
+    let held = process::resident().unwrap_or(Bytes::mib(16)) + HEAP_BYTES;
+    Bytes(held.0.next_multiple_of(ROUNDING_BYTES.0)) + Loader::bytes(rows, sequence)
 }
 
 /// Where tokens are kept between runs: beside the calibration, or in the system's folder for files

@@ -101,35 +101,62 @@ pub fn generate(
 }
 
 /// How many samples are shown at the end of a run.
-const SHOWN: u64 = 5;
+const SHOWN: usize = 5;
+/// Rows that are looked at for them.
+const LOOKED_AT: u64 = 64;
+/// Tokens of an answer, at most.
+const ANSWER: usize = 32;
+/// Tokens of a prompt where no label says where it ends.
+const PROMPT: usize = 8;
 
-/// Prompts from evaluation data: what stands before the first label of a row, or its first tokens.
-pub fn samples(
-    engine: &mut Engine,
-    data: &Dataset,
-    tokenizer: &Path,
-    config: &ModelConfig,
-) -> Result<Vec<Sample>, Failure> {
-    let tokenizer = Tokenizer::load(tokenizer)?;
+/// A sample in tokens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Drawn {
+    prompt: Vec<i32>,
+    answer: Vec<i32>,
+    expected: Vec<i32>,
+}
+
+/// Prompts from evaluation data with what the model makes of them: what stands before the first label
+/// of a row, or its first tokens. Rows without labels, or too long for the cache, show nothing.
+///
+/// # Errors
+/// Data that cannot be read after all.
+pub fn samples(engine: &mut Engine, data: &Dataset, config: &ModelConfig) -> Result<Vec<Drawn>, Failure> {
     let mut rows = Rows::new(1, data.sequence());
-    let mut shown = Vec::new();
-    for row in 0..data.rows().min(SHOWN) {
+    let mut drawn = Vec::new();
+    for row in 0..data.rows().min(LOOKED_AT) {
         data.read([row], &mut rows)?;
-        let first = rows.labels.iter().position(|&label| label >= 0).unwrap_or(0);
-        let length = if first == 0 { rows.tokens.len().min(8) } else { first + 1 };
         // Only the first document of the row.
         let document = rows.document_start.iter().take_while(|&&start| start == 0).count();
-        let (length, labelled) = (length.min(document), document);
-        let expected: Vec<i32> =
-            rows.labels[length - 1..labelled].iter().copied().take_while(|&l| l >= 0).take(32).collect();
-        let room = (data.sequence() as usize).saturating_sub(engine.prompt_chunk()).max(engine.prompt_chunk());
-        let prompt = rows.tokens[..length.min(room)].to_vec();
-        let answer =
-            generate(engine, &prompt, expected.len().max(1), data.sequence() as usize, &config.eos, &Sampling::GREEDY)?;
-        let text = |ids: &[i32]| tokenizer.decode(&ids.iter().map(|&id| id as u32).collect::<Vec<_>>());
-        shown.push(Sample { prompt: text(&prompt)?, answer: text(&answer)?, expected: text(&expected)? });
+        let Some(first) = rows.labels[..document].iter().position(|&label| label >= 0) else { continue };
+        let length = if first == 0 { document.min(PROMPT) } else { first + 1 };
+        let expected = rows.labels[length - 1..document].iter().copied().take_while(|&label| label >= 0);
+        let expected: Vec<i32> = expected.take(ANSWER).collect();
+        let room = engine.capacity();
+        if expected.is_empty() || length + expected.len() > room {
+            continue;
+        }
+        let prompt = rows.tokens[..length].to_vec();
+        let answer = generate(engine, &prompt, expected.len(), room, &config.eos, &Sampling::GREEDY)?;
+        drawn.push(Drawn { prompt, answer, expected });
+        if drawn.len() == SHOWN {
+            break;
+        }
     }
-    Ok(shown)
+    Ok(drawn)
+}
+
+/// Samples as text.
+///
+/// # Errors
+/// A tokenizer that cannot be read.
+pub fn readable(drawn: &[Drawn], tokenizer: &Path) -> Result<Vec<Sample>, Failure> {
+    let tokenizer = Tokenizer::load(tokenizer)?;
+    let text = |ids: &[i32]| tokenizer.decode(&ids.iter().map(|&id| id as u32).collect::<Vec<_>>());
+    let sample =
+        |d: &Drawn| Ok(Sample { prompt: text(&d.prompt)?, answer: text(&d.answer)?, expected: text(&d.expected)? });
+    drawn.iter().map(sample).collect()
 }
 
 #[cfg(test)]

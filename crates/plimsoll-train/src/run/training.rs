@@ -3,9 +3,9 @@
 use super::checkpoint::{self, Checkpoint, CheckpointInfo};
 use super::engine::{Engine, Evaluated, StepInput};
 use super::events::EventLog;
-use super::prepare::{Prepared, load_weights, prepare};
+use super::prepare::{Known, Prepared, load_weights, prepare};
 use super::rate::learning_rate;
-use super::samples::{Sample, samples};
+use super::samples::{Sample, readable, samples};
 use super::spaces::Storing;
 use crate::data::{Batches, Dataset, Loader, Order, Rows};
 use crate::files::{atomic, write_model_dir};
@@ -80,7 +80,13 @@ impl Run {
                 run.run.threads = threads(Some(info.threads)).map_or(Threads::Auto, Threads::Count);
             }
         }
-        let prepared = prepare(run, checkpoint.as_ref().map(|checkpoint| &checkpoint.info))?;
+        let known = match &checkpoint {
+            Some(Checkpoint { info, .. }) => {
+                Some(Known { recipe: info.recipe.clone(), charges_bytes: info.charges_bytes })
+            }
+            None => planned_before(&folder),
+        };
+        let prepared = prepare(run, known.as_ref())?;
         if let Some(Checkpoint { info, path, .. }) = &checkpoint {
             let (rows, labelled_tokens) = (prepared.train.rows(), prepared.train.labelled_tokens());
             if (rows, labelled_tokens) != (info.rows, info.labelled_tokens) {
@@ -363,14 +369,14 @@ impl Trainer {
 
     fn finish(mut self, status: RunStatus, log: &mut EventLog) -> Result<Outcome, Failure> {
         let mut model = None;
-        let mut shown = Vec::new();
+        let mut drawn = Vec::new();
         if status == RunStatus::Done {
             self.evaluate(log)?;
             self.save(log)?;
             let path = self.folder.join("model");
             write_model(&path, &self.model, self.info.precision, &mut self.engine)?;
-            if let (true, Some(eval), Some(tokenizer)) = (self.generates, &self.eval, self.model.tokenizer()) {
-                shown = samples(&mut self.engine, eval, &tokenizer, &self.model.config)?;
+            if let (true, Some(eval)) = (self.generates, &self.eval) {
+                drawn = samples(&mut self.engine, eval, &self.model.config)?;
             }
             model = Some(path);
         }
@@ -408,8 +414,20 @@ impl Trainer {
             RunStatus::Stopped => "stopped",
         };
         log.emit(Event::End { status: word.into(), step: self.info.step })?;
-        Ok(Outcome { result, samples: shown, model, folder: self.folder })
+        // A tokenizer may take tens of megabytes: it is opened when the arena has been given back.
+        drop(self.engine);
+        let samples = match self.model.tokenizer() {
+            Some(tokenizer) if !drawn.is_empty() => readable(&drawn, &tokenizer)?,
+            _ => Vec::new(),
+        };
+        Ok(Outcome { result, samples, model, folder: self.folder })
     }
+}
+
+/// What a run that never reached a checkpoint was planned with: the same again gives the same bits.
+fn planned_before(folder: &Path) -> Option<Known> {
+    let plan: Plan = serde_json::from_slice(&fs::read(folder.join("plan.json")).ok()?).ok()?;
+    Some(Known { charges_bytes: plan.devices.first()?.charges_bytes, recipe: plan.recipe })
 }
 
 /// The states that the optimizer keeps for each parameter.

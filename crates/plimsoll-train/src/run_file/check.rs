@@ -110,6 +110,10 @@ fn built(file: &RunFile) -> Result<(), Fault> {
         let message = "this version trains in f32; bf16 is not built yet";
         return Err(cannot("train.precision", message, "set train.precision = \"f32\""));
     }
+    if file.train.precision == Precision::F64 {
+        let message = "this version trains in f32; f64 is for the tests of the program itself";
+        return Err(cannot("train.precision", message, "set train.precision = \"f32\""));
+    }
     if file.train.method == Method::Lora {
         let message = "this version trains all parameters; lora is not built yet";
         return Err(cannot("train.method", message, "set train.method = \"full\""));

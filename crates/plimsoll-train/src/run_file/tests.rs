@@ -251,6 +251,10 @@ fn what_is_not_built_is_refused_by_name() {
         "command line: train.precision: this version trains in f32; bf16 is not built yet\n  hint: set train.precision = \"f32\""
     );
     assert_eq!(
+        refusal(MODEL, &["train.precision=f64"]),
+        "command line: train.precision: this version trains in f32; f64 is for the tests of the program itself\n  hint: set train.precision = \"f32\""
+    );
+    assert_eq!(
         refusal(MODEL, &["train.method=lora"]),
         "command line: train.method: this version trains all parameters; lora is not built yet\n  hint: set train.method = \"full\""
     );
