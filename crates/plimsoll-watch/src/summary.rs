@@ -1,7 +1,7 @@
 //! How a run ended, as a person reads it: what was predicted beside what was measured, the
 //! evaluation, samples, and where the model lies. Pure: data to text.
 
-use crate::text::{columns, count, percent, seconds};
+use crate::text::{columns, count, percent, seconds, shell_word};
 use plimsoll_core::{RunResult, RunStatus};
 
 /// A held-out sample and what the model made of it.
@@ -55,9 +55,9 @@ pub fn summary(result: &RunResult, samples: &[Sample], folder: &str, model: Opti
     text
 }
 
-/// The command that goes on with the run in this folder.
+/// The command that goes on with the run in this folder, as a shell reads it.
 pub fn resume_command(folder: &str) -> String {
-    format!("plimsoll train --resume {folder}")
+    format!("plimsoll train --resume {}", shell_word(folder))
 }
 
 /// Predicted and measured, side by side.

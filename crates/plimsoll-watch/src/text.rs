@@ -1,4 +1,4 @@
-//! Numbers as a person reads them, and columns that line up. Bytes print themselves.
+//! Numbers as a person reads them, columns that line up, and words as a shell reads them. Bytes print themselves.
 
 /// A count with three figures: `344`, `12.3 k`, `134.5 M`, `8.03 B`.
 pub fn count(number: f64) -> String {
@@ -83,6 +83,16 @@ pub fn wrapped(words: &str, width: usize, indent: &str) -> String {
     text + line.trim_end() + "\n"
 }
 
+/// A word as a POSIX shell reads it back.
+pub fn shell_word(word: &str) -> String {
+    let plain = |letter: char| letter.is_ascii_alphanumeric() || "-_./=:,@%+".contains(letter);
+    if !word.is_empty() && word.chars().all(plain) {
+        word.to_owned()
+    } else {
+        format!("'{}'", word.replace('\'', r"'\''"))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -94,6 +104,14 @@ mod tests {
         assert_eq!([26.0, 3723.0, 260_000.0, f64::NAN].map(clock), ["0:26", "1:02:03", "3 days", "?"]);
         assert_eq!(percent(0.975, 1), "97.5 %");
         assert_eq!(flops(1.35e12), "1.35 TFLOP/s");
+    }
+
+    #[test]
+    fn a_shell_reads_a_word_back() {
+        assert_eq!(
+            ["runs/sums", "my runs/a", "it's", ""].map(shell_word),
+            ["runs/sums", "'my runs/a'", r"'it'\''s'", "''"]
+        );
     }
 
     #[test]

@@ -3,18 +3,35 @@
 
 use plimsoll_core::{Budget, Bytes};
 use plimsoll_plan::request::{DeviceRequest, DevicesRequest};
+use plimsoll_watch::text::shell_word;
 
-/// The command's words without the flags that a hint gives anew, quoted for a shell.
+/// The command's words without the flags that a hint gives anew, quoted for a shell. `--set` of the same
+/// keys goes too: it would win over the flag.
 pub fn command(words: impl Iterator<Item = String>, devices_have_budgets: bool) -> String {
-    let anew: &[&str] =
-        if devices_have_budgets { &["--budget", "--allow", "--devices"] } else { &["--budget", "--allow"] };
+    const ANEW: [(&str, &str); 3] =
+        [("--budget", "memory.budget"), ("--allow", "memory.allow"), ("--devices", "run.devices")];
+    let anew = if devices_have_budgets { &ANEW[..] } else { &ANEW[..2] };
+    let key = |setting: &str| setting.split('=').next().unwrap_or_default().trim().to_owned();
     let mut command = vec!["plimsoll".to_owned()];
     let mut words = words.skip(1);
     while let Some(word) = words.next() {
-        match word.split_once('=') {
-            Some((flag, _)) if anew.contains(&flag) => {}
-            None if anew.contains(&&*word) => drop(words.next()),
-            _ => command.push(quoted(&word)),
+        let (flag, joined) = match word.split_once('=') {
+            Some((flag, value)) => (flag, Some(value.to_owned())),
+            None => (&*word, None),
+        };
+        let of_flag = anew.iter().any(|&(known, _)| known == flag);
+        if !of_flag && flag != "--set" {
+            command.push(shell_word(&word));
+            continue;
+        }
+        let apart = joined.is_none();
+        let Some(value) = joined.or_else(|| words.next()) else { continue };
+        if of_flag || anew.iter().any(|&(_, known)| known == key(&value)) {
+            continue;
+        }
+        match apart {
+            true => command.extend([shell_word(&word), shell_word(&value)]),
+            false => command.push(shell_word(&word)),
         }
     }
     command.join(" ")
@@ -48,16 +65,6 @@ pub fn budget_flag(request: &DevicesRequest, bytes: Bytes) -> String {
     format!("--devices {request}")
 }
 
-/// A word as a POSIX shell reads it back.
-fn quoted(word: &str) -> String {
-    let plain = |letter: char| letter.is_ascii_alphanumeric() || "-_./=:,@%+".contains(letter);
-    if !word.is_empty() && word.chars().all(plain) {
-        word.to_owned()
-    } else {
-        format!("'{}'", word.replace('\'', r"'\''"))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -74,6 +81,19 @@ mod tests {
         let line = ["plimsoll", "train", "--devices", "cpu=1GiB", "it's"];
         assert_eq!(again(&line, false), r"plimsoll train --devices cpu=1GiB 'it'\''s'");
         assert_eq!(again(&line, true), r"plimsoll train 'it'\''s'");
+    }
+
+    #[test]
+    fn settings_that_would_win_over_the_hint_are_left_out() {
+        let line = ["plimsoll", "plan", "--set", "memory.budget=1GiB", "--set=memory.allow=[]", "--set", "run.dir=a b"];
+        assert_eq!(again(&line, false), "plimsoll plan --set 'run.dir=a b'");
+        let line =
+            ["plimsoll", "plan", "--set=run.devices=cpu=1GiB", "--set=train.steps=2", "--set", " run.devices = cpu"];
+        assert_eq!(
+            again(&line, false),
+            "plimsoll plan --set=run.devices=cpu=1GiB --set=train.steps=2 --set ' run.devices = cpu'"
+        );
+        assert_eq!(again(&line, true), "plimsoll plan --set=train.steps=2");
     }
 
     #[test]
