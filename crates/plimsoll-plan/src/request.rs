@@ -6,6 +6,9 @@ use plimsoll_core::{Budget, Failure, ParseBudgetError};
 use std::fmt;
 use std::str::FromStr;
 
+/// The slowest pace of a virtual device, in cores: below it, nobody lives to see a step.
+const LEAST_PACE: f64 = 0.01;
+
 /// One device asked for. A budget that was not given is the run's (`memory.budget`).
 #[derive(Clone, Debug, PartialEq)]
 pub enum DeviceRequest {
@@ -85,7 +88,7 @@ pub enum RequestError {
         device: String,
     },
     /// A pace that cannot be read.
-    #[error("device `{device}`: `{pace}` is no pace: expected a number of cores above 0, such as `0.5`")]
+    #[error("device `{device}`: `{pace}` is no pace: expected a number of cores, 0.01 or more, such as `0.5`")]
     Pace {
         /// The device.
         device: String,
@@ -193,7 +196,7 @@ fn device(
         let pace = pace.trim();
         let bad_pace = || RequestError::Pace { device: name.to_owned(), pace: pace.to_owned() };
         let cores: f64 = pace.parse().map_err(|_| bad_pace())?;
-        if !(cores > 0.0 && cores.is_finite()) {
+        if !(cores >= LEAST_PACE && cores.is_finite()) {
             return Err(bad_pace());
         }
         return Ok(DeviceRequest::Virtual { name: own.to_owned(), budget: budget(amount)?, pace: cores });
@@ -294,11 +297,15 @@ mod tests {
             ("virtual:=1GiB", "`virtual:` is no known device"),
             (
                 "virtual:a=1GiB@fast",
-                "device `virtual:a`: `fast` is no pace: expected a number of cores above 0, such as `0.5`",
+                "device `virtual:a`: `fast` is no pace: expected a number of cores, 0.01 or more, such as `0.5`",
+            ),
+            (
+                "virtual:a=1GiB@0.001",
+                "device `virtual:a`: `0.001` is no pace: expected a number of cores, 0.01 or more, such as `0.5`",
             ),
             (
                 "virtual:a=1GiB@0",
-                "device `virtual:a`: `0` is no pace: expected a number of cores above 0, such as `0.5`",
+                "device `virtual:a`: `0` is no pace: expected a number of cores, 0.01 or more, such as `0.5`",
             ),
             ("host,cpu", "`host` needs a budget, as in `host=600MiB`"),
             ("cpu,cpu=2GiB", "device `cpu` is named twice"),
