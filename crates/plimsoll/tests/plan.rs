@@ -47,6 +47,14 @@ fn a_program_gets_the_plan_as_json() {
 }
 
 #[test]
+fn a_host_that_has_no_say_is_said_to_have_none() {
+    let said = |args: &[&str]| text(&plan(&[&SMALL[..], args].concat()).stdout).contains("\nhost: ");
+    assert!(!said(&[]));
+    assert!(said(&["--set", "memory.host=4GiB"]));
+    assert!(said(&["--set", "run.devices=rtx3090,host=64GiB"]));
+}
+
+#[test]
 fn what_does_not_fit_comes_with_a_command_that_does() {
     let output = plan(&[&SMALL[..], &["--budget", "1GiB"]].concat());
     let refusal = text(&output.stderr);
