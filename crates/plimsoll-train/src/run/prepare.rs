@@ -52,11 +52,6 @@ pub struct Prepared {
 pub fn prepare(mut run: RunFile, known: Option<&Known>) -> Result<Prepared, Failure> {
     write_example(&mut run)?;
     let mut resolved = Resolved::new(&run)?;
-    if let Some(other) = resolved.others.first() {
-        let message =
-            format!("run.devices: this version uses one device, not {} and {}", resolved.device.name, other.name);
-        return Err(Failure::input(message).hint("name one of them"));
-    }
     resolved.only_here()?;
     resolved.model.check_weights(&run)?;
     let open = |patterns: &[String]| dataset(&run, &resolved.model, patterns, resolved.device.threads as usize);
