@@ -5,6 +5,7 @@
 
 pub mod layout;
 pub mod lifetimes;
+pub mod order;
 pub mod packing;
 pub mod paper;
 pub mod price;

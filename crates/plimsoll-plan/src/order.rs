@@ -1,0 +1,162 @@
+//! The order between queues, derived after packing: an op waits for what touches the same bytes.
+//!
+//! Ops of one queue run in the order in which they are written down. Two ops of different queues may
+//! run at the same time unless their arena ranges overlap and one of them writes: then the later one
+//! waits for the earlier one. Because the ranges are those of the packed arena, this covers both what
+//! an op needs and what it overwrites.
+
+use plimsoll_core::Space;
+use plimsoll_program::op::Queue;
+use plimsoll_program::{Mode, Op, Placement, Program, ProgramSet, TensorId};
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// An op that must not start before another one has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Wait {
+    /// The op that waits, by its number in the Program's trace, counted from 1.
+    pub op: u32,
+    /// The op of another queue that it waits for.
+    pub on: u32,
+}
+
+/// A range of bytes that an op touches.
+#[derive(Clone, Debug)]
+struct Touch {
+    space: Space,
+    bytes: Range<u64>,
+    writes: bool,
+}
+
+/// The waits of a Program, none of which follows from another and the order of the queues.
+pub fn waits(set: &ProgramSet, program: &Program, placement: &Placement) -> Vec<Wait> {
+    let mut before: BTreeMap<Queue, Vec<(u32, Vec<Touch>)>> = BTreeMap::new();
+    // For each queue, how far it has waited for each other one.
+    let mut waited: BTreeMap<(Queue, Queue), u32> = BTreeMap::new();
+    let mut waits = Vec::new();
+    for (number, (op, variable)) in program.trace().enumerate() {
+        let tick = number as u32 + 1;
+        let touches = touches(set, placement, op, variable);
+        for (&queue, earlier) in before.iter().filter(|(queue, _)| **queue != op.queue) {
+            let known = waited.get(&(op.queue, queue)).copied().unwrap_or(0);
+            let newer = earlier.iter().rev().take_while(|(tick, _)| *tick > known);
+            let mut conflicts = newer.filter(|(_, others)| conflict(&touches, others));
+            if let Some(&(on, _)) = conflicts.next() {
+                waits.push(Wait { op: tick, on });
+                waited.insert((op.queue, queue), on);
+            }
+        }
+        before.entry(op.queue).or_default().push((tick, touches));
+    }
+    waits
+}
+
+/// The bytes of arenas that an op touches; files have no hazards.
+fn touches(set: &ProgramSet, placement: &Placement, op: &Op, variable: i64) -> Vec<Touch> {
+    let elements_of = |id: TensorId| set.tensor(id).elements();
+    let accesses = op.accesses(&elements_of);
+    let in_arena = accesses.iter().filter(|access| set.tensor(access.operand.tensor).space != Space::File);
+    in_arena
+        .flat_map(|access| {
+            let tensor = set.tensor(access.operand.tensor);
+            let slots = i64::from(tensor.slots);
+            // Which micro-batch is in flight is known only while running: all ring slots count.
+            let range = match access.operand.slot.micro_batch {
+                0 => {
+                    let slot = access.operand.slot.at(variable, 0).rem_euclid(slots);
+                    slot..slot + 1
+                }
+                _ => 0..slots,
+            };
+            let first = access.operand.offset.at(variable, 0) as u64 * tensor.dtype.bytes();
+            let length = access.elements * tensor.dtype.bytes();
+            range.map(move |slot| {
+                let start = placement.offset(access.operand.tensor, slot as u32) + first;
+                Touch { space: tensor.space, bytes: start..start + length, writes: access.mode != Mode::Read }
+            })
+        })
+        .collect()
+}
+
+fn conflict(a: &[Touch], b: &[Touch]) -> bool {
+    let overlap = |a: &Touch, b: &Touch| a.bytes.start < b.bytes.end && b.bytes.start < a.bytes.end;
+    a.iter().any(|a| b.iter().any(|b| (a.writes || b.writes) && a.space == b.space && overlap(a, b)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use plimsoll_core::{Category, DType, WorkName};
+    use plimsoll_program::builder::Builder;
+    use plimsoll_program::{Block, Index, OpKind, Operand};
+    use proptest::prelude::*;
+
+    /// Each op adds one of eight pieces of a buffer to another, on one of four queues.
+    fn program(ops: &[(u8, i64, i64)]) -> (ProgramSet, Placement) {
+        let mut builder = Builder::new(DType::F32, 1);
+        let buffer = builder.persistent("buffer", &[80], DType::F32, Category::Activation, 1);
+        let piece = |number: i64| Operand::whole(buffer).from(Index::fixed(number * 10));
+        let queues = [Queue::Compute, Queue::CopyIn, Queue::CopyOut, Queue::Communication];
+        let ops = ops.iter().map(|&(queue, x, into)| Op {
+            kind: OpKind::Add { x: piece(x), into: piece(into), elements: 10 },
+            queue: queues[usize::from(queue)],
+        });
+        let block = Block::once("all", ops.collect());
+        let (inputs, outputs) = (vec![], vec![]);
+        let mut set = builder.set;
+        set.programs.push(Program { work: WorkName::Forward, name: "p".into(), inputs, outputs, blocks: vec![block] });
+        (set, Placement { offsets: vec![vec![Some(0)]], arena_bytes: 320 })
+    }
+
+    #[test]
+    fn a_second_buffer_lets_a_copy_run_while_the_first_is_read() {
+        // Copies into pieces 0 and 1 in turn, each read by an op that computes.
+        let ops = [(1, 6, 0), (0, 0, 4), (1, 6, 1), (0, 1, 4), (1, 6, 0), (0, 0, 4)];
+        let (set, placement) = program(&ops);
+        let found = waits(&set, &set.programs[0], &placement);
+        let expected = [(2, 1), (4, 3), (5, 2), (6, 5)].map(|(op, on)| Wait { op, on });
+        assert_eq!(found, expected, "the copy of tick 3 waits for nobody");
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_touches_the_same_bytes_is_ordered_and_no_wait_is_idle(
+            ops in prop::collection::vec((0u8..4, 0i64..8, 0i64..8), 1..40)
+        ) {
+            let ops: Vec<_> = ops.into_iter().map(|(q, x, into)| (q, x, if x == into { (into + 1) % 8 } else { into })).collect();
+            let (set, placement) = program(&ops);
+            let found = waits(&set, &set.programs[0], &placement);
+            let count = ops.len();
+            // after[i][j]: op j surely starts after op i has ended.
+            let reach = |edges: &[Wait]| {
+                let mut after = vec![vec![false; count]; count];
+                for j in 0..count {
+                    for i in 0..j {
+                        let direct = ops[i].0 == ops[j].0
+                            || edges.iter().any(|w| w.op as usize == j + 1 && w.on as usize == i + 1);
+                        if direct {
+                            let reaches_i: Vec<usize> = (0..=i).filter(|&k| k == i || after[k][i]).collect();
+                            reaches_i.into_iter().for_each(|k| after[k][j] = true);
+                        }
+                    }
+                }
+                after
+            };
+            let after = reach(&found);
+            for j in 0..count {
+                for i in 0..j {
+                    let (_, x, into) = ops[i];
+                    let (_, y, other) = ops[j];
+                    if into == y || into == other || x == other {
+                        prop_assert!(after[i][j], "ops {} and {} touch the same piece", i + 1, j + 1);
+                    }
+                }
+            }
+            for wait in &found {
+                let (i, j) = (wait.on as usize - 1, wait.op as usize - 1);
+                let ((_, x, into), (_, y, other)) = (ops[i], ops[j]);
+                prop_assert!(into == y || into == other || x == other, "{wait:?} is idle");
+            }
+        }
+    }
+}
