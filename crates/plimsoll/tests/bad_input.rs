@@ -257,3 +257,28 @@ fn a_file_that_must_not_grow_while_saving_loses_nothing() {
     let done = place.start_as(&["sh", "-c", script, "sh"], &["train", "--resume", "run", "--quiet"]).end();
     nothing_was_lost(&place, done.code, &done.stderr);
 }
+
+#[test]
+fn other_data_of_the_same_size_do_not_go_on_with_a_run() {
+    let place = Place::new(&SMALL);
+    place.succeed(&["train", "run.toml", "--quiet"]);
+    let data = place.read("train.jsonl");
+    let swapped: String = data
+        .chars()
+        .map(|c| {
+            if c == '3' {
+                '4'
+            } else if c == '4' {
+                '3'
+            } else {
+                c
+            }
+        })
+        .collect();
+    assert_ne!(data, swapped);
+    place.write("train.jsonl", swapped);
+    let message = place.refuse(2, &["train", "--resume", "run", "--quiet"]);
+    assert!(message.contains("data.train: tokens or labels are not those of "), "{message}");
+    place.write("train.jsonl", data);
+    place.succeed(&["train", "--resume", "run", "--quiet"]);
+}

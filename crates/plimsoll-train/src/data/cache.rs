@@ -22,7 +22,7 @@ use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
 /// Changed whenever the same files would give other records.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 /// Marks the first token of a document.
 pub(super) const FIRST: u32 = 1 << 31;
 /// Text that is tokenised at once, for each thread.
@@ -79,6 +79,8 @@ pub(super) struct Counts {
 struct Meta {
     key: Key,
     counts: Counts,
+    /// SHA-256 of the records.
+    content: String,
 }
 
 /// An open cache.
@@ -89,6 +91,7 @@ pub(super) struct TokenCache {
     record_bytes: u64,
     vocab: u64,
     pub counts: Counts,
+    pub content: String,
     pub longest: Place,
 }
 
@@ -127,7 +130,7 @@ impl TokenCache {
         }
         let total: u64 = key.files.iter().map(|file| file.bytes).sum();
         let path = base.with_extension("tokens");
-        let counts = write_aside(&path, |out| {
+        let (counts, content) = write_aside(&path, |out| {
             let mut writer =
                 Writer { out, files, vocab: spec.vocab, counts: Counts::default(), document: 0, held: None };
             let progress = &mut |done: u64| progress(done.min(total), total);
@@ -147,7 +150,7 @@ impl TokenCache {
                 return Err(DataError::Changed { file: file.clone() });
             }
         }
-        let meta = Meta { key: key.clone(), counts };
+        let meta = Meta { key: key.clone(), counts, content };
         let about = base.with_extension("json");
         write_aside(&about, |out| out.write(&to_json(&meta)))?;
         TokenCache::whole(&key, &base, files).ok_or(DataError::Damaged { file: path })
@@ -169,7 +172,15 @@ impl TokenCache {
             return None;
         }
         let longest = At { file: longest_file, line: longest_line }.place(files);
-        Some(TokenCache { path, file, record_bytes, vocab: key.vocab, counts: meta.counts, longest })
+        Some(TokenCache {
+            path,
+            file,
+            record_bytes,
+            vocab: key.vocab,
+            counts: meta.counts,
+            content: meta.content,
+            longest,
+        })
     }
 
     /// Reads up to `count` records from `start` on into `buffer` (its old content is lost).
@@ -429,27 +440,31 @@ impl RowStarts {
 struct Out {
     path: PathBuf,
     file: BufWriter<File>,
+    hash: Sha256,
 }
 
 impl Out {
     fn write(&mut self, bytes: &[u8]) -> Result<(), DataError> {
+        self.hash.update(bytes);
         self.file.write_all(bytes).map_err(DataError::io("write", &self.path))
     }
 }
 
-/// Writes `path` under another name, syncs it and renames it: it is there whole or not at all.
-fn write_aside<T>(path: &Path, write: impl FnOnce(&mut Out) -> Result<T, DataError>) -> Result<T, DataError> {
+/// Writes `path` under another name, syncs it and renames it: it is there whole or not at all. Gives
+/// the hash of what was written, too.
+fn write_aside<T>(path: &Path, write: impl FnOnce(&mut Out) -> Result<T, DataError>) -> Result<(T, String), DataError> {
     let mut aside = path.as_os_str().to_owned();
     aside.push(".partial");
     let aside = PathBuf::from(aside);
     let made = (|| {
         let file = File::create(&aside).map_err(DataError::io("write", &aside))?;
-        let mut out = Out { path: aside.clone(), file: BufWriter::with_capacity(64 << 10, file) };
+        let mut out = Out { path: aside.clone(), file: BufWriter::with_capacity(64 << 10, file), hash: Sha256::new() };
         let value = write(&mut out)?;
+        let hash = format!("{:x}", out.hash.finalize());
         let file = out.file.into_inner().map_err(|error| DataError::io("write", &aside)(error.into_error()))?;
         file.sync_all().map_err(DataError::io("write", &aside))?;
         fs::rename(&aside, path).map_err(DataError::io("write", path))?;
-        Ok(value)
+        Ok((value, hash))
     })();
     if made.is_err() {
         // A full disk is not to stay full of what nobody will read.

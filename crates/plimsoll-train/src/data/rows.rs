@@ -89,6 +89,11 @@ impl Dataset {
         self.cache.counts.labelled
     }
 
+    /// SHA-256 of all tokens and labels: other data have another.
+    pub fn content(&self) -> &str {
+        &self.cache.content
+    }
+
     /// The longest document: its tokens, and where it is.
     pub fn longest_document(&self) -> (u64, &Place) {
         (self.cache.counts.longest, &self.cache.longest)

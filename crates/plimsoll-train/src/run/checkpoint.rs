@@ -15,7 +15,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// The version of `checkpoint.json`.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// What a checkpoint says beside its tensors.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -45,6 +45,8 @@ pub struct CheckpointInfo {
     pub rows: u64,
     /// Labelled tokens of the data.
     pub labelled_tokens: u64,
+    /// SHA-256 of the data's tokens and labels.
+    pub data: String,
     /// The files of the tensors and their sizes. Set by [`write()`].
     pub files: BTreeMap<String, Bytes>,
 }
@@ -225,6 +227,7 @@ mod tests {
             precision: DType::F32,
             rows: 96,
             labelled_tokens: 2859,
+            data: "0f".repeat(32),
             files: BTreeMap::new(),
         }
     }

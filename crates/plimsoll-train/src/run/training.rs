@@ -98,6 +98,10 @@ impl Run {
                 ))
                 .hint("put the files back as they were; other data are another run"));
             }
+            if prepared.train.content() != info.data {
+                let message = format!("data.train: tokens or labels are not those of {}", path.display());
+                return Err(Failure::input(message).hint("put the files back as they were; other data are another run"));
+            }
             let how = |recipe: &Recipe, threads: u32| format!("{recipe}, {threads} threads");
             let now = how(&prepared.answer.plan.recipe, prepared.resolved.device.threads);
             let before = how(&info.recipe, info.threads);
@@ -205,6 +209,7 @@ impl Trainer {
             precision,
             rows: train.rows(),
             labelled_tokens: train.labelled_tokens(),
+            data: train.content().to_owned(),
             files: BTreeMap::new(),
         };
         let info = match &checkpoint {
