@@ -38,30 +38,28 @@ impl Builder {
         self.names.get(name).copied()
     }
 
+    /// A tensor on the device.
+    pub fn on_device(
+        &mut self,
+        name: &str,
+        shape: &[u64],
+        dtype: DType,
+        category: Category,
+        lifetime: Lifetime,
+        slots: u32,
+    ) -> TensorId {
+        let (name, shape, space) = (name.into(), shape.into(), Space::Device);
+        self.tensor(Tensor { name, shape, dtype, space, category, lifetime, slots })
+    }
+
     /// A tensor on the device for the whole run.
     pub fn persistent(&mut self, name: &str, shape: &[u64], dtype: DType, category: Category, slots: u32) -> TensorId {
-        self.tensor(Tensor {
-            name: name.into(),
-            shape: shape.into(),
-            dtype,
-            space: Space::Device,
-            category,
-            lifetime: Lifetime::Persistent,
-            slots,
-        })
+        self.on_device(name, shape, dtype, category, Lifetime::Persistent, slots)
     }
 
     /// A tensor on the device for as long as ops touch it.
     pub fn transient(&mut self, name: &str, shape: &[u64], dtype: DType, category: Category, slots: u32) -> TensorId {
-        self.tensor(Tensor {
-            name: name.into(),
-            shape: shape.into(),
-            dtype,
-            space: Space::Device,
-            category,
-            lifetime: Lifetime::Transient,
-            slots,
-        })
+        self.on_device(name, shape, dtype, category, Lifetime::Transient, slots)
     }
 
     /// An activation in the run's precision.

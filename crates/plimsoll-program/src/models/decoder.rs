@@ -686,16 +686,10 @@ impl<'a> Decoder<'a> {
         let layers = self.what.config.layers as u32;
         let shape = self.shape;
         let capacity = generation.capacity;
+        let (columns, precision) = (shape.kv_heads * shape.head_dim, self.what.precision);
         let mut cache = |name: &str| {
-            self.builder.tensor(Tensor {
-                name: name.into(),
-                shape: vec![capacity, shape.kv_heads * shape.head_dim],
-                dtype: self.what.precision,
-                space: Space::Device,
-                category: Category::Activation,
-                lifetime: Lifetime::Phase,
-                slots: layers,
-            })
+            let dims = [capacity, columns];
+            self.builder.on_device(name, &dims, precision, Category::Activation, Lifetime::Phase, layers)
         };
         let (keys, values) = (Operand::layer(cache("cache_keys"), 0), Operand::layer(cache("cache_values"), 0));
         let scalars = Operand::whole(self.scalars);

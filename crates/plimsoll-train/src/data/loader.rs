@@ -78,11 +78,6 @@ impl Loader {
         }
     }
 
-    /// The step that [`Loader::next_step`] gave last: a step that is dropped is done again with the same rows.
-    pub fn current(&self) -> Option<&Step> {
-        self.current.as_ref()
-    }
-
     /// The most memory that a loader of steps of `rows` rows holds.
     pub fn bytes(rows: u64, sequence: u64) -> Bytes {
         Rows::bytes(rows, sequence) + Rows::bytes(rows, sequence)

@@ -56,6 +56,7 @@ mod tokenizer;
 
 pub use error::{DataError, Place};
 pub use loader::{Loader, Step};
+pub(crate) use order::mix;
 pub use order::{Batches, Order};
 pub use rows::{Dataset, IGNORED, Rows};
 pub use tokenizer::{Tokenizer, end_token};

@@ -1,7 +1,7 @@
 //! Tokens from a model: greedy or drawn, the same for the same seed.
 
 use super::engine::Engine;
-use crate::data::{Dataset, Rows, Tokenizer};
+use crate::data::{Dataset, Rows, Tokenizer, mix};
 use plimsoll_core::Failure;
 use plimsoll_program::models::ModelConfig;
 use std::path::Path;
@@ -67,12 +67,6 @@ impl Sampling {
 
 /// A number from 0 up to 1: a function of its arguments (splitmix64 of Steele, Lea and Flood, twice).
 fn uniform(seed: u64, position: u64) -> f64 {
-    let mix = |value: u64| {
-        let z = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    };
     (mix(mix(seed) ^ position) >> 11) as f64 / (1u64 << 53) as f64
 }
 
