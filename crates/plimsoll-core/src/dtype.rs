@@ -31,6 +31,15 @@ impl DType {
             DType::U8 => 1,
         }
     }
+
+    /// The type of sums, master weights and statistics beside values of this type: `F64` for `F64`,
+    /// `F32` for everything else.
+    pub const fn wide(self) -> DType {
+        match self {
+            DType::F64 => DType::F64,
+            _ => DType::F32,
+        }
+    }
 }
 
 impl fmt::Display for DType {
