@@ -113,25 +113,42 @@ impl From<DeviceError> for Failure {
     }
 }
 
+/// A Program that is run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Call<'a> {
+    /// Its name.
+    pub program: &'a str,
+    /// Which micro-batch it works on.
+    pub micro_batch: u32,
+    /// The number of the first op that runs, counted from 1: above 1 where a refused update goes on.
+    pub from: u32,
+}
+
+impl<'a> Call<'a> {
+    /// The whole Program, once.
+    pub fn of(program: &'a str) -> Call<'a> {
+        Call { program, micro_batch: 0, from: 1 }
+    }
+}
+
 /// A device with a sealed arena and the Programs of a run.
 pub trait Device {
     /// Runs a Program. What it reads must have been written: inputs by [`Device::write`].
     fn run_observed(
         &mut self,
-        program: &str,
-        micro_batch: u32,
+        call: Call,
         files: &mut dyn FileSpace,
         observer: &mut dyn Observer,
     ) -> Result<(), DeviceError>;
 
     /// Runs a Program that touches no files.
     fn run(&mut self, program: &str) -> Result<(), DeviceError> {
-        self.run_observed(program, 0, &mut NoFiles, &mut Unobserved)
+        self.run_observed(Call::of(program), &mut NoFiles, &mut Unobserved)
     }
 
     /// Runs a Program that reads or writes files.
     fn run_with_files(&mut self, program: &str, files: &mut dyn FileSpace) -> Result<(), DeviceError> {
-        self.run_observed(program, 0, files, &mut Unobserved)
+        self.run_observed(Call::of(program), files, &mut Unobserved)
     }
 
     /// Copies elements of a tensor's slot from the host, from its first element on.

@@ -6,7 +6,7 @@ use crate::bench::{BenchError, median, pool_rounds};
 use crate::cpu::executor;
 use crate::cpu::kernels::{Product, product};
 use crate::cpu::pool::Pool;
-use crate::device::{DeviceError, NoFiles, Observer};
+use crate::device::{Call, DeviceError, NoFiles, Observer};
 use plimsoll_core::{DType, OpRates, RecomputeLevel, Space};
 use plimsoll_program::models::decoder::{Build, Optimizer, Source, Training, build};
 use plimsoll_program::models::{ModelConfig, ModelType, RopeScaling};
@@ -166,7 +166,7 @@ fn reference_step(threads: u32) -> Result<BTreeMap<String, f64>, BenchError> {
         device.write(starts, 0, bytemuck::cast_slice(&vec![0i32; rows as usize]));
         device.write(weights, 0, bytemuck::cast_slice(&vec![1f32; rows as usize]));
         for program in ["begin", "forward", "backward", "norm", "update"] {
-            device.run_observed(program, 0, &mut NoFiles, &mut timed.clone())?;
+            device.run_observed(Call::of(program), &mut NoFiles, &mut timed.clone())?;
         }
     }
     let sums = sums.lock().expect("nobody panics here");

@@ -7,7 +7,7 @@ use super::tally::Tally;
 use super::watch::Look;
 use plimsoll_core::Bytes;
 use plimsoll_device::arena::Arena;
-use plimsoll_device::device::{Device, DeviceError, FileSpace, Observer, Stats};
+use plimsoll_device::device::{Call, Device, DeviceError, FileSpace, Observer, Stats};
 use plimsoll_plan::search::{Answer, search};
 use plimsoll_program::{Op, OpKind, TensorId};
 
@@ -54,13 +54,12 @@ impl Observer for Meddler<'_> {
 impl Device for Faulty {
     fn run_observed(
         &mut self,
-        program: &str,
-        micro_batch: u32,
+        call: Call,
         files: &mut dyn FileSpace,
         outer: &mut dyn Observer,
     ) -> Result<(), DeviceError> {
         std::hint::black_box(vec![1u8; self.heap]);
-        self.inner.run_observed(program, micro_batch, files, &mut Meddler { outer, fault: self.fault })
+        self.inner.run_observed(call, files, &mut Meddler { outer, fault: self.fault })
     }
 
     fn write(&mut self, tensor: TensorId, slot: u32, bytes: &[u8]) {

@@ -4,7 +4,7 @@
 use super::tally::Tally;
 use plimsoll_core::{Category, Space};
 use plimsoll_device::arena::Arena;
-use plimsoll_device::device::{Device, DeviceError, FileSpace, Observer, Stats};
+use plimsoll_device::device::{Call, Device, DeviceError, FileSpace, Observer, Stats};
 use plimsoll_device::heap;
 use plimsoll_plan::lifetimes::{Lifetimes, Slot, deaths, lifetimes};
 use plimsoll_program::{Lifetime, Mode, Op, OpKind, Placement, ProgramSet, TensorId};
@@ -50,20 +50,15 @@ impl Watched {
 }
 
 impl Device for Watched {
-    fn run_observed(
-        &mut self,
-        program: &str,
-        micro_batch: u32,
-        files: &mut dyn FileSpace,
-        _: &mut dyn Observer,
-    ) -> Result<(), DeviceError> {
+    fn run_observed(&mut self, call: Call, files: &mut dyn FileSpace, _: &mut dyn Observer) -> Result<(), DeviceError> {
         if let Some(shadow) = &mut self.shadow {
-            shadow.enter(program, micro_batch);
-            return self.inner.run_observed(program, micro_batch, files, shadow);
+            shadow.enter(call.program, call.micro_batch);
+            return self.inner.run_observed(call, files, shadow);
         }
+        let program = call.program;
         let length = self.set.program(program).map_or(0, |p| p.length()) as u32;
         let mut end = End { length, strayed: false };
-        let (result, grown) = heap::grown(|| self.inner.run_observed(program, micro_batch, files, &mut end));
+        let (result, grown) = heap::grown(|| self.inner.run_observed(call, files, &mut end));
         let mut found = self.found.lock().expect("nobody panics with it");
         found.check("nothing is written beside the arena", !end.strayed, || format!("{}: {program}", self.case));
         let most = grown.largest_bytes.max(grown.peak_bytes);

@@ -3,7 +3,7 @@
 use super::kernels::{self, Real};
 use super::pool::Pool;
 use crate::arena::Arena;
-use crate::device::{Device, DeviceError, FileSpace, Observer, Stats};
+use crate::device::{Call, Device, DeviceError, FileSpace, Observer, Stats};
 use bytemuck::bytes_of;
 use plimsoll_core::{DType, Space};
 use plimsoll_program::scalars::{Metric, Scalar};
@@ -50,8 +50,7 @@ impl<T: Real> CpuDevice<T> {
 impl<T: Real> Device for CpuDevice<T> {
     fn run_observed(
         &mut self,
-        program: &str,
-        micro_batch: u32,
+        Call { program, micro_batch, from }: Call,
         files: &mut dyn FileSpace,
         observer: &mut dyn Observer,
     ) -> Result<(), DeviceError> {
@@ -59,8 +58,7 @@ impl<T: Real> Device for CpuDevice<T> {
         let program = self.set.program(program).ok_or_else(missing)?;
         let (arena, pool, set, placement) = (&mut self.arena, &self.pool, &self.set, &self.placement);
         pool.enter(|| {
-            for (tick, (op, variable)) in program.trace().enumerate() {
-                let tick = tick as u32 + 1;
+            for (tick, (op, variable)) in (1..).zip(program.trace()).skip_while(|(tick, _)| *tick < from) {
                 observer.before(tick, op, arena)?;
                 let micro_batch = i64::from(micro_batch);
                 let frame = Frame::<T> { arena, pool, set, placement, variable, micro_batch, precision: PhantomData };

@@ -4,7 +4,7 @@ use crate::data::Rows;
 use bytemuck::cast_slice;
 use plimsoll_core::{DType, Recipe};
 use plimsoll_device::cpu::executor::{self, real_bytes, real_values};
-use plimsoll_device::device::{Device, DeviceError, FileSpace, NoFiles, Observer, Stats, Unobserved};
+use plimsoll_device::device::{Call, Device, DeviceError, FileSpace, NoFiles, Observer, Stats, Unobserved};
 use plimsoll_plan::search::Answer;
 use plimsoll_program::scalars::{METRIC_COUNT, METRICS, Metric, SCALAR_COUNT, SCALARS, Scalar};
 use plimsoll_program::{ProgramSet, TensorId};
@@ -163,12 +163,12 @@ impl Engine {
 
     /// Runs a Program that reads or writes files: `load`, `restore`, `save`, `checkpoint`.
     pub fn move_files(&mut self, program: &str, files: &mut dyn FileSpace) -> Result<(), DeviceError> {
-        self.device.run_observed(program, 0, files, &mut *self.observer)
+        self.device.run_observed(Call::of(program), files, &mut *self.observer)
     }
 
     /// Runs a Program without inputs: `fresh`.
     pub fn run(&mut self, program: &str) -> Result<(), DeviceError> {
-        self.device.run_observed(program, 0, &mut NoFiles, &mut *self.observer)
+        self.device.run_observed(Call::of(program), &mut NoFiles, &mut *self.observer)
     }
 
     /// What was used, measured.
@@ -240,7 +240,11 @@ impl Engine {
             let range = micro_batch * values..(micro_batch + 1) * values;
             Engine::feed(&mut *self.device, self.precision, inputs, rows, range);
             for program in ["forward", "backward"] {
-                self.device.run_observed(program, micro_batch as u32, &mut NoFiles, &mut *self.observer)?;
+                self.device.run_observed(
+                    Call { micro_batch: micro_batch as u32, ..Call::of(program) },
+                    &mut NoFiles,
+                    &mut *self.observer,
+                )?;
             }
         }
         self.run("norm")?;
