@@ -145,6 +145,54 @@ pub fn describe_levels(levels: &[RecomputeLevel]) -> String {
     parts.join(", ")
 }
 
+/// What waits on the host while no op needs it, and comes to the device through buffers that are shared by the layers.
+/// Numbers count layers, the first ones of the model. Same ops, same order of sums: no bit changes.
+///
+/// A trained layer's gradients and weights wait only where its optimizer state does, which is the least missed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Offload {
+    /// Layers whose optimizer state and master weights wait. When it is all layers, so do those of embedding and head.
+    pub optimizer: u32,
+    /// Layers whose gradients wait: summed up there over the micro-batches of a step.
+    pub gradients: u32,
+    /// Layers whose matrices wait, and are fetched for each pass over the layer.
+    pub weights: u32,
+    /// Layers whose inputs wait from the forward to the backward pass.
+    pub inputs: u32,
+    /// Whether the embedding's table and its gradient wait; the host looks up the rows.
+    pub embedding: bool,
+    /// Whether the head and its gradient wait, and are on the device for the loss alone.
+    pub head: bool,
+}
+
+impl Offload {
+    /// Everything stays on the device.
+    pub const NOTHING: Offload =
+        Offload { optimizer: 0, gradients: 0, weights: 0, inputs: 0, embedding: false, head: false };
+
+    /// Whether everything stays on the device.
+    pub fn is_nothing(&self) -> bool {
+        *self == Offload::NOTHING
+    }
+}
+
+impl fmt::Display for Offload {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let counted = [
+            (self.optimizer, "optimizer"),
+            (self.gradients, "gradients"),
+            (self.weights, "weights"),
+            (self.inputs, "inputs"),
+        ];
+        let counted = counted.iter().filter(|(layers, _)| *layers > 0);
+        let mut parts: Vec<String> = counted.map(|(layers, what)| format!("{what} of {layers}")).collect();
+        let whole = [(self.embedding, "embedding"), (self.head, "head")];
+        parts.extend(whole.iter().filter(|(waits, _)| *waits).map(|(_, what)| (*what).to_owned()));
+        f.pad(&if parts.is_empty() { "nothing".to_owned() } else { parts.join(", ") })
+    }
+}
+
 /// The planner's choices. They never change the experiment (tokens per step, order, rates, seeds,
 /// precision, method).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -153,11 +201,22 @@ pub struct Recipe {
     pub micro_batch: u32,
     /// What each layer computes again, first layer first.
     pub recompute: Vec<RecomputeLevel>,
+    /// What waits on the host.
+    #[serde(default, skip_serializing_if = "Offload::is_nothing")]
+    pub offload: Offload,
+}
+
+impl Recipe {
+    /// A recipe that keeps everything on the device.
+    pub fn on_device(micro_batch: u32, recompute: Vec<RecomputeLevel>) -> Recipe {
+        Recipe { micro_batch, recompute, offload: Offload::NOTHING }
+    }
 }
 
 impl fmt::Display for Recipe {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "micro-batch {}, recompute {}", self.micro_batch, describe_levels(&self.recompute))
+        write!(f, "micro-batch {}, recompute {}", self.micro_batch, describe_levels(&self.recompute))?;
+        if self.offload.is_nothing() { Ok(()) } else { write!(f, ", on the host {}", self.offload) }
     }
 }
 

@@ -95,7 +95,7 @@ fn going_from_one_recipe_to_another_moves_nothing_that_stays() {
         let plenty = device(Bytes::gib(1000));
         let asked = question(&config, &plenty);
         let layouts: Vec<_> = [(1, RecomputeLevel::Block), (8, RecomputeLevel::Nothing), (3, RecomputeLevel::Norms)]
-            .map(|(micro_batch, level)| Recipe { micro_batch, recompute: vec![level; config.layers as usize] })
+            .map(|(micro_batch, level)| Recipe::on_device(micro_batch, vec![level; config.layers as usize]))
             .iter()
             .map(|recipe| {
                 let answer = plan_of(&asked, recipe);

@@ -115,7 +115,7 @@ impl Case {
             device: &device,
             pins: Pins::default(),
         };
-        let recipe = Recipe { micro_batch, recompute: vec![level; self.dir.config.layers as usize] };
+        let recipe = Recipe::on_device(micro_batch, vec![level; self.dir.config.layers as usize]);
         let answer = plan_of(&question, &recipe);
         plimsoll_program::passes::check::check(&answer.set).expect("well-formed");
         let set = answer.set.clone();

@@ -318,7 +318,7 @@ mod tests {
     }
 
     fn recipe(micro_batch: u32, level: RecomputeLevel) -> Recipe {
-        Recipe { micro_batch, recompute: vec![RecomputeLevel::Nothing, RecomputeLevel::Nothing, level] }
+        Recipe::on_device(micro_batch, vec![RecomputeLevel::Nothing, RecomputeLevel::Nothing, level])
     }
 
     fn plan() -> Plan {

@@ -118,7 +118,7 @@ mod tests {
                 predicted_bytes: Bytes::mib(40),
                 measured_bytes: Bytes(Bytes::mib(40).0 + (1 << 18)),
             }],
-            recipe: Recipe { micro_batch: 64, recompute: vec![RecomputeLevel::Nothing; 3] },
+            recipe: Recipe::on_device(64, vec![RecomputeLevel::Nothing; 3]),
             retreats: vec![],
         }
     }
@@ -155,7 +155,7 @@ model: runs/sums/model
 
     #[test]
     fn a_stopped_run_says_how_it_goes_on() {
-        let recipe = |micro_batch| Recipe { micro_batch, recompute: vec![RecomputeLevel::Nothing; 3] };
+        let recipe = |micro_batch| Recipe::on_device(micro_batch, vec![RecomputeLevel::Nothing; 3]);
         let retreat = Retreat { step: 7, from: recipe(64), to: recipe(32), why: "the device ran out".into() };
         let stopped =
             RunResult { status: RunStatus::Stopped, steps: 12, eval: None, retreats: vec![retreat], ..result() };

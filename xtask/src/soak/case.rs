@@ -247,7 +247,7 @@ impl Case {
 
     /// A recipe with one level everywhere.
     pub fn uniform(&self, micro_batch: u64, level: RecomputeLevel) -> Recipe {
-        Recipe { micro_batch: micro_batch as u32, recompute: vec![level; self.config.layers as usize] }
+        Recipe::on_device(micro_batch as u32, vec![level; self.config.layers as usize])
     }
 
     /// Rows with several documents each and some labels that do not count.

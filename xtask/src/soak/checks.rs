@@ -37,7 +37,7 @@ pub fn run_case(seed: u64, number: u64) -> Tally {
 }
 
 fn covers(case: &Case, recipe: &Recipe, tally: &mut Tally) {
-    let Recipe { micro_batch, recompute } = recipe;
+    let Recipe { micro_batch, recompute, .. } = recipe;
     let whole = u64::from(*micro_batch) >= case.sequences;
     tally.cover(if whole { "with whole steps at once" } else { "with micro-batches" });
     let nothing = recompute.iter().all(|&level| level == RecomputeLevel::Nothing);
@@ -119,10 +119,10 @@ fn leaner(case: &Case, need: u64, bound: u64, tally: &mut Tally) {
         recipes.truncate(1);
     } else if case.config.layers == 2 {
         let pairs = RecomputeLevel::ALL.iter().flat_map(|&a| RecomputeLevel::ALL.map(|b| vec![a, b]));
-        recipes = pairs.map(|recompute| Recipe { micro_batch: 1, recompute }).collect();
+        recipes = pairs.map(|recompute| Recipe::on_device(1, recompute)).collect();
     } else {
         let mut draw = Draw::new(case.seed ^ 2, case.number);
-        recipes.extend((0..6).map(|_| Recipe { micro_batch: 1, recompute: draw.levels(case.config.layers) }));
+        recipes.extend((0..6).map(|_| Recipe::on_device(1, draw.levels(case.config.layers))));
     }
     for recipe in recipes {
         let arena = plan_of(&question, &recipe).plan.devices[0].arena_bytes.0;
@@ -188,7 +188,7 @@ fn other_recipes(case: &Case, recipe: &Recipe, plain: &Numbers, tally: &mut Tall
     };
     let size = u64::from(recipe.micro_batch);
     if case.optimizer.is_some() {
-        let mixed = Recipe { micro_batch: recipe.micro_batch, recompute: draw.levels(case.config.layers) };
+        let mixed = Recipe::on_device(recipe.micro_batch, draw.levels(case.config.layers));
         for other in [case.uniform(size, RecomputeLevel::Nothing), case.uniform(size, RecomputeLevel::Block), mixed] {
             if let Some(numbers) = run(&other, DType::F32, tally) {
                 tally.check("identical is identical", numbers.same_bits(plain), || {
@@ -197,9 +197,8 @@ fn other_recipes(case: &Case, recipe: &Recipe, plain: &Numbers, tally: &mut Tall
             }
         }
     }
-    let other_size = |draw: &mut Draw| Recipe {
-        micro_batch: draw.from(1, case.sequences) as u32,
-        recompute: draw.levels(case.config.layers),
+    let other_size = |draw: &mut Draw| {
+        Recipe::on_device(draw.from(1, case.sequences) as u32, draw.levels(case.config.layers))
     };
     let others = [
         case.uniform(1, RecomputeLevel::Nothing),

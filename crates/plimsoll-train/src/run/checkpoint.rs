@@ -221,7 +221,7 @@ mod tests {
             elapsed_seconds: 1.5,
             first_loss: 4.0,
             last_loss: 3.5,
-            recipe: Recipe { micro_batch: 2, recompute: vec![RecomputeLevel::Nothing; 2] },
+            recipe: Recipe::on_device(2, vec![RecomputeLevel::Nothing; 2]),
             threads: 2,
             charges_bytes: Bytes::mib(14),
             precision: DType::F32,
