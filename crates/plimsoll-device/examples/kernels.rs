@@ -115,7 +115,7 @@ fn products(bench: &mut Bench, lanes: u64) {
     ] {
         let (a, b) = (numbers(m * k), numbers(k * n));
         let mut out = vec![0.0; m * n];
-        let mut scratch = vec![0.0; workspace::product(lanes, m as u64, n as u64, k as u64) as usize];
+        let mut scratch = vec![0.0; workspace::cpu::product(lanes, m as u64, n as u64, k as u64) as usize];
         let of = format!("product {name} {of} {m}x{n}x{k}");
         bench.time(&of, per_step, Work::Flops(2 * m * n * k), |pool| {
             // Gradients of weights are added up over micro-batches.
@@ -131,7 +131,7 @@ fn decode(bench: &mut Bench, lanes: u64) {
     for (m, n, k) in [(1, VOCAB, HIDDEN), (1, 4096, 4096), (4, 4096, 4096), (16, 4096, 4096), (64, 2 * FFN, HIDDEN)] {
         let (a, b) = (numbers(m * k), numbers(k * n));
         let mut out = vec![0.0; m * n];
-        let mut scratch = vec![0.0; workspace::product(lanes, m as u64, n as u64, k as u64) as usize];
+        let mut scratch = vec![0.0; workspace::cpu::product(lanes, m as u64, n as u64, k as u64) as usize];
         bench.time(&format!("decode {m}x{n}x{k}"), 0, Work::Bytes(4 * n * k), |pool| {
             let p = Product {
                 m,
@@ -168,7 +168,7 @@ fn others(bench: &mut Bench, lanes: u64) {
         rms_norm(pool, &x, &weight, 1e-5, &mut out, &mut rstd)
     });
     let mut dweight = vec![0.0; HIDDEN];
-    let mut scratch = vec![0.0; workspace::rms_norm_grad(ROWS as u64, HIDDEN as u64) as usize];
+    let mut scratch = vec![0.0; workspace::cpu::sum_rows(ROWS as u64, HIDDEN as u64) as usize];
     bench.time("rms_norm_grad", 2 * LAYERS + 1, Work::Bytes(4 * row_bytes), |pool| {
         rms_norm_grad(pool, &x, &weight, &rstd, &dout, &mut out, &mut dweight, true, &mut scratch)
     });
@@ -182,7 +182,7 @@ fn others(bench: &mut Bench, lanes: u64) {
         head_norm(pool, SHAPE, &qkv, &wq, &wk, 1e-5, &mut dqkv, &mut heads)
     });
     let (mut dwq, mut dwk) = (vec![0.0; 64], vec![0.0; 64]);
-    let mut scratch = vec![0.0; workspace::head_norm_grad(ROWS as u64, 6, 6, 64) as usize];
+    let mut scratch = vec![0.0; workspace::cpu::sum_rows(ROWS as u64, 2 * 64) as usize];
     bench.time("head_norm_grad", 0, Work::Bytes(6 * row_bytes), |pool| {
         head_norm_grad(pool, SHAPE, &qkv, &wq, &wk, &heads, &mut dqkv, &mut dwq, &mut dwk, &mut scratch)
     });
@@ -192,7 +192,7 @@ fn others(bench: &mut Bench, lanes: u64) {
         rope(pool, SHAPE, &table, &positions, false, &mut qkv)
     });
     let mut stats = vec![0.0; ROWS * 6];
-    let mut scratch = vec![0.0; workspace::attention_grad(lanes, SEQUENCE as u64, 64) as usize];
+    let mut scratch = vec![0.0; workspace::cpu::attention_grad(lanes, SEQUENCE as u64, 64) as usize];
     let scores = BATCH * 6 * SEQUENCE * (SEQUENCE + 1) / 2;
     bench.time("attention", LAYERS, Work::Flops(4 * 64 * scores), |pool| {
         attention(pool, SHAPE, SEQUENCE, &qkv, &starts, &mut out, &mut stats, &mut scratch)
@@ -205,7 +205,7 @@ fn others(bench: &mut Bench, lanes: u64) {
         let qkv = numbers(long * 12 * 128);
         let (mut out, mut stats) = (vec![0.0; long * 1024], vec![0.0; long * 8]);
         let mut dqkv = vec![0.0; qkv.len()];
-        let mut scratch = vec![0.0; workspace::attention_grad(lanes, long as u64, 128) as usize];
+        let mut scratch = vec![0.0; workspace::cpu::attention_grad(lanes, long as u64, 128) as usize];
         let starts = vec![0; long];
         let scores = 8 * long * (long + 1) / 2;
         bench.time("long attention 2048 of 128, 8 on 2", 0, Work::Flops(4 * 128 * scores), |pool| {

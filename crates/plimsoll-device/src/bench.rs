@@ -234,7 +234,7 @@ fn product_rate<T: Real>(pool: &Pool, dtype: DType, duration: Duration) -> Resul
     let (a, b, out) = (largest(|f| f.m * f.k), largest(|f| f.k * f.n), largest(|f| f.m * f.n));
     let lanes = pool.threads() as u64;
     let scratch =
-        ROUND.iter().map(|f| workspace::product(lanes, f.m as u64, f.n as u64, f.k as u64)).max().unwrap_or(0);
+        ROUND.iter().map(|f| workspace::cpu::product(lanes, f.m as u64, f.n as u64, f.k as u64)).max().unwrap_or(0);
     let scratch = scratch as usize;
     let arena = Arena::map(((a + b + out + scratch) * size_of::<T>()) as u64)?;
     let at = |elements: usize| (elements * size_of::<T>()) as u64;

@@ -10,7 +10,8 @@ use crate::device::{Call, DeviceError, NoFiles, Observer};
 use plimsoll_core::{DType, OpRates, RecomputeLevel, Space};
 use plimsoll_program::models::decoder::{Build, Optimizer, Source, Training, build};
 use plimsoll_program::models::{ModelConfig, ModelType, RopeScaling};
-use plimsoll_program::{Op, Placement, ProgramSet, TensorId, workspace};
+use plimsoll_program::workspace::{self, Kernels};
+use plimsoll_program::{Op, Placement, ProgramSet, TensorId};
 use std::collections::BTreeMap;
 use std::hint::black_box;
 use std::sync::{Arc, Mutex};
@@ -37,7 +38,7 @@ fn products(pool: &Pool) -> Result<Vec<f64>, BenchError> {
     let most = SIZES[SIZES.len() - 1];
     let lanes = pool.threads() as u64;
     let square = most * most;
-    let scratch_elements = workspace::product(lanes, most, most, most);
+    let scratch_elements = workspace::cpu::product(lanes, most, most, most);
     let arena = Arena::map((3 * square + scratch_elements) * 4)?;
     // SAFETY: four ranges side by side, none overlapping another, and no other slices of this arena exist.
     let (a, b, out, scratch) = unsafe {
@@ -133,7 +134,7 @@ fn reference_step(threads: u32) -> Result<BTreeMap<String, f64>, BenchError> {
     let set = build(&Build {
         config: &config,
         precision: DType::F32,
-        lanes: u64::from(threads),
+        kernels: Kernels::Cpu { threads: u64::from(threads) },
         sequence: 256,
         micro_batch: 4,
         source: Source::Random { seed: 1 },

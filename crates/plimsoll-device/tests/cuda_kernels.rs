@@ -13,7 +13,8 @@ use plimsoll_device::cuda::kernels::Real;
 use plimsoll_device::cuda::kernels::launch::*;
 use plimsoll_program::op::RopeScaling;
 use plimsoll_program::scalars::{METRIC_COUNT, Metric, SCALAR_COUNT, Scalar};
-use plimsoll_program::workspace;
+use plimsoll_program::workspace::cuda::NORM_PARTIALS;
+use plimsoll_program::workspace::{self, Kernels};
 
 /// A small generator (an LCG of 64 bits, the upper half): tests must not need the kernels' own.
 struct Draw(u64);
@@ -93,12 +94,12 @@ fn rms_norm_and_its_gradient() {
             let (before, dweight_before) = (draw.many(kind, n), draw.many(Kind::F32, dim));
             for accumulate in [false, true] {
                 let (mut want, mut want_dweight) = (before.clone(), dweight_before.clone());
-                let scratch = &mut scratch(workspace::rms_norm_grad(rows as u64, dim as u64));
+                let scratch = &mut scratch(workspace::cpu::sum_rows(rows as u64, dim as u64));
                 let dweight = &mut want_dweight;
                 cpu::rms_norm_grad(&pool(), &x, &weight, &rstd_values, &dout, &mut want, dweight, accumulate, scratch);
                 let (gdout, gdx) = (gpu.put(kind, &dout), gpu.put(kind, &before));
                 let gdweight = gpu.put(Kind::F32, &dweight_before);
-                let room = gpu.room(Kind::F32, rms_norm_grad_scratch(rows as u64, dim as u64) as usize);
+                let room = gpu.room(Kind::F32, workspace::cuda::sum_rows(rows as u64, dim as u64) as usize);
                 let inputs = [gx, gweight, rstd, gdout];
                 gpu.run(&rms_norm_grad(of, inputs, gdx, gdweight, room, rows as u64, dim as u64, accumulate));
                 close(&gpu.get(gdx), &want, kind, "dx");
@@ -131,11 +132,11 @@ fn head_norm_and_its_gradient() {
             let rstd_values = gpu.get(rstd);
             let (dout, dq, dk) = (draw.many(kind, n), draw.many(Kind::F32, e), draw.many(Kind::F32, e));
             let (mut want, mut want_dq, mut want_dk) = (dout.clone(), dq.clone(), dk.clone());
-            let elements = workspace::head_norm_grad(rows as u64, heads, kv_heads, head_dim);
+            let elements = workspace::cpu::sum_rows(rows as u64, 2 * head_dim);
             let room = &mut scratch(elements);
             cpu::head_norm_grad(&pool(), shape, &x, &q, &k, &rstd_values, &mut want, &mut want_dq, &mut want_dk, room);
             let (gdx, gdq, gdk) = (gpu.put(kind, &dout), gpu.put(Kind::F32, &dq), gpu.put(Kind::F32, &dk));
-            let room = gpu.room(Kind::F32, head_norm_grad_scratch(rows as u64, head_dim) as usize);
+            let room = gpu.room(Kind::F32, workspace::cuda::sum_rows(rows as u64, 2 * head_dim) as usize);
             let [x, q, k] = inputs;
             gpu.run(&head_norm_grad(of, [x, q, k, rstd], gdx, [gdq, gdk], room, rows as u64, shape));
             close(&gpu.get(gdx), &want, kind, "dx");
@@ -220,7 +221,7 @@ fn attention_and_its_gradient() {
             let qkv: Vec<f64> = draw.many(kind, n).iter().map(|x| kind.rounded(3.0 * x)).collect();
             let starts = if sequence == 150 { vec![0; rows] } else { documents(draw, batch, sequence) };
             let (mut want, mut want_stats) = (vec![0.0; wide], vec![0.0; rows * heads as usize]);
-            let room = &mut scratch(workspace::attention(1, sequence as u64, head_dim));
+            let room = &mut scratch(workspace::cpu::attention(1, sequence as u64, head_dim));
             cpu::attention(&pool(), shape, sequence, &qkv, &starts, &mut want, &mut want_stats, room);
             let (gqkv, gstarts) = (gpu.put(kind, &qkv), gpu.put_integers(&starts));
             let (out, stats) = (gpu.room(kind, wide), gpu.room(Kind::F32, rows * heads as usize));
@@ -231,7 +232,7 @@ fn attention_and_its_gradient() {
 
             let (out_values, stats_values, dout) = (gpu.get(out), gpu.get(stats), draw.many(kind, wide));
             let mut want = vec![0.0; n];
-            let room = &mut scratch(workspace::attention_grad(1, t, head_dim));
+            let room = &mut scratch(workspace::cpu::attention_grad(1, t, head_dim));
             cpu::attention_grad(
                 &pool(),
                 shape,
@@ -245,7 +246,7 @@ fn attention_and_its_gradient() {
                 room,
             );
             let (gdout, dqkv) = (gpu.put(kind, &dout), gpu.room(kind, n));
-            let room = gpu.room(Kind::F32, attention_grad_scratch(b, t, heads) as usize);
+            let room = gpu.room(Kind::F32, workspace::cuda::attention_grad(b, t, heads) as usize);
             gpu.run(&attention_grad(of, [gqkv, out, gdout, stats, gstarts], dqkv, room, b, t, shape));
             close(&gpu.get(dqkv), &want, kind, "dqkv");
         }
@@ -272,7 +273,7 @@ fn attention_over_a_cache() {
             assert_eq!((gpu.get(gkeys), gpu.get(gvalues)), (keys.clone(), values.clone()));
 
             let mut want = vec![0.0; rows * shape.query_columns() as usize];
-            let room = &mut scratch(workspace::cached_attention(1, rows as u64, capacity as u64, head_dim));
+            let room = &mut scratch(workspace::cpu::cached_attention(1, rows as u64, capacity as u64, head_dim));
             cpu::cached_attention(&pool(), shape, &qkv, &keys, &values, before, &mut want, room);
             let out = gpu.room(kind, want.len());
             gpu.run(&cached_attention(of, [gqkv, gkeys, gvalues, gscalars], out, rows as u64, shape));
@@ -328,7 +329,7 @@ fn cross_entropy_its_gradient_and_its_hits() {
             scalars[Scalar::InverseTokens as usize] = 0.125;
             for gradient in [false, true] {
                 let (mut want, mut want_correct) = (logits.clone(), vec![7; rows]);
-                let room = &mut scratch(workspace::cross_entropy(rows as u64, vocab as u64));
+                let room = &mut scratch(rows as u64);
                 let correct = Some(&mut want_correct[..]);
                 let loss = if gradient {
                     cpu::cross_entropy_grad(&pool(), vocab, &mut want, &labels, &weights, 0.125, correct, room)
@@ -394,9 +395,9 @@ fn sums_element_by_element_and_over_rows() {
             close(&gpu.get(gy), &sum(&y, &repeated), kind, "with bias");
 
             let mut want = bias;
-            let room = &mut scratch(workspace::sum_rows(rows as u64, columns as u64));
+            let room = &mut scratch(workspace::cpu::sum_rows(rows as u64, columns as u64));
             cpu::sum_rows(&pool(), rows, columns, &x, &mut want, room);
-            let room = gpu.room(Kind::F32, sum_rows_scratch(rows as u64, columns as u64) as usize);
+            let room = gpu.room(Kind::F32, workspace::cuda::sum_rows(rows as u64, columns as u64) as usize);
             gpu.run(&sum_rows(of, gx, gbias, room, rows as u64, columns as u64));
             close(&gpu.get(gbias), &want, Kind::F32, "sum of rows");
 
@@ -638,7 +639,7 @@ mod programs {
         build(&Build {
             config: &model(),
             precision,
-            lanes: 1,
+            kernels: Kernels::Cpu { threads: 1 },
             sequence: SEQUENCE,
             micro_batch: BATCH,
             source: Source::Random { seed: 4 },
@@ -659,7 +660,6 @@ mod programs {
         set: ProgramSet,
         slots: Vec<Vec<Address>>,
         scratch: Address,
-        partials: Address,
     }
 
     /// The places of an op's operands in one iteration of its block.
@@ -692,8 +692,8 @@ mod programs {
             self.0.set.tensor(operand.tensor).dtype
         }
 
-        fn norm_partials(&self) -> Address {
-            self.0.partials
+        fn index(&self, index: plimsoll_program::Index) -> i64 {
+            index.at(self.1, 0)
         }
     }
 
@@ -711,8 +711,8 @@ mod programs {
                 let elements = if held { tensor.elements() as usize } else { 0 };
                 slots.push((0..tensor.slots).map(|_| gpu.room(kind, elements)).collect());
             }
-            let (scratch, partials) = (gpu.room(Kind::F32, SCRATCH), gpu.room(Kind::F64, NORM_PARTIALS as usize));
-            OnShim { gpu, set, slots, scratch, partials }
+            let scratch = gpu.room(Kind::F32, SCRATCH);
+            OnShim { gpu, set, slots, scratch }
         }
 
         fn run(&mut self, program: &str) {
@@ -743,7 +743,7 @@ mod programs {
             let (a, b, (slot, offset)) = (part(a, m * k), part(b, k * n), here.slot(out));
             let residual = residual.map(|residual| part(&residual, m * n));
             let mut whole = self.gpu.get(slot);
-            let mut scratch = scratch(workspace::product(1, *m, *n, *k));
+            let mut scratch = scratch(workspace::cpu::product(1, *m, *n, *k));
             let product = cpu::Product {
                 m: *m as usize,
                 n: *n as usize,
@@ -782,7 +782,7 @@ mod programs {
             offsets.push(places.collect());
             next += if held { u64::from(tensor.slots) * tensor.bytes().next_multiple_of(256) } else { 0 };
         }
-        Placement { offsets, arena_bytes: next }
+        Placement { offsets, arena_bytes: next, host_bytes: 0 }
     }
 
     /// Both devices, with the same weights.

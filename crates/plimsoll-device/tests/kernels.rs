@@ -119,7 +119,7 @@ fn run_product<T: Real>(threads: usize, case: ProductCase, draw: &mut Draw) -> (
         residual: case.residual.then_some(&residual[..]),
         accumulate: case.accumulate,
     };
-    let size = workspace::product(threads as u64, m as u64, n as u64, k as u64);
+    let size = workspace::cpu::product(threads as u64, m as u64, n as u64, k as u64);
     product(&pool(threads), product_of, &mut out, &mut scratch(size));
     (out, want)
 }
@@ -242,7 +242,7 @@ fn rms_norm_grad_is_the_slope() {
         let before: Vec<f64> = draw.many(rows * dim);
         for accumulate in [false, true] {
             let (mut dx, mut dweight) = (before.clone(), vec![1.0; dim]);
-            let mut scratch = scratch(workspace::rms_norm_grad(rows as u64, dim as u64));
+            let mut scratch = scratch(workspace::cpu::sum_rows(rows as u64, dim as u64));
             rms_norm_grad(&pool(2), &x, &weight, &rstd, &dout, &mut dx, &mut dweight, accumulate, &mut scratch);
             if accumulate {
                 dx.iter_mut().zip(&before).for_each(|(dx, before)| *dx -= before);
@@ -308,7 +308,7 @@ fn head_norm_grad_is_the_slope() {
         };
         let rstd = loss(&x, &wq, &wk).1;
         let (mut dx, mut dwq, mut dwk) = (dout.clone(), vec![0.0; e], vec![0.0; e]);
-        let elements = workspace::head_norm_grad(rows as u64, shape.heads, shape.kv_heads, shape.head_dim);
+        let elements = workspace::cpu::sum_rows(rows as u64, 2 * shape.head_dim);
         head_norm_grad(&pool(2), shape, &x, &wq, &wk, &rstd, &mut dx, &mut dwq, &mut dwk, &mut scratch(elements));
         let (q, k, y) = (wq.clone(), wk.clone(), x.clone());
         differences(&mut x, &dx, "dx", |x| loss(x, &q, &k).0);
@@ -444,7 +444,7 @@ fn run_attention<T: Real>(
     let rows = starts.len();
     let mut out = vec![T::of(f64::NAN); rows * shape.query_columns() as usize];
     let mut stats = vec![T::of(f64::NAN); rows * shape.heads as usize];
-    let mut scratch = scratch(workspace::attention(threads as u64, sequence as u64, shape.head_dim));
+    let mut scratch = scratch(workspace::cpu::attention(threads as u64, sequence as u64, shape.head_dim));
     attention(&pool(threads), shape, sequence, qkv, starts, &mut out, &mut stats, &mut scratch);
     (out, stats)
 }
@@ -459,7 +459,7 @@ fn run_attention_grad<T: Real>(
 ) -> Vec<T> {
     let (out, stats) = run_attention(threads, shape, sequence, qkv, starts);
     let mut dqkv = vec![T::of(f64::NAN); qkv.len()];
-    let mut scratch = scratch(workspace::attention_grad(threads as u64, sequence as u64, shape.head_dim));
+    let mut scratch = scratch(workspace::cpu::attention_grad(threads as u64, sequence as u64, shape.head_dim));
     attention_grad(&pool(threads), shape, sequence, qkv, &out, dout, &stats, starts, &mut dqkv, &mut scratch);
     dqkv
 }
@@ -542,7 +542,7 @@ fn cached_attention_continues_what_attention_began() {
                 let new = &qkv[start * all..(start + rows) * all];
                 append_cache(shape, new, start, &mut keys, &mut values);
                 let mut out = vec![T::of(f64::NAN); rows * shape.query_columns() as usize];
-                let mut scratch = scratch(workspace::cached_attention(2, rows as u64, capacity as u64, shape.head_dim));
+                let mut scratch = scratch(workspace::cpu::cached_attention(2, rows as u64, capacity as u64, shape.head_dim));
                 cached_attention(&pool(2), shape, new, &keys, &values, start, &mut out, &mut scratch);
                 let columns = shape.query_columns() as usize;
                 close(
@@ -622,7 +622,7 @@ fn cross_entropy_counts_what_it_should_and_its_gradient_is_the_slope() {
         let labels: Vec<i32> =
             (0..rows).map(|row| if row % 5 == 2 { IGNORED } else { draw.below(vocab) as i32 }).collect();
         let weights: Vec<f64> = (0..rows).map(|row| if row % 7 == 3 { 0.0 } else { draw.next() + 1.5 }).collect();
-        let size = workspace::cross_entropy(rows as u64, vocab as u64);
+        let size = rows as u64;
         let loss = |x: &[f64]| cross_entropy(&pool(2), vocab, x, &labels, &weights, None, &mut scratch(size));
         let want = naive_loss(vocab, &logits, &labels, &weights);
         assert!((loss(&logits) - want).abs() <= 1e-12 * (1.0 + want.abs()));
@@ -711,7 +711,7 @@ fn sums_copies_and_fills() {
             for i in 0..rows * columns {
                 want[i % columns] += x[i].wide();
             }
-            let size = workspace::sum_rows(rows as u64, columns as u64);
+            let size = workspace::cpu::sum_rows(rows as u64, columns as u64);
             sum_rows(&pool, rows, columns, &x, &mut into, &mut scratch(size));
             close(&into, &want, tolerance::<T>(rows), "sum of rows");
         }
@@ -819,12 +819,12 @@ fn everything(threads: usize) -> Vec<(&'static str, Vec<u32>)> {
     rms_norm(pool, &x, &weight, 1e-5, &mut out, &mut rstd);
     keep("rms_norm", &out);
     let (mut dx, mut dweight) = (vec![0.0; 500 * 130], vec![0.0; 130]);
-    let mut space = scratch(workspace::rms_norm_grad(500, 130));
+    let mut space = scratch(workspace::cpu::sum_rows(500, 130));
     rms_norm_grad(pool, &x, &weight, &rstd, &dout, &mut dx, &mut dweight, false, &mut space);
     keep("rms_norm_grad", &dx);
     keep("rms_norm_grad weight", &dweight);
     let mut sums = vec![0.0; 130];
-    sum_rows(pool, 500, 130, &x, &mut sums, &mut scratch(workspace::sum_rows(500, 130)));
+    sum_rows(pool, 500, 130, &x, &mut sums, &mut scratch(workspace::cpu::sum_rows(500, 130)));
     keep("sum_rows", &sums);
 
     let shape = Heads { heads: 6, kv_heads: 2, head_dim: 20 };
@@ -839,7 +839,7 @@ fn everything(threads: usize) -> Vec<(&'static str, Vec<u32>)> {
     let (mut normed, mut rstd) = (vec![0.0; qkv.len()], vec![0.0; 600 * 8]);
     head_norm(pool, shape, &qkv, &wq, &wk, 1e-5, &mut normed, &mut rstd);
     let (mut dx, mut dq, mut dk) = (dqkv.clone(), vec![0.0; 20], vec![0.0; 20]);
-    let mut space = scratch(workspace::head_norm_grad(600, 6, 2, 20));
+    let mut space = scratch(workspace::cpu::sum_rows(600, 2 * 20));
     head_norm_grad(pool, shape, &qkv, &wq, &wk, &rstd, &mut dx, &mut dq, &mut dk, &mut space);
     for x in [&normed, &dx, &dq, &dk] {
         keep("head_norm", x);
@@ -847,7 +847,7 @@ fn everything(threads: usize) -> Vec<(&'static str, Vec<u32>)> {
     for rows in [3, 100] {
         let (keys, values): (Vec<f32>, Vec<f32>) = (draw.many(400 * 40), draw.many(400 * 40));
         let mut out = vec![0.0; rows * 120];
-        let mut space = scratch(workspace::cached_attention(lanes, rows as u64, 400, 20));
+        let mut space = scratch(workspace::cpu::cached_attention(lanes, rows as u64, 400, 20));
         cached_attention(pool, shape, &qkv[..rows * 200], &keys, &values, 300, &mut out, &mut space);
         keep("cached_attention", &out);
     }

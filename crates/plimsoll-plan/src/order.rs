@@ -93,7 +93,7 @@ mod tests {
 
     /// Each op adds one of eight pieces of a buffer to another, on one of four queues.
     fn program(ops: &[(u8, i64, i64)]) -> (ProgramSet, Placement) {
-        let mut builder = Builder::new(DType::F32, 1);
+        let mut builder = Builder::new(DType::F32, plimsoll_program::workspace::Kernels::Cuda);
         let buffer = builder.persistent("buffer", &[80], DType::F32, Category::Activation, 1);
         let piece = |number: i64| Operand::whole(buffer).from(Index::fixed(number * 10));
         let queues = [Queue::Compute, Queue::CopyIn, Queue::CopyOut, Queue::Communication];
@@ -105,7 +105,7 @@ mod tests {
         let (inputs, outputs) = (vec![], vec![]);
         let mut set = builder.set;
         set.programs.push(Program { work: WorkName::Forward, name: "p".into(), inputs, outputs, blocks: vec![block] });
-        (set, Placement { offsets: vec![vec![Some(0)]], arena_bytes: 320 })
+        (set, Placement { offsets: vec![vec![Some(0)]], arena_bytes: 320, host_bytes: 0 })
     }
 
     #[test]

@@ -12,6 +12,7 @@ use plimsoll_core::{
 };
 use plimsoll_program::models::ModelConfig;
 use plimsoll_program::models::decoder::{Build, Generation, Optimizer, Source, Training, build};
+use plimsoll_program::workspace::Kernels;
 use plimsoll_program::{ProgramSet, Schedule};
 
 /// Finalists that are packed before the search gives up on packing luck.
@@ -84,7 +85,7 @@ impl Question<'_> {
         build(&Build {
             config,
             precision: self.precision,
-            lanes: u64::from(self.device.threads),
+            kernels: Kernels::of(self.device),
             sequence: self.sequence,
             micro_batch: u64::from(recipe.micro_batch),
             source: self.source.clone(),

@@ -7,6 +7,7 @@ use plimsoll_plan::lifetimes::lifetimes;
 use plimsoll_plan::packing::{Buffer, Packing, lower_bound, pack, pack_with_effort};
 use plimsoll_program::models::decoder::{Build, Generation, Optimizer, Source, Training, build};
 use plimsoll_program::models::{ModelConfig, preset, preset_names};
+use plimsoll_program::workspace::Kernels;
 use proptest::prelude::*;
 
 /// The recipes to pack: uniform ones, and the mixtures that a search ends on.
@@ -35,7 +36,7 @@ fn phases(
     let set = build(&Build {
         config,
         precision,
-        lanes: 2,
+        kernels: Kernels::Cpu { threads: 2 },
         sequence: tokens,
         micro_batch: batch,
         source: Source::Random { seed: 1 },

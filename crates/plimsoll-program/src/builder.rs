@@ -3,7 +3,7 @@
 use crate::op::{Op, OpKind};
 use crate::program::ProgramSet;
 use crate::tensor::{Index, Lifetime, Operand, Tensor, TensorId};
-use crate::workspace;
+use crate::workspace::Kernels;
 use plimsoll_core::{Category, DType, Space};
 use std::collections::HashMap;
 
@@ -13,15 +13,15 @@ pub struct Builder {
     pub set: ProgramSet,
     /// The type that the run computes in.
     pub precision: DType,
-    /// Threads that compute: some ops need scratch for each.
-    pub lanes: u64,
+    /// Whose kernels run: scratch is theirs.
+    pub kernels: Kernels,
     names: HashMap<String, TensorId>,
 }
 
 impl Builder {
     /// Nothing made yet.
-    pub fn new(precision: DType, lanes: u64) -> Builder {
-        Builder { set: ProgramSet::default(), precision, lanes, names: HashMap::new() }
+    pub fn new(precision: DType, kernels: Kernels) -> Builder {
+        Builder { set: ProgramSet::default(), precision, kernels, names: HashMap::new() }
     }
 
     /// A new tensor.
@@ -67,10 +67,15 @@ impl Builder {
         self.transient(name, shape, self.precision, Category::Activation, slots)
     }
 
-    /// Scratch of `elements` in the run's precision. An op that needs none gets one element, so
+    /// An activation in the wide type: what is a sum or a statistic.
+    pub fn statistic(&mut self, name: &str, shape: &[u64], slots: u32) -> TensorId {
+        self.transient(name, shape, self.precision.wide(), Category::Activation, slots)
+    }
+
+    /// Scratch of `elements` in the wide type. An op that needs none gets one element, so
     /// that every operand has a place.
     pub fn scratch(&mut self, name: &str, elements: u64, slots: u32) -> TensorId {
-        self.transient(name, &[elements.max(1)], self.precision, Category::Workspace, slots)
+        self.transient(name, &[elements.max(1)], self.precision.wide(), Category::Workspace, slots)
     }
 
     /// The same tensor once more under another name.
@@ -91,7 +96,7 @@ impl Builder {
     /// A matrix product with its scratch.
     pub fn product(&mut self, product: Product) -> Op {
         let Product { a, b, out, bias, residual, m, n, k, a_transposed, b_transposed, accumulate } = product;
-        let workspace = self.scratch_beside(out, "product", workspace::product(self.lanes, m, n, k));
+        let workspace = self.scratch_beside(out, "product", self.kernels.product(m, n, k));
         OpKind::Product { a, b, out, bias, residual, workspace, m, n, k, a_transposed, b_transposed, accumulate }.into()
     }
 }

@@ -8,7 +8,6 @@
 use crate::builder::{Builder, Product};
 use crate::op::{Op, OpKind};
 use crate::tensor::{Index, Operand, TensorId};
-use crate::workspace;
 use std::collections::HashMap;
 
 /// Gradients known so far within a block.
@@ -123,7 +122,7 @@ impl<'a> Tape<'a> {
                 });
                 if let Some(bias) = bias {
                     let into = self.weight(*bias);
-                    let elements = workspace::sum_rows(*m, *n);
+                    let elements = self.builder.kernels.sum_rows(*m, *n);
                     let workspace = self.builder.scratch_beside(*out, "bias_sums", elements);
                     self.push(OpKind::SumRows { x: g, into, workspace, rows: *m, columns: *n });
                 }
@@ -165,7 +164,7 @@ impl<'a> Tape<'a> {
             OpKind::RmsNorm { x, weight, out, rstd, rows, dim, .. } => {
                 let dout = self.of_output(*out);
                 let dweight = self.weight(*weight);
-                let elements = workspace::rms_norm_grad(*rows, *dim);
+                let elements = self.builder.kernels.rms_norm_grad(*rows, *dim);
                 let scratch = self.builder.scratch_beside(*out, "norm_sums", elements);
                 let (dx, accumulate) = self.contribute(*x);
                 self.push(OpKind::RmsNormGrad {
@@ -184,7 +183,7 @@ impl<'a> Tape<'a> {
             OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, rows, shape, .. } => {
                 let dx = self.of_output(*out);
                 let (dq_weight, dk_weight) = (self.weight(*q_weight), self.weight(*k_weight));
-                let elements = workspace::head_norm_grad(*rows, shape.heads, shape.kv_heads, shape.head_dim);
+                let elements = self.builder.kernels.head_norm_grad(*rows, shape.head_dim);
                 let scratch = self.builder.scratch_beside(*out, "norm_sums", elements);
                 self.push(OpKind::HeadNormGrad {
                     x: *x,
@@ -214,7 +213,7 @@ impl<'a> Tape<'a> {
             }
             OpKind::Attention { qkv, document_start, out, stats, batch, sequence, shape, .. } => {
                 let dout = self.of_output(*out);
-                let elements = workspace::attention_grad(self.builder.lanes, *sequence, shape.head_dim);
+                let elements = self.builder.kernels.attention_grad(*batch, *sequence, *shape);
                 let scratch = self.builder.scratch_beside(*out, "gradient", elements);
                 let (dqkv, accumulate) = self.contribute(*qkv);
                 assert!(!accumulate, "queries, keys and values are used by attention alone");

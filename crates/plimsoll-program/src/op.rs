@@ -5,7 +5,7 @@
 //! dim, F ffn, V vocabulary, C = (H + 2K)·E columns of the fused queries | keys | values.
 //! Matrices are row-major; weights are [out, in] as in Hugging Face files.
 
-use crate::tensor::{Operand, TensorId};
+use crate::tensor::{Index, Operand, TensorId};
 use plimsoll_core::DType;
 
 /// The queue an op runs on. Order between queues follows from hazards on arena ranges.
@@ -223,7 +223,7 @@ pub enum OpKind {
     /// All elements.
     Fill { into: Operand, value: f64, elements: u64 },
     /// Adds Σ x² to the metrics.
-    SquaredNorm { x: Operand, metrics: Operand, elements: u64 },
+    SquaredNorm { x: Operand, metrics: Operand, workspace: Operand, elements: u64 },
     /// The scalar that gradients are multiplied with: min(1, clip / (norm + 1e-6)), as in PyTorch.
     ClipFactor { metrics: Operand, scalars: Operand },
     /// Decoupled weight decay (Loshchilov and Hutter), bias-corrected.
@@ -251,7 +251,7 @@ pub enum OpKind {
     /// Element by element to another type.
     Cast { from: Operand, to: Operand, elements: u64 },
     /// Normal numbers, a function of (seed, number, first + element).
-    InitNormal { into: Operand, seed: u64, number: u64, std: f64, elements: u64 },
+    InitNormal { into: Operand, seed: u64, number: u64, first: Index, std: f64, elements: u64 },
     /// Starts a copy between spaces; both ends live until the wait.
     TransferStart { from: Operand, to: Operand, elements: u64, sequence: u64 },
     /// The copy of that number is complete.
@@ -508,9 +508,10 @@ impl Op {
             OpKind::Fill { into, elements, .. } | OpKind::InitNormal { into, elements, .. } => {
                 touch(*into, *elements, Write);
             }
-            OpKind::SquaredNorm { x, metrics, elements } => {
+            OpKind::SquaredNorm { x, metrics, workspace, elements } => {
                 touch(*x, *elements, Read);
                 touch(*metrics, scratch(metrics), Update);
+                touch(*workspace, scratch(workspace), Write);
             }
             OpKind::ClipFactor { metrics, scalars } => {
                 touch(*metrics, scratch(metrics), Read);

@@ -56,7 +56,7 @@ fn operands_mut(kind: &mut OpKind) -> Vec<&mut Operand> {
         OpKind::PickRow { x, scalars, out, .. } => vec![x, scalars, out],
         OpKind::Add { x, into, .. } => vec![x, into],
         OpKind::Fill { into, .. } | OpKind::InitNormal { into, .. } => vec![into],
-        OpKind::SquaredNorm { x, metrics, .. } => vec![x, metrics],
+        OpKind::SquaredNorm { x, metrics, workspace, .. } => vec![x, metrics, workspace],
         OpKind::ClipFactor { metrics, scalars } => vec![metrics, scalars],
         OpKind::AdamW { weight, gradient, first, second, scalars, .. } => {
             vec![weight, gradient, first, second, scalars]

@@ -1,88 +1,207 @@
-//! How much scratch each op needs, in elements of the op's type: the planner lays out exactly
-//! this, and the CPU's kernels (`plimsoll-device`, `cpu/kernels`) are given exactly this.
+//! How much scratch each op needs, in elements of the wide type beside the run's precision: the planner
+//! lays out exactly this, and kernels are given exactly this.
 //!
-//! Pure functions of sizes and `lanes`, the number of threads that work at once. They do not
-//! depend on the processor, so that a plan on paper is the plan on the machine.
+//! Pure functions of sizes and of whose kernels run ([`Kernels`]). They do not depend on the processor or
+//! the GPU, so that a plan on paper is the plan on the machine.
 
-/// Columns of the packed right-hand side of a product are padded to a multiple of this.
-pub const PRODUCT_PANEL: u64 = 64;
-/// Rows of the left-hand side go through the registers in groups of this many.
-pub const PRODUCT_GROUP: u64 = 6;
-/// A product is taken in slices of at most this depth (its `k`).
-pub const PRODUCT_DEPTH: u64 = 512;
-/// Rows of the left-hand side that one task packs.
-pub const PRODUCT_ROWS: u64 = 96;
-/// Columns of the right-hand side that are packed at once.
-pub const PRODUCT_COLUMNS: u64 = 2048;
-/// With at most this many rows and a right-hand side stored as n × k, nothing is packed.
-pub const PRODUCT_FEW_ROWS: u64 = 4;
+use crate::op::Heads;
+use plimsoll_core::{DeviceKind, DeviceSpec};
 
-/// How a product of depth `k` is cut: slices of equal depth (the last may be less), each at most
-/// `PRODUCT_DEPTH` and at least 1.
-pub fn product_depth(k: u64) -> u64 {
-    k.div_ceil(k.div_ceil(PRODUCT_DEPTH).max(1)).max(1)
+/// Whose kernels run the ops: scratch is a function of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Kernels {
+    /// Those of the processor.
+    Cpu {
+        /// Threads that work at once.
+        threads: u64,
+    },
+    /// Those of NVIDIA GPUs.
+    Cuda,
 }
 
-/// `product`: out[m, n] from an inner size of k. The packed slice of the right-hand side, then a
-/// block of left-hand rows per lane.
-pub fn product(lanes: u64, m: u64, n: u64, k: u64) -> u64 {
-    let depth = product_depth(k);
-    let right = n.min(PRODUCT_COLUMNS).next_multiple_of(PRODUCT_PANEL) * depth;
-    let left = m.min(PRODUCT_ROWS).next_multiple_of(PRODUCT_GROUP) * depth;
-    right + lanes * left
+impl Kernels {
+    /// Those that a device has, on paper as on the machine.
+    pub fn of(device: &DeviceSpec) -> Kernels {
+        match device.kind {
+            DeviceKind::Cpu | DeviceKind::Virtual => Kernels::Cpu { threads: u64::from(device.threads) },
+            DeviceKind::Cuda | DeviceKind::Paper => Kernels::Cuda,
+        }
+    }
+
+    /// `product`: out[m, n] from an inner size of k.
+    pub fn product(self, m: u64, n: u64, k: u64) -> u64 {
+        match self {
+            Kernels::Cpu { threads } => cpu::product(threads, m, n, k),
+            Kernels::Cuda => cuda::product(),
+        }
+    }
+
+    /// `sum_rows` of x[rows, columns].
+    pub fn sum_rows(self, rows: u64, columns: u64) -> u64 {
+        match self {
+            Kernels::Cpu { .. } => cpu::sum_rows(rows, columns),
+            Kernels::Cuda => cuda::sum_rows(rows, columns),
+        }
+    }
+
+    /// `rms_norm_grad` of x[rows, dim].
+    pub fn rms_norm_grad(self, rows: u64, dim: u64) -> u64 {
+        self.sum_rows(rows, dim)
+    }
+
+    /// `head_norm_grad`: the number of heads does not matter.
+    pub fn head_norm_grad(self, rows: u64, head_dim: u64) -> u64 {
+        self.sum_rows(rows, 2 * head_dim)
+    }
+
+    /// `cross_entropy`: the loss of each row.
+    pub fn cross_entropy(self, rows: u64) -> u64 {
+        rows
+    }
+
+    /// `attention` over sequences of so many tokens.
+    pub fn attention(self, sequence: u64, shape: Heads) -> u64 {
+        match self {
+            Kernels::Cpu { threads } => cpu::attention(threads, sequence, shape.head_dim),
+            Kernels::Cuda => 0,
+        }
+    }
+
+    /// `attention_grad`.
+    pub fn attention_grad(self, batch: u64, sequence: u64, shape: Heads) -> u64 {
+        match self {
+            Kernels::Cpu { threads } => cpu::attention_grad(threads, sequence, shape.head_dim),
+            Kernels::Cuda => cuda::attention_grad(batch, sequence, shape.heads),
+        }
+    }
+
+    /// `cached_attention` of `rows` new tokens over at most `capacity` keys.
+    pub fn cached_attention(self, rows: u64, capacity: u64, shape: Heads) -> u64 {
+        match self {
+            Kernels::Cpu { threads } => cpu::cached_attention(threads, rows, capacity, shape.head_dim),
+            Kernels::Cuda => 0,
+        }
+    }
+
+    /// `squared_norm`.
+    pub fn squared_norm(self) -> u64 {
+        match self {
+            Kernels::Cpu { .. } => 0,
+            Kernels::Cuda => cuda::squared_norm(),
+        }
+    }
 }
 
-/// Rows summed by one task where rows are added up: biases, the weights of norms. A function of
-/// the rows alone, so that the sum is the same for any number of threads.
-pub fn rows_per_sum(rows: u64) -> u64 {
-    rows.div_ceil(16).max(32)
+/// The CPU's kernels (`plimsoll-device`, `cpu/kernels`). `lanes` is the number of threads that work at once.
+pub mod cpu {
+    /// Columns of the packed right-hand side of a product are padded to a multiple of this.
+    pub const PRODUCT_PANEL: u64 = 64;
+    /// Rows of the left-hand side go through the registers in groups of this many.
+    pub const PRODUCT_GROUP: u64 = 6;
+    /// A product is taken in slices of at most this depth (its `k`).
+    pub const PRODUCT_DEPTH: u64 = 512;
+    /// Rows of the left-hand side that one task packs.
+    pub const PRODUCT_ROWS: u64 = 96;
+    /// Columns of the right-hand side that are packed at once.
+    pub const PRODUCT_COLUMNS: u64 = 2048;
+    /// With at most this many rows and a right-hand side stored as n × k, nothing is packed.
+    pub const PRODUCT_FEW_ROWS: u64 = 4;
+
+    /// How a product of depth `k` is cut: slices of equal depth (the last may be less), each at most
+    /// `PRODUCT_DEPTH` and at least 1.
+    pub fn product_depth(k: u64) -> u64 {
+        k.div_ceil(k.div_ceil(PRODUCT_DEPTH).max(1)).max(1)
+    }
+
+    /// `product`: out[m, n] from an inner size of k. The packed slice of the right-hand side, then a
+    /// block of left-hand rows per lane.
+    pub fn product(lanes: u64, m: u64, n: u64, k: u64) -> u64 {
+        let depth = product_depth(k);
+        let right = n.min(PRODUCT_COLUMNS).next_multiple_of(PRODUCT_PANEL) * depth;
+        let left = m.min(PRODUCT_ROWS).next_multiple_of(PRODUCT_GROUP) * depth;
+        right + lanes * left
+    }
+
+    /// Rows summed by one task where rows are added up: biases, the weights of norms. A function of
+    /// the rows alone, so that the sum is the same for any number of threads.
+    pub fn rows_per_sum(rows: u64) -> u64 {
+        rows.div_ceil(16).max(32)
+    }
+
+    /// `sum_rows`, and the gradients of norms' weights: a partial sum per `rows_per_sum` rows.
+    pub fn sum_rows(rows: u64, columns: u64) -> u64 {
+        rows.div_ceil(rows_per_sum(rows)) * columns
+    }
+
+    /// Queries that attention works on at once.
+    pub const ATTENTION_QUERIES: u64 = 64;
+    /// Keys that attention works on at once, at most.
+    pub const ATTENTION_KEYS: u64 = 256;
+
+    /// `attention`: per lane the transposed queries, a block of scores, and four numbers for each
+    /// query.
+    pub fn attention(lanes: u64, sequence: u64, head_dim: u64) -> u64 {
+        lanes * ATTENTION_QUERIES * (head_dim + sequence.min(ATTENTION_KEYS) + 4)
+    }
+
+    /// `attention_grad`: per lane the transposed queries and gradients of the output, the
+    /// probabilities and their gradients, and four numbers for each query.
+    pub fn attention_grad(lanes: u64, sequence: u64, head_dim: u64) -> u64 {
+        lanes * ATTENTION_QUERIES * (2 * head_dim + 2 * sequence.min(ATTENTION_KEYS) + 4)
+    }
+
+    /// `cached_attention` of `rows` new tokens over at most `capacity` keys: as `attention`.
+    pub fn cached_attention(lanes: u64, _rows: u64, capacity: u64, head_dim: u64) -> u64 {
+        attention(lanes, capacity, head_dim)
+    }
 }
 
-/// `sum_rows`: a partial sum per `rows_per_sum` rows.
-pub fn sum_rows(rows: u64, columns: u64) -> u64 {
-    rows.div_ceil(rows_per_sum(rows)) * columns
-}
+/// Bytes that cuBLASLt may use in a product. An algorithm that wants more is not taken.
+pub const CUDA_PRODUCT_BYTES: u64 = 32 << 20;
 
-/// `rms_norm_grad`: a partial sum of the weight's gradient per `rows_per_sum` rows.
-pub fn rms_norm_grad(rows: u64, dim: u64) -> u64 {
-    sum_rows(rows, dim)
-}
+/// The CUDA kernels (`plimsoll-device`, `cuda/kernels`), in f32 elements.
+pub mod cuda {
+    /// f64 elements of partial sums that `squared_norm` needs.
+    pub const NORM_PARTIALS: u64 = 1024;
+    /// Portions of rows that are summed side by side, at most.
+    const PORTIONS: u64 = 256;
+    /// Rows of a portion, at least.
+    const PORTION_ROWS: u64 = 4;
 
-/// `head_norm_grad`: partial sums of the gradients of both weights per `rows_per_sum` rows; the
-/// number of heads does not matter.
-pub fn head_norm_grad(rows: u64, _heads: u64, _kv_heads: u64, head_dim: u64) -> u64 {
-    sum_rows(rows, 2 * head_dim)
-}
+    /// Rows that are summed by one block. A function of the rows alone, as is then the order of the sum.
+    pub fn rows_per_portion(rows: u64) -> u64 {
+        rows.div_ceil(PORTIONS).max(PORTION_ROWS)
+    }
 
-/// `cross_entropy`: the loss of each row.
-pub fn cross_entropy(rows: u64, _vocab: u64) -> u64 {
-    rows
-}
+    /// How many portions that makes.
+    pub fn portions(rows: u64) -> u64 {
+        rows.div_ceil(rows_per_portion(rows))
+    }
 
-/// Queries that attention works on at once.
-pub const ATTENTION_QUERIES: u64 = 64;
-/// Keys that attention works on at once, at most.
-pub const ATTENTION_KEYS: u64 = 256;
+    /// `product`.
+    pub const fn product() -> u64 {
+        super::CUDA_PRODUCT_BYTES / 4
+    }
 
-/// `attention`: per lane the transposed queries, a block of scores, and four numbers for each
-/// query.
-pub fn attention(lanes: u64, sequence: u64, head_dim: u64) -> u64 {
-    lanes * ATTENTION_QUERIES * (head_dim + sequence.min(ATTENTION_KEYS) + 4)
-}
+    /// `sum_rows`, and the gradients of norms' weights: a partial sum per portion.
+    pub fn sum_rows(rows: u64, columns: u64) -> u64 {
+        portions(rows) * columns
+    }
 
-/// `attention_grad`: per lane the transposed queries and gradients of the output, the
-/// probabilities and their gradients, and four numbers for each query.
-pub fn attention_grad(lanes: u64, sequence: u64, head_dim: u64) -> u64 {
-    lanes * ATTENTION_QUERIES * (2 * head_dim + 2 * sequence.min(ATTENTION_KEYS) + 4)
-}
+    /// `attention_grad`: for each query and head the sum of out · dout.
+    pub fn attention_grad(batch: u64, sequence: u64, heads: u64) -> u64 {
+        batch * sequence * heads
+    }
 
-/// `cached_attention` of `rows` new tokens over at most `capacity` keys: as `attention`.
-pub fn cached_attention(lanes: u64, _rows: u64, capacity: u64, head_dim: u64) -> u64 {
-    attention(lanes, capacity, head_dim)
+    /// `squared_norm`.
+    pub const fn squared_norm() -> u64 {
+        2 * NORM_PARTIALS
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::cpu::*;
     use super::*;
 
     #[test]
@@ -105,6 +224,14 @@ mod tests {
     fn partial_sums_are_few() {
         for rows in 1..5000 {
             assert!(sum_rows(rows, 1) <= 16);
+        }
+    }
+
+    #[test]
+    fn portions_are_few_and_cover_all_rows() {
+        for rows in (1..5000).chain([1 << 20, u64::from(u32::MAX)]) {
+            let count = cuda::portions(rows);
+            assert!((1..=256).contains(&count) && count * cuda::rows_per_portion(rows) >= rows);
         }
     }
 }

@@ -380,7 +380,8 @@ impl<'a, T: Real> Frame<'a, T> {
                     kernels::fill(pool, T::of(*value), self.write(into, *elements));
                 }
             }
-            OpKind::SquaredNorm { x, metrics, elements } => {
+            OpKind::SquaredNorm { x, metrics, workspace, elements } => {
+                self.scratch(workspace);
                 let sum = kernels::squared_norm(pool, self.read(x, *elements));
                 self.metrics(metrics)[Metric::NormSquared as usize] += sum;
             }
@@ -417,8 +418,9 @@ impl<'a, T: Real> Frame<'a, T> {
                 kernels::sgd(pool, step, self.write(weight, *elements), self.read(gradient, *elements), buffer);
             }
             OpKind::Cast { from, to, elements } => self.cast(from, to, *elements),
-            OpKind::InitNormal { into, seed, number, std, elements } => {
-                kernels::normal(pool, *seed, *number, 0, *std, self.write(into, *elements));
+            OpKind::InitNormal { into, seed, number, first, std, elements } => {
+                let first = first.at(self.variable, self.micro_batch) as u64;
+                kernels::normal(pool, *seed, *number, first, *std, self.write(into, *elements));
             }
             OpKind::TransferStart { from, to, elements, .. } => self.transfer(from, to, *elements, files)?,
             // Copies on the CPU are done when they have started.

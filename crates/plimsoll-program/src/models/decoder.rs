@@ -19,7 +19,7 @@ use crate::passes::recompute::recompute;
 use crate::program::{Block, Phase, Program, ProgramSet};
 use crate::scalars::{METRIC_COUNT, METRICS, SCALAR_COUNT, SCALARS};
 use crate::tensor::{Index, Lifetime, Operand, Tensor, TensorId};
-use crate::workspace;
+use crate::workspace::Kernels;
 use plimsoll_core::{Category, DType, RecomputeLevel, Space, WorkName};
 use std::collections::{HashMap, HashSet};
 
@@ -84,8 +84,8 @@ pub struct Build<'a> {
     pub config: &'a ModelConfig,
     /// Arithmetic, activations and weights.
     pub precision: DType,
-    /// Threads that compute.
-    pub lanes: u64,
+    /// Whose kernels run.
+    pub kernels: Kernels,
     /// T.
     pub sequence: u64,
     /// B.
@@ -184,7 +184,7 @@ struct Forward {
 impl<'a> Decoder<'a> {
     fn new(what: &'a Build<'a>) -> Decoder<'a> {
         let config = what.config;
-        let mut builder = Builder::new(what.precision, what.lanes);
+        let mut builder = Builder::new(what.precision, what.kernels);
         let shape = Heads { heads: config.heads, kv_heads: config.kv_heads, head_dim: config.head_dim };
         let (d, f, v, layers) = (config.hidden, config.ffn, config.vocab, config.layers as u32);
         let mut weight = |name: &str, dims: &[u64], slots: u32| {
@@ -394,13 +394,13 @@ impl<'a> Decoder<'a> {
 
     /// Attention within a micro-batch.
     fn forward_over_batch(&mut self, prefix: &str, inputs: &Inputs) -> Forward {
-        let (batch, sequence, lanes) = (self.what.micro_batch, self.what.sequence, self.what.lanes);
+        let (batch, sequence, kernels) = (self.what.micro_batch, self.what.sequence, self.what.kernels);
         let layers = self.what.config.layers as u32;
         let shape = self.shape;
         let document_start = Operand::whole(inputs.document_start);
         let mut attention = |b: &mut Builder, qkv: Operand, out: Operand| {
             let stats = b.activation(&format!("{prefix}attention_stats"), &[batch, shape.heads, sequence], layers);
-            let elements = workspace::attention(lanes, sequence, shape.head_dim);
+            let elements = kernels.attention(sequence, shape);
             let scratch = b.scratch(&format!("{prefix}attention_workspace"), elements, layers);
             let op = OpKind::Attention {
                 qkv,
@@ -449,7 +449,7 @@ impl<'a> Decoder<'a> {
         let block_rows = loss_rows(v).min(rows);
         let logits = self.builder.activation(&format!("{prefix}logits"), &[block_rows, v], 1);
         let scratch =
-            self.builder.scratch(&format!("{prefix}loss_workspace"), workspace::cross_entropy(block_rows, v), 1);
+            self.builder.scratch(&format!("{prefix}loss_workspace"), self.what.kernels.cross_entropy(block_rows), 1);
         let head = Operand::whole(self.weights.head);
         let ops = |this: &mut Decoder, rows: u64, first: Index, per_row: fn(Index, u64) -> Index| {
             let wide = per_row(first, d);
@@ -608,6 +608,8 @@ impl<'a> Decoder<'a> {
         )];
         let mut fresh = Vec::new();
         let mut norm = Vec::new();
+        let elements = self.what.kernels.squared_norm();
+        let workspace = Operand::whole(self.builder.scratch("norm_workspace", elements, 1));
         let mut update = Vec::new();
         for id in self.trained() {
             let Tensor { name, shape, slots, .. } = self.builder.set.tensor(id).clone();
@@ -617,7 +619,7 @@ impl<'a> Decoder<'a> {
             let over_slots =
                 |op: OpKind| Block { name: name.clone(), first: 0, step: 1, repeat: slots, ops: vec![op.into()] };
             begin.push(over_slots(OpKind::Fill { into: gradient, value: 0.0, elements }));
-            norm.push(over_slots(OpKind::SquaredNorm { x: gradient, metrics, elements }));
+            norm.push(over_slots(OpKind::SquaredNorm { x: gradient, metrics, workspace, elements }));
             let matrices_only = |decay: f64| if shape.len() == 2 { decay } else { 0.0 };
             let mut state = |builder: &mut Builder, kind: &str| {
                 let id = builder.persistent(
@@ -693,13 +695,13 @@ impl<'a> Decoder<'a> {
         };
         let (keys, values) = (Operand::layer(cache("cache_keys"), 0), Operand::layer(cache("cache_values"), 0));
         let scalars = Operand::whole(self.scalars);
-        let lanes = self.what.lanes;
+        let kernels = self.what.kernels;
         let mut programs = Vec::new();
         for (name, rows) in [("prefill", generation.chunk), ("decode", 1)] {
             let prefix = format!("{name}.");
             let inputs = self.inputs(&prefix, rows);
             let mut attention = |b: &mut Builder, qkv: Operand, out: Operand| {
-                let elements = workspace::cached_attention(lanes, rows, capacity, shape.head_dim);
+                let elements = kernels.cached_attention(rows, capacity, shape);
                 let scratch = b.scratch(&format!("{prefix}attention_workspace"), elements, layers);
                 let append = OpKind::AppendCache { qkv, keys, values, scalars, rows, capacity, shape };
                 let attend = OpKind::CachedAttention {
@@ -845,7 +847,14 @@ impl<'a> Decoder<'a> {
                 Source::Random { seed } => {
                     let kind = if parameter.shape.len() == 2 {
                         let std = self.what.config.init_std;
-                        OpKind::InitNormal { into: place, seed: *seed, number: number as u64, std, elements }
+                        OpKind::InitNormal {
+                            into: place,
+                            seed: *seed,
+                            number: number as u64,
+                            first: Index::fixed(0),
+                            std,
+                            elements,
+                        }
                     } else {
                         let value = if parameter.tensor == "qkv_bias" { 0.0 } else { 1.0 };
                         OpKind::Fill { into: place, value, elements }

@@ -138,7 +138,7 @@ mod tests {
         collectives: &[(Collective, Vec<u64>, Option<u32>, u64)],
         waits: bool,
     ) -> (ProgramSet, Schedule) {
-        let mut builder = Builder::new(DType::F32, 1);
+        let mut builder = Builder::new(DType::F32, crate::workspace::Kernels::Cuda);
         let buffer = builder.transient("buffer", &[64], DType::F32, Category::Communication, 1);
         let at = Operand::whole(buffer);
         let mut ops = Vec::new();

@@ -13,7 +13,8 @@ use super::Heads;
 use super::product::{Depth, FEW_ROWS, Left, Target, dots_1, small_product};
 use super::simd::{Real, get, get_or, put, strips, transpose, vectorised};
 use crate::cpu::pool::{Pool, Shared};
-use plimsoll_program::workspace::{self, ATTENTION_KEYS, ATTENTION_QUERIES};
+use plimsoll_program::workspace;
+use plimsoll_program::workspace::cpu::{ATTENTION_KEYS, ATTENTION_QUERIES};
 
 /// Queries in a block.
 const QUERIES: usize = ATTENTION_QUERIES as usize;
@@ -172,7 +173,7 @@ impl Block<'_> {
 
 /// `out[N, H·E]` and `stats[B, H, T]` (log-sum-exp of the scaled scores) of `qkv[N, C]` in sequences of
 /// `sequence` tokens: query i of a sequence sees its keys `document_start[i]..=i`. `scratch` has
-/// `workspace::attention` elements.
+/// `workspace::cpu::attention` elements.
 pub fn attention<T: Real>(
     pool: &Pool,
     shape: Heads,
@@ -188,7 +189,7 @@ pub fn attention<T: Real>(
     assert!(sequence > 0 && rows.is_multiple_of(sequence) && qkv.len() == rows * c.all);
     assert!(out.len() == rows * c.keys && stats.len() == rows * c.heads);
     let keys = sequence.min(KEYS);
-    let lane_size = workspace::attention(1, sequence as u64, c.head as u64) as usize;
+    let lane_size = workspace::cpu::attention(1, sequence as u64, c.head as u64) as usize;
     let scratch = Shared::new(&mut scratch[..pool.threads() * lane_size]);
     let (out, stats) = (Shared::new(out), Shared::new(stats));
     let blocks = sequence.div_ceil(QUERIES);
@@ -272,7 +273,7 @@ fn forward<T: Real>(
 }
 
 /// `dqkv[N, C]`, written whole, from what `attention` read and wrote and the gradient `dout[N, H·E]`.
-/// `scratch` has `workspace::attention_grad` elements.
+/// `scratch` has `workspace::cpu::attention_grad` elements.
 pub fn attention_grad<T: Real>(
     pool: &Pool,
     shape: Heads,
@@ -290,7 +291,7 @@ pub fn attention_grad<T: Real>(
     assert!(sequence > 0 && rows.is_multiple_of(sequence) && qkv.len() == rows * c.all && dqkv.len() == rows * c.all);
     assert!(out.len() == rows * c.keys && dout.len() == rows * c.keys && stats.len() == rows * c.heads);
     let keys = sequence.min(KEYS);
-    let lane_size = workspace::attention_grad(1, sequence as u64, c.head as u64) as usize;
+    let lane_size = workspace::cpu::attention_grad(1, sequence as u64, c.head as u64) as usize;
     let scratch = Shared::new(&mut scratch[..pool.threads() * lane_size]);
     let dqkv = Shared::new(dqkv);
     let group = c.heads / c.kv_heads;
@@ -395,7 +396,7 @@ pub fn append_cache<T: Real>(shape: Heads, qkv: &[T], start: usize, keys: &mut [
 
 /// `out[n, H·E]`: the queries of the n tokens in `qkv[n, C]`, which stand at positions `start`.. of the
 /// caches [P, K·E] already, over all keys up to their own. `scratch` has
-/// `workspace::cached_attention` elements for the caches' P.
+/// `workspace::cpu::cached_attention` elements for the caches' P.
 pub fn cached_attention<T: Real>(
     pool: &Pool,
     shape: Heads,
@@ -410,7 +411,7 @@ pub fn cached_attention<T: Real>(
     let (rows, width) = (qkv.len() / c.all, c.kv_heads * c.head);
     let capacity = keys.len() / width;
     assert!(start + rows <= capacity && values.len() == keys.len() && out.len() == rows * c.keys);
-    let lane_size = workspace::cached_attention(1, rows as u64, capacity as u64, c.head as u64) as usize;
+    let lane_size = workspace::cpu::cached_attention(1, rows as u64, capacity as u64, c.head as u64) as usize;
     let scratch = Shared::new(&mut scratch[..pool.threads() * lane_size]);
     let out = Shared::new(out);
     let each = if rows < FEW { 1 } else { QUERIES };

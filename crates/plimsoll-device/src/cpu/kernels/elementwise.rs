@@ -39,7 +39,7 @@ pub fn fill<T: Copy + Send + Sync>(pool: &Pool, value: T, to: &mut [T]) {
     });
 }
 
-/// `into[n]` += the sum of the rows of `x[m, n]`. `scratch` has `workspace::sum_rows` elements.
+/// `into[n]` += the sum of the rows of `x[m, n]`. `scratch` has `workspace::cpu::sum_rows` elements.
 pub fn sum_rows<T: Real>(pool: &Pool, rows: usize, columns: usize, x: &[T], into: &mut [T], scratch: &mut [T]) {
     assert!(x.len() >= rows * columns && into.len() == columns);
     let sums = partial_sums(pool, rows, columns, scratch, |range, sum| {
@@ -54,7 +54,7 @@ pub fn sum_rows<T: Real>(pool: &Pool, rows: usize, columns: usize, x: &[T], into
 
 /// Sums over rows in fixed portions: `work(rows, sum)` adds its rows to a zeroed `sum[width]`. Returns
 /// how many sums stand in `scratch`, one after the other, to be added up in order.
-/// `scratch` has `workspace::sum_rows(rows, width)` elements.
+/// `scratch` has `workspace::cpu::sum_rows(rows, width)` elements.
 pub(super) fn partial_sums<T: Real>(
     pool: &Pool,
     rows: usize,
@@ -62,7 +62,7 @@ pub(super) fn partial_sums<T: Real>(
     scratch: &mut [T],
     work: impl Fn(Range<usize>, &mut [T]) + Sync,
 ) -> usize {
-    let each = workspace::rows_per_sum(rows as u64) as usize;
+    let each = workspace::cpu::rows_per_sum(rows as u64) as usize;
     let portions = rows.div_ceil(each);
     let shared = Shared::new(&mut scratch[..portions * width]);
     pool.run(portions, |portion, _| {

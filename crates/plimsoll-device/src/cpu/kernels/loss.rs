@@ -12,7 +12,7 @@ const LEAST: usize = 8192;
 
 /// Σ weight · nll over the rows of `logits[R, V]`. A row with label −100 or weight 0 does not count.
 /// `correct[R]`, if asked for, is 1 where the largest logit (the first of equals) is the label's.
-/// `scratch` has `workspace::cross_entropy` elements.
+/// `scratch` has an element for each row.
 pub fn cross_entropy<T: Real>(
     pool: &Pool,
     vocab: usize,

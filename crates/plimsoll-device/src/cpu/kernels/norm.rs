@@ -84,7 +84,7 @@ pub fn rms_norm<T: Real>(pool: &Pool, x: &[T], weight: &[T], eps: f64, out: &mut
 }
 
 /// `dx[R, D]` = (or +=, with `accumulate`) the gradient of `rms_norm`; `dweight[D]` +=.
-/// `scratch` has `workspace::rms_norm_grad` elements.
+/// `scratch` has `workspace::cpu::sum_rows(rows, dim)` elements.
 pub fn rms_norm_grad<T: Real>(
     pool: &Pool,
     x: &[T],
@@ -147,7 +147,7 @@ pub fn head_norm<T: Real>(
 }
 
 /// Turns the gradient of `head_norm`'s output, in `dx[N, C]`, into that of its input, in place;
-/// `dq_weight[E]`, `dk_weight[E]` +=. `scratch` has `workspace::head_norm_grad` elements.
+/// `dq_weight[E]`, `dk_weight[E]` +=. `scratch` has `workspace::cpu::sum_rows(rows, 2 E)` elements.
 pub fn head_norm_grad<T: Real>(
     pool: &Pool,
     shape: Heads,

@@ -9,13 +9,14 @@
 
 use super::simd::{Real, Vector, prefetch, transpose, vectorised};
 use crate::cpu::pool::{Pool, Shared};
-use plimsoll_program::workspace::{self, PRODUCT_COLUMNS, PRODUCT_FEW_ROWS, PRODUCT_ROWS};
+use plimsoll_program::workspace;
+use plimsoll_program::workspace::cpu::{PRODUCT_COLUMNS, PRODUCT_FEW_ROWS, PRODUCT_ROWS};
 use std::ops::Range;
 
 /// Products with at most this many rows read b as it lies.
 pub(super) const FEW_ROWS: usize = PRODUCT_FEW_ROWS as usize;
 /// Rows of a register tile.
-const GROUP: usize = workspace::PRODUCT_GROUP as usize;
+const GROUP: usize = workspace::cpu::PRODUCT_GROUP as usize;
 
 /// `out[m, n]` = a · b (+ bias) (+ residual), or out += a · b (…).
 #[derive(Clone, Copy)]
@@ -284,7 +285,7 @@ vectorised! {
     }
 }
 
-/// out = a · b as `product` says. `scratch` has `workspace::product` elements.
+/// out = a · b as `product` says. `scratch` has `workspace::cpu::product` elements.
 pub fn product<T: Real>(pool: &Pool, p: Product<T>, out: &mut [T], scratch: &mut [T]) {
     let Product { m, n, k, .. } = p;
     assert!(p.a.len() >= m * k && p.b.len() >= k * n && out.len() >= m * n, "operands of a {m} x {n} x {k} product");
@@ -300,12 +301,12 @@ pub fn product<T: Real>(pool: &Pool, p: Product<T>, out: &mut [T], scratch: &mut
 
 fn packed<T: Real>(pool: &Pool, p: Product<T>, out: &mut [T], scratch: &mut [T]) {
     let Product { m, n, k, .. } = p;
-    let depth = workspace::product_depth(k as u64) as usize;
+    let depth = workspace::cpu::product_depth(k as u64) as usize;
     let rows = m.min(PRODUCT_ROWS as usize);
     let left_size = rows.next_multiple_of(GROUP) * depth;
     let wide = panel_columns::<T>(&[]);
     let columns = n.min(PRODUCT_COLUMNS as usize);
-    let (right, left) = scratch.split_at_mut(columns.next_multiple_of(workspace::PRODUCT_PANEL as usize) * depth);
+    let (right, left) = scratch.split_at_mut(columns.next_multiple_of(workspace::cpu::PRODUCT_PANEL as usize) * depth);
     let left = Shared::new(&mut left[..pool.threads() * left_size]);
     let target = Target {
         at: out.as_mut_ptr(),

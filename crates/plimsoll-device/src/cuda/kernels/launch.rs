@@ -6,6 +6,7 @@
 use super::{Family, HEAD_DIM_MAX, Real, Unit};
 use plimsoll_core::DType;
 use plimsoll_program::op::{Heads, RopeScaling};
+use plimsoll_program::workspace::cuda::{NORM_PARTIALS, portions, rows_per_portion};
 use std::ffi::c_void;
 use std::ptr;
 
@@ -16,12 +17,6 @@ pub type Address = u64;
 pub const TABLE_TENSORS: usize = 64;
 /// Elements that a block of the optimizer updates.
 const UPDATE_CHUNK: u64 = 8192;
-/// f64 elements of scratch that `squared_norm` needs.
-pub const NORM_PARTIALS: u64 = 1024;
-/// Portions of rows that are summed side by side, at most.
-const PORTIONS: u64 = 256;
-/// Rows of a portion, at least.
-const PORTION_ROWS: u64 = 4;
 
 /// One argument of a kernel.
 #[derive(Clone, Debug, PartialEq)]
@@ -128,42 +123,6 @@ fn unit(family: Family, real: Real) -> Unit {
 /// Blocks of a kernel that goes over elements.
 fn over(elements: u64) -> u64 {
     elements.div_ceil(1024).clamp(1, 65_536)
-}
-
-// ---- scratch ----
-
-/// Rows that are summed by one block. A function of the rows alone, as is then the order of the sum.
-fn rows_per_portion(rows: u64) -> u64 {
-    rows.div_ceil(PORTIONS).max(PORTION_ROWS)
-}
-
-fn portions(rows: u64) -> u64 {
-    rows.div_ceil(rows_per_portion(rows))
-}
-
-/// f32 elements of scratch of [`rms_norm_grad`].
-pub fn rms_norm_grad_scratch(rows: u64, dim: u64) -> u64 {
-    portions(rows) * dim
-}
-
-/// f32 elements of scratch of [`head_norm_grad`].
-pub fn head_norm_grad_scratch(rows: u64, head_dim: u64) -> u64 {
-    portions(rows) * 2 * head_dim
-}
-
-/// f32 elements of scratch of [`sum_rows`].
-pub fn sum_rows_scratch(rows: u64, columns: u64) -> u64 {
-    portions(rows) * columns
-}
-
-/// f32 elements of scratch of [`cross_entropy`].
-pub fn cross_entropy_scratch(rows: u64) -> u64 {
-    rows
-}
-
-/// f32 elements of scratch of [`attention_grad`]; [`attention`] and [`cached_attention`] need none.
-pub fn attention_grad_scratch(batch: u64, sequence: u64, heads: u64) -> u64 {
-    batch * sequence * heads
 }
 
 // ---- norms ----

@@ -5,7 +5,7 @@ use super::Real;
 use super::launch::{self, Address, Launch, Updated};
 use plimsoll_core::DType;
 use plimsoll_program::op::OpKind;
-use plimsoll_program::tensor::Operand;
+use plimsoll_program::tensor::{Index, Operand};
 
 /// Where the operands of an op stand, and what they are.
 pub trait Places {
@@ -15,12 +15,12 @@ pub trait Places {
     fn at(&self, operand: &Operand) -> Address;
     /// The type of its elements.
     fn dtype(&self, operand: &Operand) -> DType;
-    /// [`launch::NORM_PARTIALS`] f64 elements, for the sum of squares.
-    fn norm_partials(&self) -> Address;
+    /// What an index comes to in this iteration of the op's block.
+    fn index(&self, index: Index) -> i64;
 }
 
 /// The kernels of an op, in order. None for what no kernel does: products, casts between equal types,
-/// transfers and collectives. An op's workspace has the elements that [`launch`] says, in f32.
+/// transfers and collectives. Workspaces are those of `plimsoll_program::workspace`, for CUDA.
 pub fn launches(kind: &OpKind, places: &impl Places) -> Option<Vec<Launch>> {
     let (of, at) = (places.real(), |operand: &Operand| places.at(operand));
     let list = match kind {
@@ -93,8 +93,8 @@ pub fn launches(kind: &OpKind, places: &impl Places) -> Option<Vec<Launch>> {
         OpKind::Fill { into, value, elements } => {
             launch::fill(places.dtype(into), at(into), *value, *elements)?.to_vec()
         }
-        OpKind::SquaredNorm { x, metrics, elements } => {
-            launch::squared_norm(&[(at(x), *elements)], places.norm_partials(), at(metrics))
+        OpKind::SquaredNorm { x, metrics, workspace, elements } => {
+            launch::squared_norm(&[(at(x), *elements)], at(workspace), at(metrics))
         }
         OpKind::ClipFactor { metrics, scalars } => launch::clip_factor(at(metrics), at(scalars)).to_vec(),
         OpKind::AdamW { scalars, betas, eps, .. } => {
@@ -104,8 +104,8 @@ pub fn launches(kind: &OpKind, places: &impl Places) -> Option<Vec<Launch>> {
         OpKind::Cast { from, to, elements } => {
             launch::cast(places.dtype(from), at(from), places.dtype(to), at(to), *elements)?.to_vec()
         }
-        OpKind::InitNormal { into, seed, number, std, elements } => {
-            launch::init_normal(at(into), *seed, *number, 0, *std, *elements).to_vec()
+        OpKind::InitNormal { into, seed, number, first, std, elements } => {
+            launch::init_normal(at(into), *seed, *number, places.index(*first) as u64, *std, *elements).to_vec()
         }
         OpKind::Product { .. }
         | OpKind::TransferStart { .. }

@@ -5,6 +5,7 @@ use super::*;
 use plimsoll_core::DType;
 use plimsoll_program::op::{Heads, RopeScaling};
 use plimsoll_program::scalars::{Metric, Scalar};
+use plimsoll_program::workspace::cuda::NORM_PARTIALS;
 use std::collections::BTreeSet;
 
 const SHAPE: Heads = Heads { heads: 6, kv_heads: 2, head_dim: 64 };
