@@ -1,17 +1,45 @@
 //! What a device can do for a run. One trait for all of them, so that one test body runs on each.
 
-use crate::arena::{Arena, ArenaError};
-use plimsoll_core::{Bytes, Failure};
-use plimsoll_program::{Op, TensorId};
+use crate::arena::ArenaError;
+use plimsoll_core::{Bytes, Failure, Space};
+use plimsoll_program::{Op, Placement, ProgramSet, TensorId};
+use std::borrow::Cow;
 use std::io;
+use std::ops::Range;
 
-/// Bytes on a device, measured.
+/// Bytes on a device and on its host side, measured.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
     /// The size of the arena.
     pub arena_bytes: Bytes,
     /// The topmost byte of the arena that was ever written, from its first.
     pub arena_measured_bytes: Bytes,
+    /// The size of the arena on the host.
+    pub host_bytes: Bytes,
+    /// The topmost byte of it that was ever written.
+    pub host_measured_bytes: Bytes,
+}
+
+/// The arenas of a device as they are looked at from outside, while no op runs. `space` is [`Space::Device`] or
+/// [`Space::Host`], ranges count from the first byte of its arena; files have no arena.
+pub trait Memory {
+    /// The size of an arena.
+    fn bytes(&self, space: Space) -> Bytes;
+
+    /// Part of an arena: lent where this processor sees it, else copied.
+    fn look(&mut self, space: Space, range: Range<u64>) -> Cow<'_, [u8]>;
+
+    /// Overwrites an arena from byte `first` on.
+    fn fill(&mut self, space: Space, first: u64, bytes: &[u8]);
+
+    /// Overwrites a range with what is NaN in every float type: a dead tensor that is read shows.
+    fn poison(&mut self, space: Space, range: Range<u64>);
+
+    /// The end of the topmost part that was ever written since the device was opened.
+    fn high_water(&mut self, space: Space) -> Bytes;
+
+    /// Whether something was written beside an arena.
+    fn strayed(&mut self, space: Space) -> bool;
 }
 
 /// Where file-space tensors are read from and written to, by the tensor's name.
@@ -36,17 +64,24 @@ impl FileSpace for NoFiles {
     }
 }
 
-/// Called around every op of a Program; tests look at the arena, faults are injected here.
+/// Called around every op of a Program; tests look at the memory, faults are injected here.
 pub trait Observer: Send {
     /// Before op number `tick` (counted from 1 within the Program) runs. An error drops the Program.
-    fn before(&mut self, tick: u32, op: &Op, arena: &mut Arena) -> Result<(), DeviceError> {
-        let _ = (tick, op, arena);
+    fn before(&mut self, tick: u32, op: &Op, memory: &mut dyn Memory) -> Result<(), DeviceError> {
+        let _ = (tick, op, memory);
         Ok(())
     }
 
     /// After it ran.
-    fn after(&mut self, tick: u32, op: &Op, arena: &mut Arena) {
-        let _ = (tick, op, arena);
+    fn after(&mut self, tick: u32, op: &Op, memory: &mut dyn Memory) {
+        let _ = (tick, op, memory);
+    }
+
+    /// Whether every op is to be over before the next begins, so that the memory can be looked at in between. Otherwise
+    /// ops of different queues overlap as they do when nobody looks, are announced in the order in which they begin
+    /// (which is not that of their ticks), and the memory handed over is [`Unseen`].
+    fn one_at_a_time(&self) -> bool {
+        true
     }
 }
 
@@ -54,7 +89,37 @@ pub trait Observer: Send {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Unobserved;
 
-impl Observer for Unobserved {}
+impl Observer for Unobserved {
+    fn one_at_a_time(&self) -> bool {
+        false
+    }
+}
+
+/// No memory: what an [`Observer`] is handed while ops may be at work in the real one.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Unseen;
+
+impl Memory for Unseen {
+    fn bytes(&self, _: Space) -> Bytes {
+        Bytes::ZERO
+    }
+
+    fn look(&mut self, _: Space, _: Range<u64>) -> Cow<'_, [u8]> {
+        Cow::Borrowed(&[])
+    }
+
+    fn fill(&mut self, _: Space, _: u64, _: &[u8]) {}
+
+    fn poison(&mut self, _: Space, _: Range<u64>) {}
+
+    fn high_water(&mut self, _: Space) -> Bytes {
+        Bytes::ZERO
+    }
+
+    fn strayed(&mut self, _: Space) -> bool {
+        false
+    }
+}
 
 /// What a device may fail with.
 #[derive(Debug, thiserror::Error)]
@@ -97,6 +162,13 @@ pub enum DeviceError {
         /// The op.
         op: &'static str,
     },
+}
+
+impl DeviceError {
+    /// Whether memory was refused, which a run survives with another recipe.
+    pub fn is_refusal(&self) -> bool {
+        matches!(self, DeviceError::Refused { .. } | DeviceError::Arena(_))
+    }
 }
 
 impl From<DeviceError> for Failure {
@@ -157,6 +229,27 @@ pub trait Device {
     /// Copies elements of a tensor's slot to the host, from its first element on.
     fn read(&mut self, tensor: TensorId, slot: u32, bytes: &mut [u8]);
 
+    /// Goes over to the Programs of another plan of the same experiment, between two Programs: tensors that stay keep
+    /// every bit, the arenas become as large as the new plan says. When it fails, all is as it was.
+    ///
+    /// # Errors
+    /// What is refused.
+    fn adopt(&mut self, set: ProgramSet, placement: Placement) -> Result<(), DeviceError> {
+        let _ = (set, placement);
+        Err(DeviceError::Unsupported { op: "re-plan", device: "this device" })
+    }
+
+    /// Its arenas, to be looked at.
+    fn memory(&mut self) -> &mut dyn Memory;
+
     /// What was used, measured independently of the plan.
-    fn stats(&mut self) -> Stats;
+    fn stats(&mut self) -> Stats {
+        let memory = self.memory();
+        Stats {
+            arena_bytes: memory.bytes(Space::Device),
+            arena_measured_bytes: memory.high_water(Space::Device),
+            host_bytes: memory.bytes(Space::Host),
+            host_measured_bytes: memory.high_water(Space::Host),
+        }
+    }
 }

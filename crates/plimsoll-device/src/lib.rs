@@ -13,3 +13,4 @@ pub mod heap;
 mod op_rates;
 pub mod probe;
 pub mod process;
+pub mod spaces;

@@ -6,7 +6,7 @@ use crate::bench::{BenchError, median, pool_rounds};
 use crate::cpu::executor;
 use crate::cpu::kernels::{Product, product};
 use crate::cpu::pool::Pool;
-use crate::device::{Call, DeviceError, NoFiles, Observer};
+use crate::device::{Call, DeviceError, Memory, NoFiles, Observer};
 use plimsoll_core::{DType, OpRates, RecomputeLevel, Space};
 use plimsoll_program::models::decoder::{Build, Optimizer, Source, Training, build};
 use plimsoll_program::models::{ModelConfig, ModelType, RopeScaling};
@@ -89,12 +89,12 @@ struct Timed {
 }
 
 impl Observer for Timed {
-    fn before(&mut self, _: u32, _: &Op, _: &mut Arena) -> Result<(), DeviceError> {
+    fn before(&mut self, _: u32, _: &Op, _: &mut dyn Memory) -> Result<(), DeviceError> {
         self.started = Instant::now();
         Ok(())
     }
 
-    fn after(&mut self, _: u32, op: &Op, _: &mut Arena) {
+    fn after(&mut self, _: u32, op: &Op, _: &mut dyn Memory) {
         let seconds = self.started.elapsed().as_secs_f64();
         if !*self.counting.lock().expect("nobody panics here") {
             return;
@@ -192,5 +192,5 @@ fn side_by_side(set: &ProgramSet) -> Placement {
             (0..tensor.slots).map(|_| (tensor.space != Space::File).then(&mut place)).collect()
         })
         .collect();
-    Placement { offsets, arena_bytes: next }
+    Placement { offsets, arena_bytes: next, host_bytes: 0 }
 }

@@ -116,7 +116,7 @@ pub fn lay_out(set: &ProgramSet) -> Layout {
         by_program.insert(WorkName::Replan, Bytes(end));
     }
     let by_category = by_category(set, &phases, arena_bytes);
-    let placement = Placement { offsets, arena_bytes };
+    let placement = Placement { offsets, arena_bytes, host_bytes: 0 };
     Layout { placement, persistent_bytes: end, lower_bound_bytes, by_program, by_category }
 }
 

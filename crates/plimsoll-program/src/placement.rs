@@ -1,15 +1,17 @@
-//! Where every tensor of a set stands in its device's arena: what the planner decides and the
-//! executor obeys.
+//! Where every tensor of a set stands in its device's arena or in that of the device's host side: what the planner
+//! decides and the executor obeys.
 
 use crate::tensor::TensorId;
 
-/// First bytes of all tensors, and how large the arena is.
+/// First bytes of all tensors, each in the arena of its own space, and how large the arenas are.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Placement {
     /// By tensor and slot; `None` for files and for what no op touches.
     pub offsets: Vec<Vec<Option<u64>>>,
-    /// Just past the last byte that any Program uses.
+    /// Just past the last byte of the device's arena that any Program uses.
     pub arena_bytes: u64,
+    /// The same of the host's arena.
+    pub host_bytes: u64,
 }
 
 impl Placement {

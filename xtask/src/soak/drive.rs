@@ -257,7 +257,7 @@ pub fn drive(case: &Case, answer: &Answer, how: How, tally: &mut Tally) -> Resul
     if look == Look::Beside {
         let (planned, used) = (placement.arena_bytes, engine.stats().arena_measured_bytes.0);
         tally.figure("arena planned but not used, bytes", planned as f64 - used as f64, planned == used, || {
-            let top = standing_at(&set, &placement, planned - 1).join(", ");
+            let top = standing_at(&set, &placement, Space::Device, planned - 1).join(", ");
             format!("{label}: planned {planned}, used {used}; on top stands {top}")
         });
     }

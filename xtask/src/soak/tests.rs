@@ -5,9 +5,8 @@ use super::checks::placed;
 use super::drive::{How, drive};
 use super::tally::Tally;
 use super::watch::Look;
-use plimsoll_core::Bytes;
-use plimsoll_device::arena::Arena;
-use plimsoll_device::device::{Call, Device, DeviceError, FileSpace, Observer, Stats};
+use plimsoll_core::{Bytes, Space};
+use plimsoll_device::device::{Call, Device, DeviceError, FileSpace, Memory, Observer};
 use plimsoll_plan::search::{Answer, search};
 use plimsoll_program::{Op, OpKind, TensorId};
 
@@ -28,26 +27,26 @@ fn failures(case: &Case, answer: &Answer, how: How) -> Vec<String> {
     tally.kinds.iter().filter(|(_, kind)| !kind.failed.is_empty()).map(|(name, _)| name.clone()).collect()
 }
 
-/// A device with a fault: `fault` is called with the arena after every op.
+/// A device with a fault: `fault` is called with the memory after every op.
 struct Faulty {
     inner: Box<dyn Device>,
-    fault: fn(&Op, &mut Arena),
+    fault: fn(&Op, &mut dyn Memory),
     heap: usize,
 }
 
 struct Meddler<'a> {
     outer: &'a mut dyn Observer,
-    fault: fn(&Op, &mut Arena),
+    fault: fn(&Op, &mut dyn Memory),
 }
 
 impl Observer for Meddler<'_> {
-    fn before(&mut self, tick: u32, op: &Op, arena: &mut Arena) -> Result<(), DeviceError> {
-        self.outer.before(tick, op, arena)
+    fn before(&mut self, tick: u32, op: &Op, memory: &mut dyn Memory) -> Result<(), DeviceError> {
+        self.outer.before(tick, op, memory)
     }
 
-    fn after(&mut self, tick: u32, op: &Op, arena: &mut Arena) {
-        (self.fault)(op, arena);
-        self.outer.after(tick, op, arena);
+    fn after(&mut self, tick: u32, op: &Op, memory: &mut dyn Memory) {
+        (self.fault)(op, memory);
+        self.outer.after(tick, op, memory);
     }
 }
 
@@ -70,19 +69,20 @@ impl Device for Faulty {
         self.inner.read(tensor, slot, bytes);
     }
 
-    fn stats(&mut self) -> Stats {
-        self.inner.stats()
+    fn memory(&mut self) -> &mut dyn Memory {
+        self.inner.memory()
     }
 }
 
-fn nothing(_: &Op, _: &mut Arena) {}
+fn nothing(_: &Op, _: &mut dyn Memory) {}
 
 #[test]
 fn a_write_beyond_what_is_declared_is_found() {
-    fn fault(op: &Op, arena: &mut Arena) {
+    fn fault(op: &Op, memory: &mut dyn Memory) {
         if matches!(op.kind, OpKind::SwiGlu { .. }) {
             // Scalars and metrics stand lowest: no layer writes them.
-            arena.contents()[70] ^= 1;
+            let byte = memory.look(Space::Device, 70..71)[0];
+            memory.fill(Space::Device, 70, &[byte ^ 1]);
         }
     }
     let case = case();

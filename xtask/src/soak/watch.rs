@@ -3,12 +3,11 @@
 
 use super::tally::Tally;
 use plimsoll_core::{Category, Space};
-use plimsoll_device::arena::Arena;
-use plimsoll_device::device::{Call, Device, DeviceError, FileSpace, Observer, Stats};
+use plimsoll_device::device::{Call, Device, DeviceError, FileSpace, Memory, Observer, Unobserved};
 use plimsoll_device::heap;
 use plimsoll_plan::lifetimes::{Lifetimes, Slot, deaths, lifetimes};
 use plimsoll_program::{Lifetime, Mode, Op, OpKind, Placement, ProgramSet, TensorId};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
@@ -56,11 +55,11 @@ impl Device for Watched {
             return self.inner.run_observed(call, files, shadow);
         }
         let program = call.program;
-        let length = self.set.program(program).map_or(0, |p| p.length()) as u32;
-        let mut end = End { length, strayed: false };
-        let (result, grown) = heap::grown(|| self.inner.run_observed(call, files, &mut end));
+        let (result, grown) = heap::grown(|| self.inner.run_observed(call, files, &mut Unobserved));
+        let memory = self.inner.memory();
+        let strayed = SPACES.iter().any(|&space| memory.strayed(space));
         let mut found = self.found.lock().expect("nobody panics with it");
-        found.check("nothing is written beside the arena", !end.strayed, || format!("{}: {program}", self.case));
+        found.check("nothing is written beside the arena", !strayed, || format!("{}: {program}", self.case));
         let most = grown.largest_bytes.max(grown.peak_bytes);
         found.figure("heap while a program runs, bytes", most as f64, most <= HEAP_BYTES, || {
             format!("{}: {program}: {grown:?}", self.case)
@@ -79,34 +78,20 @@ impl Device for Watched {
         self.inner.read(tensor, slot, bytes);
     }
 
-    fn stats(&mut self) -> Stats {
-        self.inner.stats()
+    fn memory(&mut self) -> &mut dyn Memory {
+        self.inner.memory()
     }
 }
 
-/// Looks beside the arena after the last op.
-struct End {
-    length: u32,
-    strayed: bool,
-}
-
-impl Observer for End {
-    fn after(&mut self, tick: u32, _: &Op, arena: &mut Arena) {
-        if tick == self.length {
-            self.strayed = arena.strayed();
-        }
-    }
-}
-
-/// Knows what every byte of the arena has to be.
+/// Knows what every byte of the arenas has to be.
 struct Shadow {
     set: Arc<ProgramSet>,
     placement: Placement,
     phases: Vec<(Lifetimes, HashMap<u32, Vec<Slot>>)>,
     found: Arc<Mutex<Tally>>,
     case: String,
-    /// A copy of the arena.
-    bytes: Vec<u8>,
+    /// A copy of each arena.
+    bytes: BTreeMap<Space, Vec<u8>>,
     program: usize,
     phase: usize,
     /// The phase that ran last, where there was one.
@@ -116,12 +101,16 @@ struct Shadow {
     micro_batch: i64,
     trace: Vec<(Op, i64)>,
     /// What was poisoned before this op, since the op writes it.
-    poisoned: Vec<Range<usize>>,
+    poisoned: Vec<(Space, Range<u64>)>,
 }
 
-/// A range of the arena that an op touches.
+/// The spaces that have an arena.
+const SPACES: [Space; 2] = [Space::Device, Space::Host];
+
+/// A range of an arena that an op touches.
 struct Touched {
-    range: Range<usize>,
+    space: Space,
+    range: Range<u64>,
     mode: Mode,
     tensor: TensorId,
 }
@@ -143,7 +132,7 @@ impl Shadow {
             phases,
             found,
             case,
-            bytes: Vec::new(),
+            bytes: BTreeMap::new(),
             program: 0,
             phase: 0,
             before: None,
@@ -166,11 +155,10 @@ impl Shadow {
     }
 
     fn host_writes(&mut self, tensor: TensorId, slot: u32, bytes: &[u8]) {
-        if self.bytes.is_empty() {
-            return;
-        }
         let first = self.placement.offset(tensor, slot) as usize;
-        self.bytes[first..first + bytes.len()].copy_from_slice(bytes);
+        if let Some(known) = self.bytes.get_mut(&self.set.tensor(tensor).space) {
+            known[first..first + bytes.len()].copy_from_slice(bytes);
+        }
     }
 
     fn touched(&self, op: &Op, variable: i64) -> Vec<Touched> {
@@ -182,20 +170,32 @@ impl Shadow {
                 let (operand, tensor) = (access.operand, self.set.tensor(access.operand.tensor));
                 let slot = operand.slot.at(variable, self.micro_batch).rem_euclid(i64::from(tensor.slots)) as u32;
                 let inside = operand.offset.at(variable, self.micro_batch) as u64 * tensor.dtype.bytes();
-                let first = (self.placement.offset(operand.tensor, slot) + inside) as usize;
-                let range = first..first + (access.elements * tensor.dtype.bytes()) as usize;
-                Touched { range, mode: access.mode, tensor: operand.tensor }
+                let first = self.placement.offset(operand.tensor, slot) + inside;
+                let range = first..first + access.elements * tensor.dtype.bytes();
+                Touched { space: tensor.space, range, mode: access.mode, tensor: operand.tensor }
             })
             .collect()
     }
 
-    fn poison(&mut self, range: Range<usize>, arena: &mut Arena) {
-        arena.poison(range.start as u64..range.end as u64);
-        self.bytes[range.clone()].copy_from_slice(&arena.contents()[range]);
+    /// The copy takes over what now stands in a range.
+    fn learn(&mut self, space: Space, range: Range<u64>, memory: &mut dyn Memory) {
+        let known = &mut self.bytes.get_mut(&space).expect("both arenas are known")[places(&range)];
+        known.copy_from_slice(&memory.look(space, range));
+    }
+
+    /// The first byte of a range that is not as it is known.
+    fn changed(&self, space: Space, range: Range<u64>, memory: &mut dyn Memory) -> Option<u64> {
+        let first = range.start;
+        difference(&self.bytes[&space][places(&range)], &memory.look(space, range)).map(|at| first + at as u64)
+    }
+
+    fn poison(&mut self, space: Space, range: Range<u64>, memory: &mut dyn Memory) {
+        memory.poison(space, range.clone());
+        self.learn(space, range, memory);
     }
 
     /// Poisons all that must not be read: what is not alive when this Program starts.
-    fn poison_dead(&mut self, arena: &mut Arena) {
+    fn poison_dead(&mut self, memory: &mut dyn Memory) {
         // The cache of generation stays between calls; a forward pass begins a micro-batch anew.
         let stays =
             self.phases[self.phase].0.slots.iter().flatten().any(|s| self.set.tensor(s.0).lifetime == Lifetime::Phase);
@@ -203,10 +203,10 @@ impl Shadow {
         let work = &self.set.programs[self.program].name;
         // Where a run starts or goes on, nothing in the arena has been written yet.
         let starts = self.before.is_none() || work == "restore";
-        let mut keep: Vec<Range<usize>> = Vec::new();
+        let mut keep: Vec<(Space, Range<u64>)> = Vec::new();
         let mut keep_slot = |id: TensorId, slot: u32| {
             if let Some(first) = self.placement.offsets[id.0 as usize][slot as usize] {
-                keep.push(first as usize..(first + self.set.tensor(id).bytes()) as usize);
+                keep.push((self.set.tensor(id).space, first..first + self.set.tensor(id).bytes()));
             }
         };
         if !starts {
@@ -225,16 +225,18 @@ impl Shadow {
                 slots.iter().for_each(|&(id, slot)| keep_slot(id, slot));
             }
         }
-        keep.sort_by_key(|range| range.start);
-        let mut at = 0;
-        for range in keep {
-            if at < range.start {
-                self.poison(at..range.start, arena);
+        keep.sort_by_key(|(_, range)| range.start);
+        for space in SPACES {
+            let mut at = 0;
+            for (_, range) in keep.iter().filter(|(of, _)| *of == space) {
+                if at < range.start {
+                    self.poison(space, at..range.start, memory);
+                }
+                at = at.max(range.end);
             }
-            at = at.max(range.end);
+            let end = memory.bytes(space).0;
+            self.poison(space, at..end, memory);
         }
-        let end = self.bytes.len();
-        self.poison(at..end, arena);
     }
 
     fn name(&self, tick: u32, op: &Op) -> String {
@@ -242,8 +244,8 @@ impl Shadow {
     }
 
     /// The tensors that stand at a byte.
-    fn tensors_at(&self, byte: usize) -> String {
-        standing_at(&self.set, &self.placement, byte as u64).join(", ")
+    fn tensors_at(&self, space: Space, byte: u64) -> String {
+        standing_at(&self.set, &self.placement, space, byte).join(", ")
     }
 
     fn check(&self, kind: &str, wrong: Option<String>) {
@@ -251,10 +253,16 @@ impl Shadow {
     }
 }
 
-/// The names of the tensors that stand at a byte of the arena.
-pub fn standing_at(set: &ProgramSet, placement: &Placement, byte: u64) -> Vec<String> {
+/// A range as places in a copy.
+fn places(range: &Range<u64>) -> Range<usize> {
+    range.start as usize..range.end as usize
+}
+
+/// The names of the tensors that stand at a byte of an arena.
+pub fn standing_at(set: &ProgramSet, placement: &Placement, space: Space, byte: u64) -> Vec<String> {
     let mut names = Vec::new();
-    for (tensor, offsets) in set.tensors.iter().zip(&placement.offsets) {
+    let tensors = set.tensors.iter().zip(&placement.offsets);
+    for (tensor, offsets) in tensors.filter(|(tensor, _)| tensor.space == space) {
         for (slot, offset) in offsets.iter().enumerate() {
             if offset.is_some_and(|first| (first..first + tensor.bytes()).contains(&byte)) {
                 names.push(format!("{}[{slot}]", tensor.name));
@@ -270,19 +278,20 @@ fn difference(a: &[u8], b: &[u8]) -> Option<usize> {
 }
 
 impl Observer for Shadow {
-    fn before(&mut self, tick: u32, op: &Op, arena: &mut Arena) -> Result<(), DeviceError> {
+    fn before(&mut self, tick: u32, op: &Op, memory: &mut dyn Memory) -> Result<(), DeviceError> {
         let (expected, variable) = self.trace[tick as usize - 1].clone();
         assert_eq!(&expected, op, "the executor runs the program's ops in order");
         if tick == 1 {
-            if self.bytes.is_empty() {
-                self.bytes = arena.contents().to_vec();
+            for space in SPACES {
+                let all = 0..memory.bytes(space).0;
+                self.bytes.entry(space).or_insert_with(|| memory.look(space, all.clone()).to_vec());
+                let wrong = self.changed(space, all.clone(), memory).map(|at| {
+                    format!("{}: byte {at} changed before it ({})", self.name(tick, op), self.tensors_at(space, at))
+                });
+                self.check("between programs only the host writes", wrong);
+                self.learn(space, all, memory);
             }
-            let changed = difference(&self.bytes, arena.contents());
-            let wrong = changed
-                .map(|at| format!("{}: byte {at} changed before it ({})", self.name(tick, op), self.tensors_at(at)));
-            self.check("between programs only the host writes", wrong);
-            self.bytes.copy_from_slice(arena.contents());
-            self.poison_dead(arena);
+            self.poison_dead(memory);
         }
         self.poisoned.clear();
         if !matches!(op.kind, OpKind::TransferWait { .. } | OpKind::CollectiveWait { .. }) {
@@ -290,59 +299,67 @@ impl Observer for Shadow {
             for written in touched.iter().filter(|t| t.mode == Mode::Write) {
                 // An in-place pair is read and written.
                 let read = |t: &&Touched| {
-                    t.mode != Mode::Write && t.range.start < written.range.end && written.range.start < t.range.end
+                    t.mode != Mode::Write
+                        && t.space == written.space
+                        && t.range.start < written.range.end
+                        && written.range.start < t.range.end
                 };
                 if !touched.iter().any(|t| read(&t)) {
-                    self.poison(written.range.clone(), arena);
-                    self.poisoned.push(written.range.clone());
+                    self.poison(written.space, written.range.clone(), memory);
+                    self.poisoned.push((written.space, written.range.clone()));
                 }
             }
         }
         Ok(())
     }
 
-    fn after(&mut self, tick: u32, op: &Op, arena: &mut Arena) {
+    fn after(&mut self, tick: u32, op: &Op, memory: &mut dyn Memory) {
         let variable = self.trace[tick as usize - 1].1;
         let touched = self.touched(op, variable);
-        let mut written: Vec<Range<usize>> =
-            touched.iter().filter(|t| t.mode != Mode::Read).map(|t| t.range.clone()).collect();
-        written.sort_by_key(|range| range.start);
+        let mut written: Vec<(Space, Range<u64>)> =
+            touched.iter().filter(|t| t.mode != Mode::Read).map(|t| (t.space, t.range.clone())).collect();
+        written.sort_by_key(|(space, range)| (*space, range.start));
         let mut wrong = None;
-        let mut at = 0;
-        let end = self.bytes.len();
-        for range in written.iter().cloned().chain(std::iter::once(end..end)) {
-            if at < range.start && wrong.is_none() {
-                wrong =
-                    difference(&self.bytes[at..range.start], &arena.contents()[at..range.start]).map(|byte| at + byte);
+        for space in SPACES {
+            let mut at = 0;
+            let end = memory.bytes(space).0;
+            let here = written.iter().filter(|(of, _)| *of == space).map(|(_, range)| range.clone());
+            for range in here.chain(std::iter::once(end..end)) {
+                if at < range.start && wrong.is_none() {
+                    wrong = self.changed(space, at..range.start, memory).map(|byte| (space, byte));
+                }
+                at = at.max(range.end);
             }
-            at = at.max(range.end);
         }
-        let wrong =
-            wrong.map(|byte| format!("{} changes byte {byte} ({})", self.name(tick, op), self.tensors_at(byte)));
+        let wrong = wrong.map(|(space, byte)| {
+            format!("{} changes byte {byte} ({})", self.name(tick, op), self.tensors_at(space, byte))
+        });
         self.check("ops write only what they declare", wrong);
 
         let mut left = None;
-        for t in touched.iter().filter(|t| self.poisoned.contains(&t.range)) {
+        for t in touched.iter().filter(|t| self.poisoned.contains(&(t.space, t.range.clone()))) {
             let tensor = self.set.tensor(t.tensor);
             if tensor.category == Category::Workspace {
                 continue;
             }
             let size = tensor.dtype.bytes() as usize;
-            let (before, now) = (&self.bytes[t.range.clone()], &arena.contents()[t.range.clone()]);
+            let before = &self.bytes[&t.space][places(&t.range)];
+            let now = memory.look(t.space, t.range.clone());
             if let Some(element) = now.chunks_exact(size).position(|element| element == &before[..size]) {
                 left = Some(format!("{} leaves element {element} of `{}`", self.name(tick, op), tensor.name));
             }
         }
         self.check("ops write all they declare as written", left);
-        for range in written {
-            self.bytes[range.clone()].copy_from_slice(&arena.contents()[range]);
+        for (space, range) in written {
+            self.learn(space, range, memory);
         }
-        let strayed = arena.strayed().then(|| self.name(tick, op));
+        let strayed = SPACES.iter().any(|&space| memory.strayed(space)).then(|| self.name(tick, op));
         self.check("nothing is written beside the arena", strayed);
         let dead = self.phases[self.phase].1.get(&(self.start + tick)).cloned().unwrap_or_default();
         for (id, slot) in dead {
-            let first = self.placement.offset(id, slot) as usize;
-            self.poison(first..first + self.set.tensor(id).bytes() as usize, arena);
+            let (first, tensor) = (self.placement.offset(id, slot), self.set.tensor(id));
+            let (space, range) = (tensor.space, first..first + tensor.bytes());
+            self.poison(space, range, memory);
         }
         if tick as usize == self.trace.len() {
             self.before = Some(self.phase);

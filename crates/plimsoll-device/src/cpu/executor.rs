@@ -3,7 +3,8 @@
 use super::kernels::{self, Real};
 use super::pool::Pool;
 use crate::arena::Arena;
-use crate::device::{Call, Device, DeviceError, FileSpace, Observer, Stats};
+use crate::device::{Call, Device, DeviceError, FileSpace, Memory, Observer};
+use crate::spaces::Spaces;
 use bytemuck::bytes_of;
 use plimsoll_core::{DType, Space};
 use plimsoll_program::scalars::{Metric, Scalar};
@@ -31,7 +32,7 @@ pub fn open(
 }
 
 struct CpuDevice<T> {
-    arena: Arena,
+    spaces: Spaces,
     pool: Pool,
     set: ProgramSet,
     placement: Placement,
@@ -41,9 +42,8 @@ struct CpuDevice<T> {
 impl<T: Real> CpuDevice<T> {
     fn open(set: ProgramSet, placement: Placement, threads: usize) -> Result<CpuDevice<T>, DeviceError> {
         let pool = Pool::new(threads)?;
-        let mut arena = Arena::map(placement.arena_bytes)?;
-        arena.fill_pattern();
-        Ok(CpuDevice { arena, pool, set, placement, precision: PhantomData })
+        let spaces = Spaces::map(&placement)?;
+        Ok(CpuDevice { spaces, pool, set, placement, precision: PhantomData })
     }
 }
 
@@ -56,14 +56,14 @@ impl<T: Real> Device for CpuDevice<T> {
     ) -> Result<(), DeviceError> {
         let missing = || DeviceError::NoProgram { program: program.to_owned() };
         let program = self.set.program(program).ok_or_else(missing)?;
-        let (arena, pool, set, placement) = (&mut self.arena, &self.pool, &self.set, &self.placement);
+        let (spaces, pool, set, placement) = (&mut self.spaces, &self.pool, &self.set, &self.placement);
         pool.enter(|| {
             for (tick, (op, variable)) in (1..).zip(program.trace()).skip_while(|(tick, _)| *tick < from) {
-                observer.before(tick, op, arena)?;
+                observer.before(tick, op, spaces)?;
                 let micro_batch = i64::from(micro_batch);
-                let frame = Frame::<T> { arena, pool, set, placement, variable, micro_batch, precision: PhantomData };
+                let frame = Frame::<T> { spaces, pool, set, placement, variable, micro_batch, precision: PhantomData };
                 frame.run(op, files)?;
-                observer.after(tick, op, arena);
+                observer.after(tick, op, spaces);
             }
             Ok(())
         })
@@ -71,26 +71,24 @@ impl<T: Real> Device for CpuDevice<T> {
 
     fn write(&mut self, tensor: TensorId, slot: u32, bytes: &[u8]) {
         assert!(bytes.len() as u64 <= self.set.tensor(tensor).bytes(), "{} is smaller", self.set.tensor(tensor).name);
-        let offset = self.placement.offset(tensor, slot);
-        // SAFETY: no Program runs while the device is borrowed mutably, so nothing else looks at the arena.
-        unsafe { self.arena.slice_mut::<u8>(offset, bytes.len()) }.copy_from_slice(bytes);
+        self.spaces.fill(self.set.tensor(tensor).space, self.placement.offset(tensor, slot), bytes);
     }
 
     fn read(&mut self, tensor: TensorId, slot: u32, bytes: &mut [u8]) {
         assert!(bytes.len() as u64 <= self.set.tensor(tensor).bytes(), "{} is smaller", self.set.tensor(tensor).name);
-        let offset = self.placement.offset(tensor, slot);
-        // SAFETY: as in `write`.
-        bytes.copy_from_slice(unsafe { self.arena.slice::<u8>(offset, bytes.len()) });
+        let first = self.placement.offset(tensor, slot);
+        let range = first..first + bytes.len() as u64;
+        bytes.copy_from_slice(&self.spaces.look(self.set.tensor(tensor).space, range));
     }
 
-    fn stats(&mut self) -> Stats {
-        Stats { arena_bytes: self.arena.bytes(), arena_measured_bytes: self.arena.high_water() }
+    fn memory(&mut self) -> &mut dyn Memory {
+        &mut self.spaces
     }
 }
 
 /// One op in one iteration of its block.
 struct Frame<'a, T> {
-    arena: &'a Arena,
+    spaces: &'a Spaces,
     pool: &'a Pool,
     set: &'a ProgramSet,
     placement: &'a Placement,
@@ -100,7 +98,12 @@ struct Frame<'a, T> {
 }
 
 impl<'a, T: Real> Frame<'a, T> {
-    /// The operand's first byte in the arena.
+    /// The arena that the operand stands in.
+    fn arena(&self, operand: &Operand) -> &'a Arena {
+        self.spaces.of(self.set.tensor(operand.tensor).space)
+    }
+
+    /// The operand's first byte in its arena.
     fn offset(&self, operand: &Operand) -> u64 {
         let tensor = self.set.tensor(operand.tensor);
         let slot = operand.slot.at(self.variable, self.micro_batch).rem_euclid(i64::from(tensor.slots)) as u32;
@@ -116,12 +119,12 @@ impl<'a, T: Real> Frame<'a, T> {
         // that `run` handles by taking one slice for both (the layout gives tensors that live at the
         // same time disjoint bytes; `passes::check` keeps operands inside their tensors). The arena
         // outlives the frame, and nothing else touches it while a Program runs.
-        unsafe { self.arena.slice(self.offset(operand), elements as usize) }
+        unsafe { self.arena(operand).slice(self.offset(operand), elements as usize) }
     }
 
     fn of_mut<E: bytemuck::Pod>(&self, operand: &Operand, elements: u64) -> &'a mut [E] {
         // SAFETY: as in `of`.
-        unsafe { self.arena.slice_mut(self.offset(operand), elements as usize) }
+        unsafe { self.arena(operand).slice_mut(self.offset(operand), elements as usize) }
     }
 
     fn read(&self, operand: &Operand, elements: u64) -> &'a [T] {

@@ -4,8 +4,7 @@
 use super::engine::{Engine, StepInput};
 use crate::data::Rows;
 use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, Failure, Recipe, RecomputeLevel};
-use plimsoll_device::arena::Arena;
-use plimsoll_device::device::{DeviceError, Observer};
+use plimsoll_device::device::{DeviceError, Memory, Observer};
 use plimsoll_device::{calibration, process};
 use plimsoll_plan::price::needed_product_flops;
 use plimsoll_plan::search::{Pins, Question, plan_of};
@@ -95,12 +94,12 @@ struct Stopwatch {
 }
 
 impl Observer for Stopwatch {
-    fn before(&mut self, _: u32, _: &Op, _: &mut Arena) -> Result<(), DeviceError> {
+    fn before(&mut self, _: u32, _: &Op, _: &mut dyn Memory) -> Result<(), DeviceError> {
         self.started = Some(Instant::now());
         Ok(())
     }
 
-    fn after(&mut self, _: u32, op: &Op, _: &mut Arena) {
+    fn after(&mut self, _: u32, op: &Op, _: &mut dyn Memory) {
         let seconds = self.started.take().map_or(0.0, |start| start.elapsed().as_secs_f64());
         *self.seconds.lock().expect("nobody panics while adding").entry(op.name()).or_default() += seconds;
     }
@@ -159,7 +158,7 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
         pins: Pins::default(),
     };
     let level = if shape.checkpoint { RecomputeLevel::Block } else { RecomputeLevel::Nothing };
-    let recipe = Recipe { micro_batch: shape.batch as u32, recompute: vec![level; shape.layers as usize] };
+    let recipe = Recipe::on_device(shape.batch as u32, vec![level; shape.layers as usize]);
     let answer = plan_of(&question, &recipe);
     let limit = needed_product_flops(&answer.set) * shape.accumulate as f64 / device.rates.f32_flops;
     let (arena_bytes, predicted) = (answer.plan.devices[0].arena_bytes, answer.plan.predicted.step_seconds);
