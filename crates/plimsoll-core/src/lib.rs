@@ -21,6 +21,7 @@ pub use dtype::DType;
 pub use event::{EVENTS_VERSION, Event, Record};
 pub use failure::{Exit, Failure};
 pub use plan::{
-    Category, Class, DevicePlan, Need, Offload, Plan, Predicted, Recipe, RecomputeLevel, Rung, Space, WorkName, describe_levels,
+    Category, Class, DevicePlan, Need, Offload, Plan, Predicted, Recipe, RecomputeLevel, Rung, Space, WorkName,
+    describe_levels,
 };
 pub use result::{DeviceMemory, EvalResult, LossSpan, Retreat, RunResult, RunStatus, StepSeconds};
