@@ -106,7 +106,7 @@ impl Question<'_> {
     }
 
     fn uniform(&self, micro_batch: u32, level: RecomputeLevel) -> Recipe {
-        Recipe { micro_batch, recompute: vec![level; self.layers()] }
+        Recipe::on_device(micro_batch, vec![level; self.layers()])
     }
 
     /// Micro-batches worth trying: those that divide the step, and powers of two.
@@ -186,7 +186,7 @@ fn profile(question: &Question, micro_batch: u32) -> Profile {
     let small = ModelConfig { layers: 3, ..question.config.clone() };
     let mut result = Profile { levels: Vec::new(), base: 0, top: 0 };
     for level in RecomputeLevel::ALL {
-        let recipe = Recipe { micro_batch, recompute: vec![level; 3] };
+        let recipe = Recipe::on_device(micro_batch, vec![level; 3]);
         let set = question.build(&small, &recipe, false);
         let phase = set
             .phases
@@ -282,7 +282,7 @@ fn leanest(question: &Question, profile: &Profile, micro_batch: u32) -> Recipe {
         let middle = low + (high - low) / 2;
         if choose(profile, layers, middle).is_some() { high = middle } else { low = middle + 1 }
     }
-    let chosen = choose(profile, layers, high).map(|recompute| Recipe { micro_batch, recompute });
+    let chosen = choose(profile, layers, high).map(|recompute| Recipe::on_device(micro_batch, recompute));
     RecomputeLevel::ALL
         .iter()
         .map(|&level| question.uniform(micro_batch, level))
@@ -316,7 +316,7 @@ fn candidates(question: &Question, arena_budget: u64) -> (Vec<Candidate>, Recipe
             continue;
         }
         if let Some(recompute) = &question.pins.recompute {
-            let recipe = Recipe { micro_batch, recompute: recompute.clone() };
+            let recipe = Recipe::on_device(micro_batch, recompute.clone());
             list.push(candidate(question, recipe.clone()));
             leanest_recipe.get_or_insert(recipe);
             continue;
@@ -331,7 +331,7 @@ fn candidates(question: &Question, arena_budget: u64) -> (Vec<Candidate>, Recipe
             // The profile sees three layers; where the whole is a little larger, aim lower.
             for _ in 0..4 {
                 let Some(recompute) = choose(&profile, question.layers(), budget) else { break };
-                let found = candidate(question, Recipe { micro_batch, recompute });
+                let found = candidate(question, Recipe::on_device(micro_batch, recompute));
                 let over = found.bound.saturating_sub(arena_budget);
                 list.push(found);
                 if over == 0 {
