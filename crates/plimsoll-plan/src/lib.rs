@@ -5,7 +5,6 @@
 
 pub mod layout;
 pub mod lifetimes;
-pub mod order;
 pub mod packing;
 pub mod paper;
 pub mod price;

@@ -11,6 +11,7 @@ pub mod derivative;
 pub mod models;
 pub mod op;
 mod operands;
+pub mod order;
 pub mod passes;
 pub mod placement;
 pub mod program;

@@ -5,9 +5,9 @@
 //! waits for the earlier one. Because the ranges are those of the packed arena, this covers both what
 //! an op needs and what it overwrites.
 
+use crate::op::Queue;
+use crate::{Mode, Op, Placement, Program, ProgramSet, TensorId};
 use plimsoll_core::Space;
-use plimsoll_program::op::Queue;
-use plimsoll_program::{Mode, Op, Placement, Program, ProgramSet, TensorId};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -86,9 +86,9 @@ fn conflict(a: &[Touch], b: &[Touch]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::builder::Builder;
+    use crate::{Block, Index, OpKind, Operand};
     use plimsoll_core::{Category, DType, WorkName};
-    use plimsoll_program::builder::Builder;
-    use plimsoll_program::{Block, Index, OpKind, Operand};
     use proptest::prelude::*;
 
     /// Each op adds one of eight pieces of a buffer to another, on one of four queues.
