@@ -1,6 +1,6 @@
 //! What happens in a run, one object a line in `events.jsonl`.
 
-use crate::Bytes;
+use crate::{Bytes, Retreat};
 use serde::{Deserialize, Serialize};
 
 /// The version of the event lines; it changes when a field changes its meaning or goes away.
@@ -80,6 +80,8 @@ pub enum Event {
         /// How long it took.
         seconds: f64,
     },
+    /// The run goes on with another recipe, or does again what was refused.
+    Retreat(Retreat),
     /// Something the user should know.
     Warning {
         /// One line.

@@ -1,6 +1,6 @@
 //! How a run ended: `result.json`. Other tools rely on these names.
 
-use crate::{Bytes, Recipe};
+use crate::{Bytes, Class, Recipe};
 use serde::{Deserialize, Serialize};
 
 /// `result.json`. All figures are measured unless their name says predicted.
@@ -22,7 +22,7 @@ pub struct RunResult {
     pub memory: Vec<DeviceMemory>,
     /// The recipe of the last step.
     pub recipe: Recipe,
-    /// Rungs that had to be taken while the run was under way.
+    /// Rungs that were taken while the run was under way, since it was last started.
     pub retreats: Vec<Retreat>,
 }
 
@@ -83,15 +83,28 @@ pub struct DeviceMemory {
     pub measured_bytes: Bytes,
 }
 
-/// A step down in memory while the run was under way.
+/// A step down in memory while the run was under way, or back up when room returned. Where the recipe is the
+/// same before and after, what was refused was simply done again.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Retreat {
-    /// Before this step.
+    /// While this step was done, or between it and the next.
     pub step: u64,
+    /// What gave way, and why.
+    pub why: String,
     /// The recipe that was left.
     pub from: Recipe,
     /// The recipe that was taken.
     pub to: Recipe,
-    /// Why.
-    pub why: String,
+    /// What that does to the numbers.
+    pub class: Class,
+    /// The arena before, as planned.
+    pub arena_bytes_before: Bytes,
+    /// The arena from then on, as planned.
+    pub arena_bytes: Bytes,
+    /// How long it took, measured, what had to be done again left out.
+    pub seconds: f64,
+    /// Predicted seconds of a step before.
+    pub predicted_step_seconds_before: f64,
+    /// Predicted seconds of a step from then on.
+    pub predicted_step_seconds: f64,
 }

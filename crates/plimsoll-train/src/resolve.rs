@@ -175,7 +175,16 @@ fn open_model(file: &RunFile) -> Result<Model, Failure> {
     Ok(model)
 }
 
-fn question<'a>(file: &RunFile, model: &'a Model, device: &'a DeviceSpec, work: Work) -> Result<Question<'a>, Failure> {
+/// What to ask the planner about a device.
+///
+/// # Errors
+/// Pins that do not go with the model.
+pub(crate) fn question<'a>(
+    file: &RunFile,
+    model: &'a Model,
+    device: &'a DeviceSpec,
+    work: Work,
+) -> Result<Question<'a>, Failure> {
     let train = work == Work::Train;
     Ok(Question {
         config: &model.config,

@@ -1,7 +1,7 @@
 //! What is known of a run from its events so far, in one line. Pure: events in, text out.
 
 use crate::text::{clock, count, percent, seconds};
-use plimsoll_core::{Bytes, Event};
+use plimsoll_core::{Bytes, Event, Retreat};
 
 /// Weight of the newest step in the running mean of the step time.
 const NEWEST: f64 = 0.1;
@@ -67,6 +67,7 @@ impl Progress {
             Event::Checkpoint { step, path, seconds: took } => {
                 Some(format!("checkpoint after step {step}: {path} ({})", seconds(*took)))
             }
+            Event::Retreat(retreat) => Some(retreat_line(retreat)),
             Event::Warning { message } => Some(format!("warning: {message}")),
             Event::End { .. } => None,
         }
@@ -96,6 +97,22 @@ impl Progress {
     pub fn place(&self) -> (u64, u64) {
         (self.last.map_or(0, |last| last.step), self.steps)
     }
+}
+
+/// A retreat in one line: `retreat in step 12: cpu refused memory in backward; micro-batch 8 → 4, ...`.
+pub fn retreat_line(retreat: &Retreat) -> String {
+    let Retreat { step, why, from, to, arena_bytes_before, arena_bytes, seconds: took, .. } = retreat;
+    let head = if arena_bytes > arena_bytes_before { "room again" } else { "retreat" };
+    let head = format!("{head} at step {step}: {why}");
+    if from == to {
+        return format!("{head}; done again as it was");
+    }
+    format!(
+        "{head}; from now on {to}: arena {arena_bytes_before} -> {arena_bytes}, a step {} -> {} predicted (took {})",
+        seconds(retreat.predicted_step_seconds_before),
+        seconds(retreat.predicted_step_seconds),
+        seconds(*took),
+    )
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! How a run ended, as a person reads it: what was predicted beside what was measured, the
 //! evaluation, samples, and where the model lies. Pure: data to text.
 
+use crate::progress::retreat_line;
 use crate::text::{columns, count, percent, seconds, shell_word};
 use plimsoll_core::{RunResult, RunStatus};
 
@@ -43,7 +44,7 @@ pub fn summary(result: &RunResult, samples: &[Sample], folder: &str, model: Opti
         if simulated { ", simulated devices" } else { "" }
     );
     for retreat in &result.retreats {
-        text += &format!("before step {}: {} instead of {}, {}\n", retreat.step, retreat.to, retreat.from, retreat.why);
+        text += &format!("{}\n", retreat_line(retreat));
     }
     text += "\n";
     if let Some(model) = model {
@@ -99,7 +100,7 @@ fn sample_rows(samples: &[Sample]) -> String {
 mod tests {
     use super::*;
     use plimsoll_core::{
-        Bytes, DeviceMemory, EvalResult, LossSpan, Recipe, RecomputeLevel, Retreat, RunStatus, StepSeconds,
+        Bytes, Class, DeviceMemory, EvalResult, LossSpan, Recipe, RecomputeLevel, Retreat, RunStatus, StepSeconds,
     };
 
     fn result() -> RunResult {
@@ -156,7 +157,18 @@ model: runs/sums/model
     #[test]
     fn a_stopped_run_says_how_it_goes_on() {
         let recipe = |micro_batch| Recipe::on_device(micro_batch, vec![RecomputeLevel::Nothing; 3]);
-        let retreat = Retreat { step: 7, from: recipe(64), to: recipe(32), why: "the device ran out".into() };
+        let retreat = Retreat {
+            step: 7,
+            why: "cpu: the device ran out".into(),
+            from: recipe(64),
+            to: recipe(32),
+            class: Class::Reordered,
+            arena_bytes_before: Bytes::mib(36),
+            arena_bytes: Bytes::mib(20),
+            seconds: 0.02,
+            predicted_step_seconds_before: 0.0841,
+            predicted_step_seconds: 0.09,
+        };
         let stopped =
             RunResult { status: RunStatus::Stopped, steps: 12, eval: None, retreats: vec![retreat], ..result() };
         let text = summary(&stopped, &[], "runs/sums", None, true);
@@ -164,8 +176,8 @@ model: runs/sums/model
         assert!(text.contains("\n48.7 k tokens/s (measured, simulated devices)\n"), "{text}");
         assert!(
             text.contains(
-                "\nbefore step 7: micro-batch 32, recompute 3 × nothing instead of micro-batch 64, \
-                 recompute 3 × nothing, the device ran out\n"
+                "\nretreat at step 7: cpu: the device ran out; from now on micro-batch 32, recompute 3 × nothing: \
+                 arena 36.00 MiB -> 20.00 MiB, a step 84.1 ms -> 90.0 ms predicted (took 20.0 ms)\n"
             ),
             "{text}"
         );

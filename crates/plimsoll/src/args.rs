@@ -3,7 +3,8 @@
 //! where meanings, defaults and checks live.
 
 use clap::{Args, Parser, Subcommand};
-use plimsoll_core::{Failure, Plan};
+use plimsoll_core::{Budget, Failure, Plan};
+use plimsoll_train::run::rehearsal::Injection;
 use plimsoll_train::run_file::{RunFile, list_setting, model_setting, setting};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -26,6 +27,8 @@ pub enum Command {
     Plan(PlanArgs),
     /// Show the devices of this machine, what Plimsoll would take of each, and why
     Devices(DevicesArgs),
+    /// Move the load line of a run that is under way
+    Budget(BudgetArgs),
     /// Measure devices, or a training step
     Bench {
         /// What to measure.
@@ -54,6 +57,7 @@ impl Command {
             Command::Train(args) => args.json,
             Command::Plan(args) => args.json,
             Command::Devices(args) => args.json,
+            Command::Budget(args) => args.json,
             Command::Bench { what: BenchCommand::Devices(_) } => false,
             Command::Bench { what: BenchCommand::Step(_) } => true,
             Command::Eval(args) => args.json,
@@ -113,6 +117,9 @@ pub struct TrainArgs {
     /// Take the recipe of this plan, as `plimsoll plan --json` printed it
     #[arg(long, value_name = "FILE", conflicts_with = "resume")]
     plan: Option<PathBuf>,
+    /// Rehearse: the device refuses memory there, such as 12, 12:backward, 12:update:3, 0:load, or random:0.01
+    #[arg(long, value_name = "STEP[:PROGRAM[:OP]]")]
+    inject_oom: Vec<String>,
     /// Print events, one JSON object a line, and the result as the last
     #[arg(long)]
     pub json: bool,
@@ -125,6 +132,14 @@ impl TrainArgs {
     /// Whether a run goes on (else one starts).
     pub fn resumes(&self) -> bool {
         self.resume.is_some()
+    }
+
+    /// Where the device shall refuse memory.
+    ///
+    /// # Errors
+    /// A place that cannot be read.
+    pub fn injections(&self) -> Result<Vec<Injection>, Failure> {
+        self.inject_oom.iter().map(|place| place.parse()).collect()
     }
 
     /// The run file that all this means.
@@ -217,6 +232,21 @@ impl PlanArgs {
             }
         }
     }
+}
+
+/// `plimsoll budget`.
+#[derive(Debug, Args)]
+#[command(after_help = "Example:\n  plimsoll budget runs/my-llama 6GiB")]
+pub struct BudgetArgs {
+    /// The folder of the run
+    #[arg(value_name = "RUN_DIR")]
+    pub run_dir: PathBuf,
+    /// The most that its device may hold from the next step on: an amount, such as 6GiB, or a share of what is free and
+    /// what the run holds, such as 50%
+    pub budget: Budget,
+    /// Print the answer as JSON
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// `plimsoll devices`.

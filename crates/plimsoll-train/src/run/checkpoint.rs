@@ -7,6 +7,7 @@
 use crate::files::{FilesError, MAX_SHARD_BYTES, StoredTensor, WeightFiles, WeightWriter, atomic};
 use crate::run::engine::Engine;
 use crate::run::spaces::{Stored, Storing};
+use crate::run::trouble::Trouble;
 use plimsoll_core::{Bytes, DType, Failure, Recipe};
 use plimsoll_program::models::ModelConfig;
 use serde::{Deserialize, Serialize};
@@ -47,7 +48,7 @@ pub struct CheckpointInfo {
     pub labelled_tokens: u64,
     /// SHA-256 of the data's tokens and labels.
     pub data: String,
-    /// The files of the tensors and their sizes. Set by [`write()`].
+    /// The files of the tensors and their sizes. Set by `write`.
     pub files: BTreeMap<String, Bytes>,
 }
 
@@ -131,16 +132,16 @@ fn folders(run_dir: &Path) -> Vec<(u64, PathBuf)> {
 }
 
 /// Writes a checkpoint, then takes away all but the `keep` newest. Gives its folder.
-pub fn write(
+pub(super) fn write(
     run_dir: &Path,
     info: &CheckpointInfo,
     config: &ModelConfig,
     engine: &mut Engine,
     states: &[&str],
     keep: u32,
-) -> Result<PathBuf, Failure> {
+) -> Result<PathBuf, Trouble> {
     let path = run_dir.join("checkpoints").join(format!("step-{}", info.step));
-    atomic::write_dir(&path, |dir| -> Result<(), Failure> {
+    atomic::write_dir(&path, |dir| -> Result<(), Trouble> {
         let mut writer = WeightWriter::create(dir, "state", &tensors(config, states, info.precision), MAX_SHARD_BYTES)?;
         engine.move_files("checkpoint", &mut Storing(&mut writer))?;
         writer.finish()?;
@@ -188,19 +189,18 @@ fn tensors(config: &ModelConfig, states: &[&str], dtype: DType) -> Vec<StoredTen
 }
 
 /// Puts a checkpoint's tensors into the arena.
-pub fn restore(
+pub(super) fn restore(
     checkpoint: &Checkpoint,
     config: &ModelConfig,
     engine: &mut Engine,
     states: &[&str],
-) -> Result<(), Failure> {
+) -> Result<(), Trouble> {
     for wanted in tensors(config, states, checkpoint.info.precision) {
         let entry = checkpoint.tensors.entry(&wanted.name);
         if entry.is_none_or(|e| e.shape != wanted.shape || e.dtype() != Some(wanted.dtype)) {
             let message = format!("{}: tensor `{}` is not what this run needs", checkpoint.path.display(), wanted.name);
-            return Err(
-                Failure::input(message).hint("the run file or the model was changed after the checkpoint was written")
-            );
+            let failure = Failure::input(message);
+            return Err(failure.hint("the run file or the model was changed after the checkpoint was written").into());
         }
     }
     engine.move_files("restore", &mut Stored(&checkpoint.tensors))?;

@@ -1,5 +1,6 @@
 //! One device with the Programs of a run: steps, evaluations, tokens. No files, no clock, no order.
 
+use super::rehearsal::Rehearsal;
 use crate::data::Rows;
 use bytemuck::cast_slice;
 use plimsoll_core::{DType, Recipe};
@@ -8,6 +9,7 @@ use plimsoll_device::device::{Call, Device, DeviceError, FileSpace, NoFiles, Obs
 use plimsoll_plan::search::Answer;
 use plimsoll_program::scalars::{METRIC_COUNT, METRICS, Metric, SCALAR_COUNT, SCALARS, Scalar};
 use plimsoll_program::{ProgramSet, TensorId};
+use std::collections::HashMap;
 
 /// What the host must give for a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -76,13 +78,8 @@ struct Inputs {
     weights: TensorId,
 }
 
-/// A device that is ready to work.
-pub struct Engine {
-    device: Box<dyn Device>,
-    precision: DType,
-    recipe: Recipe,
-    sequence: usize,
-    vocab: usize,
+/// The tensors of a set of Programs that the host fills and reads.
+struct Names {
     scalars: TensorId,
     metrics: TensorId,
     train: Option<Inputs>,
@@ -90,7 +87,52 @@ pub struct Engine {
     prefill: Option<(TensorId, TensorId, TensorId, usize)>,
     decode: Option<(TensorId, TensorId, TensorId, usize)>,
     capacity: usize,
+    /// Ops of each Program.
+    lengths: HashMap<String, u32>,
+}
+
+impl Names {
+    fn of(set: &ProgramSet) -> Names {
+        let find = |name: &str| set.find(name).unwrap_or_else(|| panic!("the programs have no `{name}`"));
+        let inputs = |prefix: &str| Inputs {
+            tokens: find(&format!("{prefix}.tokens")),
+            labels: find(&format!("{prefix}.labels")),
+            positions: find(&format!("{prefix}.positions")),
+            document_start: find(&format!("{prefix}.document_start")),
+            weights: find(&format!("{prefix}.token_weights")),
+        };
+        let generation = |name: &str| {
+            set.program(name).map(|_| {
+                let tokens = find(&format!("{name}.tokens"));
+                let rows = set.tensor(tokens).elements() as usize;
+                (tokens, find(&format!("{name}.positions")), find(&format!("{name}.logits")), rows)
+            })
+        };
+        Names {
+            scalars: find(SCALARS),
+            metrics: find(METRICS),
+            train: set.program("forward").map(|_| inputs("train")),
+            evaluate: set.program("evaluate").map(|_| (inputs("evaluate"), find("evaluate.correct"))),
+            prefill: generation("prefill"),
+            decode: generation("decode"),
+            capacity: set.find("cache_keys").map_or(0, |keys| set.tensor(keys).shape[0] as usize),
+            lengths: set.programs.iter().map(|program| (program.name.clone(), program.length() as u32)).collect(),
+        }
+    }
+}
+
+/// A device that is ready to work.
+pub struct Engine {
+    device: Box<dyn Device>,
+    precision: DType,
+    recipe: Recipe,
+    sequence: usize,
+    vocab: usize,
+    names: Names,
     observer: Box<dyn Observer>,
+    rehearsal: Rehearsal,
+    /// The first op of the update that has not been done: above 1 while a step is half taken.
+    update_from: u32,
 }
 
 impl Engine {
@@ -119,36 +161,42 @@ impl Engine {
         sequence: u64,
         vocab: u64,
     ) -> Engine {
-        let find = |name: &str| set.find(name).unwrap_or_else(|| panic!("the programs have no `{name}`"));
-        let inputs = |prefix: &str| Inputs {
-            tokens: find(&format!("{prefix}.tokens")),
-            labels: find(&format!("{prefix}.labels")),
-            positions: find(&format!("{prefix}.positions")),
-            document_start: find(&format!("{prefix}.document_start")),
-            weights: find(&format!("{prefix}.token_weights")),
-        };
-        let generation = |name: &str| {
-            set.program(name).map(|_| {
-                let tokens = find(&format!("{name}.tokens"));
-                let rows = set.tensor(tokens).elements() as usize;
-                (tokens, find(&format!("{name}.positions")), find(&format!("{name}.logits")), rows)
-            })
-        };
         Engine {
             precision,
             sequence: sequence as usize,
             vocab: vocab as usize,
-            scalars: find(SCALARS),
-            metrics: find(METRICS),
-            train: set.program("forward").map(|_| inputs("train")),
-            evaluate: set.program("evaluate").map(|_| (inputs("evaluate"), find("evaluate.correct"))),
-            prefill: generation("prefill"),
-            decode: generation("decode"),
-            capacity: set.find("cache_keys").map_or(0, |keys| set.tensor(keys).shape[0] as usize),
+            names: Names::of(set),
             recipe,
             device,
             observer: Box::new(Unobserved),
+            rehearsal: Rehearsal::default(),
+            update_from: 1,
         }
+    }
+
+    /// Goes on with the Programs of another plan of the same experiment: weights and optimizer stay as they are, bit
+    /// for bit. When that fails, all is as it was.
+    ///
+    /// # Errors
+    /// What the device refuses.
+    pub fn adopt(&mut self, answer: Answer) -> Result<(), DeviceError> {
+        if self.rehearsal.refuses_replan() {
+            return Err(DeviceError::Refused { program: "re-plan".into(), tick: 1, op: "move" });
+        }
+        let names = Names::of(&answer.set);
+        self.device.adopt(answer.set, answer.layout.placement)?;
+        (self.names, self.recipe) = (names, answer.plan.recipe);
+        Ok(())
+    }
+
+    /// The device refuses where this says.
+    pub fn rehearse(&mut self, rehearsal: Rehearsal) {
+        self.rehearsal = rehearsal;
+    }
+
+    /// From now on this step is being done: for rehearsals.
+    pub fn at_step(&mut self, step: u64) {
+        self.rehearsal.at_step(step);
     }
 
     /// From now on `observer` sees every op.
@@ -163,12 +211,22 @@ impl Engine {
 
     /// Runs a Program that reads or writes files: `load`, `restore`, `save`, `checkpoint`.
     pub fn move_files(&mut self, program: &str, files: &mut dyn FileSpace) -> Result<(), DeviceError> {
-        self.device.run_observed(Call::of(program), files, &mut *self.observer)
+        self.call(Call::of(program), files)
     }
 
     /// Runs a Program without inputs: `fresh`.
     pub fn run(&mut self, program: &str) -> Result<(), DeviceError> {
-        self.device.run_observed(Call::of(program), &mut NoFiles, &mut *self.observer)
+        self.call(Call::of(program), &mut NoFiles)
+    }
+
+    fn call(&mut self, call: Call, files: &mut dyn FileSpace) -> Result<(), DeviceError> {
+        let Engine { device, observer, rehearsal, names, .. } = self;
+        if rehearsal.is_over() {
+            return device.run_observed(call, files, &mut **observer);
+        }
+        let length = names.lengths.get(call.program).copied().unwrap_or(1);
+        let mut observer = rehearsal.observer(call.program, length, &mut **observer);
+        device.run_observed(call, files, &mut observer)
     }
 
     /// What was used, measured.
@@ -186,12 +244,12 @@ impl Engine {
         for &(place, value) in values {
             all[place as usize] = value;
         }
-        self.device.write(self.scalars, 0, &real_bytes(self.precision, &all));
+        self.device.write(self.names.scalars, 0, &real_bytes(self.precision.wide(), &all));
     }
 
     fn metric(&mut self, which: Metric) -> f64 {
         let mut bytes = [0; 8 * METRIC_COUNT as usize];
-        self.device.read(self.metrics, 0, &mut bytes);
+        self.device.read(self.names.metrics, 0, &mut bytes);
         real_values(DType::F64, &bytes)[which as usize]
     }
 
@@ -201,16 +259,17 @@ impl Engine {
         device.write(inputs.labels, 0, cast_slice(&rows.labels[range.clone()]));
         device.write(inputs.positions, 0, cast_slice(&rows.positions[range.clone()]));
         device.write(inputs.document_start, 0, cast_slice(&rows.document_start[range.clone()]));
-        match precision {
+        match precision.wide() {
             DType::F32 => device.write(inputs.weights, 0, cast_slice(&rows.weights[range])),
             _ => {
                 let wide: Vec<f64> = rows.weights[range].iter().map(|&w| f64::from(w)).collect();
-                device.write(inputs.weights, 0, &real_bytes(precision, &wide));
+                device.write(inputs.weights, 0, &real_bytes(precision.wide(), &wide));
             }
         }
     }
 
-    /// Fills up with empty rows to whole micro-batches, and says how many there are.
+    /// Fills up with empty rows to whole micro-batches, and says how many there are. Rows that were filled up before,
+    /// for another micro-batch, are filled up further: empty rows count nothing.
     fn fill_up(&self, rows: &mut Rows) -> usize {
         let size = self.recipe.micro_batch as usize;
         while !rows.len().is_multiple_of(size) {
@@ -236,15 +295,11 @@ impl Engine {
         self.run("begin")?;
         let values = self.recipe.micro_batch as usize * self.sequence;
         for micro_batch in 0..self.fill_up(rows) {
-            let inputs = self.train.as_ref().expect("the plan trains");
+            let inputs = self.names.train.as_ref().expect("the plan trains");
             let range = micro_batch * values..(micro_batch + 1) * values;
             Engine::feed(&mut *self.device, self.precision, inputs, rows, range);
             for program in ["forward", "backward"] {
-                self.device.run_observed(
-                    Call { micro_batch: micro_batch as u32, ..Call::of(program) },
-                    &mut NoFiles,
-                    &mut *self.observer,
-                )?;
+                self.call(Call { micro_batch: micro_batch as u32, ..Call::of(program) }, &mut NoFiles)?;
             }
         }
         self.run("norm")?;
@@ -254,9 +309,15 @@ impl Engine {
         })
     }
 
-    /// The weights change.
+    /// The weights change. Refused in the middle, it has changed some tensors whole and left the others as they were:
+    /// called again, it goes on with those.
     pub fn update(&mut self) -> Result<(), DeviceError> {
-        self.run("update")
+        let result = self.call(Call { from: self.update_from, ..Call::of("update") }, &mut NoFiles);
+        self.update_from = match &result {
+            Err(DeviceError::Refused { tick, .. }) => *tick,
+            _ => 1,
+        };
+        result
     }
 
     /// Loss and hits of some rows.
@@ -266,8 +327,8 @@ impl Engine {
         for micro_batch in 0..self.fill_up(rows) {
             let range = micro_batch * values..(micro_batch + 1) * values;
             let zeros = [0; 8 * METRIC_COUNT as usize];
-            self.device.write(self.metrics, 0, &zeros);
-            let (inputs, correct) = self.evaluate.as_ref().expect("the plan evaluates");
+            self.device.write(self.names.metrics, 0, &zeros);
+            let (inputs, correct) = self.names.evaluate.as_ref().expect("the plan evaluates");
             let correct = *correct;
             Engine::feed(&mut *self.device, self.precision, inputs, rows, range.clone());
             self.run("evaluate")?;
@@ -287,9 +348,9 @@ impl Engine {
         let mut rest = tokens;
         let mut logits_of = None;
         while !rest.is_empty() {
-            let prefill = self.prefill.expect("the plan generates");
+            let prefill = self.names.prefill.expect("the plan generates");
             let (program, (ids, positions, logits, room)) = if rest.len() == 1 {
-                ("decode", self.decode.expect("the plan generates"))
+                ("decode", self.names.decode.expect("the plan generates"))
             } else {
                 ("prefill", prefill)
             };
@@ -313,7 +374,7 @@ impl Engine {
 
     /// Tokens that the cache of generation can hold.
     pub fn capacity(&self) -> usize {
-        self.capacity
+        self.names.capacity
     }
 }
 

@@ -1,13 +1,18 @@
 //! A run: from a resolved run file to a trained model. `prepare` opens and plans, `training` is the
-//! loop, `engine` does one step on the device, `checkpoint` is what a run goes on from.
+//! loop, `engine` does one step on the device, `checkpoint` is what a run goes on from, `retreat` is what it
+//! does when memory is refused or the load line moves.
 
 pub mod bench;
 pub mod checkpoint;
+pub mod control;
 pub mod engine;
 pub mod events;
 pub mod inference;
 pub mod prepare;
 pub mod rate;
+pub mod rehearsal;
+mod retreat;
 pub mod samples;
 pub mod spaces;
 pub mod training;
+mod trouble;

@@ -1,6 +1,7 @@
 //! Tokens from a model: greedy or drawn, the same for the same seed.
 
 use super::engine::Engine;
+use super::trouble::Trouble;
 use crate::data::{Dataset, Rows, Tokenizer, mix};
 use plimsoll_core::Failure;
 use plimsoll_program::models::ModelConfig;
@@ -78,7 +79,7 @@ pub fn generate(
     room: usize,
     ends: &[i64],
     sampling: &Sampling,
-) -> Result<Vec<i32>, Failure> {
+) -> Result<Vec<i32>, Trouble> {
     let mut tokens = Vec::new();
     let mut logits = engine.extend(prompt, 0)?;
     let mut length = prompt.len();
@@ -116,7 +117,7 @@ pub struct Drawn {
 ///
 /// # Errors
 /// Data that cannot be read after all.
-pub fn samples(engine: &mut Engine, data: &Dataset, config: &ModelConfig) -> Result<Vec<Drawn>, Failure> {
+pub fn samples(engine: &mut Engine, data: &Dataset, config: &ModelConfig) -> Result<Vec<Drawn>, Trouble> {
     let mut rows = Rows::new(1, data.sequence());
     let mut drawn = Vec::new();
     for row in 0..data.rows().min(LOOKED_AT) {

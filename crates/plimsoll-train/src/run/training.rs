@@ -1,18 +1,23 @@
 //! The training loop: steps, evaluations, checkpoints, the end.
 
 use super::checkpoint::{self, Checkpoint, CheckpointInfo};
+use super::control::Control;
 use super::engine::{Engine, Evaluated, StepInput};
 use super::events::EventLog;
 use super::prepare::{Known, Prepared, load_weights, prepare};
 use super::rate::learning_rate;
+use super::rehearsal::{Injection, Rehearsal};
+use super::retreat::Line;
 use super::samples::{Sample, readable, samples};
 use super::spaces::Storing;
+use super::trouble::Trouble;
 use crate::data::{Batches, Dataset, Loader, Order, Rows};
 use crate::files::{atomic, write_model_dir};
 use crate::resolve::{Model, Resolved, optimizer, pace};
 use crate::run_file::{Length, RunFile, Threads};
 use plimsoll_core::{
-    Bytes, DeviceMemory, EvalResult, Event, Failure, LossSpan, Plan, Recipe, Record, RunResult, RunStatus, StepSeconds,
+    Bytes, DType, DeviceMemory, DevicePlan, EvalResult, Event, Failure, LossSpan, Plan, Recipe, Record, Retreat,
+    RunResult, RunStatus, StepSeconds,
 };
 use plimsoll_device::probe::Cpu;
 use plimsoll_device::process;
@@ -31,6 +36,7 @@ pub struct Run {
     prepared: Prepared,
     checkpoint: Option<Checkpoint>,
     warnings: Vec<String>,
+    injections: Vec<Injection>,
 }
 
 /// What a run leaves.
@@ -60,7 +66,7 @@ impl Run {
                 .hint("or start anew elsewhere: --set run.dir=runs/another"));
         }
         let prepared = prepare(run, None)?;
-        Ok(Run { prepared, checkpoint: None, warnings: Vec::new() })
+        Ok(Run { prepared, checkpoint: None, warnings: Vec::new(), injections: Vec::new() })
     }
 
     /// Plans to go on with a run from its newest whole checkpoint; from the start, where there never was one.
@@ -111,7 +117,12 @@ impl Run {
                 ));
             }
         }
-        Ok(Run { prepared, checkpoint, warnings })
+        Ok(Run { prepared, checkpoint, warnings, injections: Vec::new() })
+    }
+
+    /// The device shall refuse memory at these places.
+    pub fn rehearse(&mut self, injections: Vec<Injection>) {
+        self.injections = injections;
     }
 
     /// The plan and what it is about.
@@ -132,9 +143,14 @@ impl Run {
         let folder = PathBuf::from(&self.prepared.run.run.dir);
         make_folder(&folder)?;
         let mut log = EventLog::open(&folder, watch)?;
-        let warnings = self.warnings.clone();
+        let mut warnings = self.warnings.clone();
+        let control = Control::listen(&folder)
+            .map_err(|error| {
+                warnings.push(format!("{}: the load line cannot be moved while it runs: {error}", folder.display()));
+            })
+            .ok();
         // From here on the folder holds a run: what it begins with has been read.
-        let mut trainer = Trainer::open(self, folder.clone())?;
+        let mut trainer = Trainer::open(self, folder.clone(), control, &mut log)?;
         if trainer.info.step == 0 {
             atomic::write_file(&folder.join("run.toml"), trainer.run.to_toml().as_bytes())?;
         }
@@ -155,15 +171,20 @@ fn make_folder(folder: &Path) -> Result<(), Failure> {
     })
 }
 
-struct Trainer {
-    folder: PathBuf,
-    run: RunFile,
-    model: Model,
+pub(super) struct Trainer {
+    pub(super) folder: PathBuf,
+    pub(super) run: RunFile,
+    pub(super) resolved: Resolved,
     data: Arc<Dataset>,
-    eval: Option<Dataset>,
-    engine: Engine,
-    plan: Plan,
-    info: CheckpointInfo,
+    eval: Option<Arc<Dataset>>,
+    pub(super) engine: Engine,
+    pub(super) plan: Plan,
+    /// The plan of the device that held most so far.
+    pub(super) largest: DevicePlan,
+    pub(super) info: CheckpointInfo,
+    pub(super) line: Line,
+    pub(super) retreats: Vec<Retreat>,
+    pub(super) control: Option<Control>,
     batches: Batches,
     product_flops: f64,
     peak_flops: f64,
@@ -175,9 +196,10 @@ struct Trainer {
 }
 
 impl Trainer {
-    fn open(run: Run, folder: PathBuf) -> Result<Trainer, Failure> {
-        let Run { prepared, checkpoint, .. } = run;
-        let Prepared { run, resolved: Resolved { model, device, .. }, train, eval, answer } = prepared;
+    fn open(run: Run, folder: PathBuf, control: Option<Control>, log: &mut EventLog) -> Result<Trainer, Failure> {
+        let Run { prepared, checkpoint, injections, .. } = run;
+        let Prepared { run, resolved, train, eval, answer } = prepared;
+        let (model, device) = (&resolved.model, &resolved.device);
         let precision = run.arithmetic();
         let product_flops = needed_product_flops(&answer.set);
         let generates = answer.set.program("prefill").is_some();
@@ -213,40 +235,52 @@ impl Trainer {
             files: BTreeMap::new(),
         };
         let info = match &checkpoint {
-            Some(checkpoint) => {
-                checkpoint::restore(checkpoint, &model.config, &mut engine, states(&run))?;
-                CheckpointInfo {
-                    step: checkpoint.info.step,
-                    elapsed_seconds: checkpoint.info.elapsed_seconds,
-                    first_loss: checkpoint.info.first_loss,
-                    last_loss: checkpoint.info.last_loss,
-                    ..fresh
-                }
-            }
-            None => {
-                load_weights(&mut engine, &model, &run)?;
-                engine.run("fresh")?;
-                fresh
-            }
+            Some(Checkpoint { info, .. }) => CheckpointInfo {
+                step: info.step,
+                elapsed_seconds: info.elapsed_seconds,
+                first_loss: info.first_loss,
+                last_loss: info.last_loss,
+                ..fresh
+            },
+            None => fresh,
         };
-        Ok(Trainer {
+        engine.rehearse(Rehearsal::new(&injections, run.train.seed));
+        let mut trainer = Trainer {
             folder,
             generates,
             pace: pace(&run, device.threads),
             product_flops: product_flops * batches.rows.div_ceil(u64::from(info.recipe.micro_batch)) as f64,
             peak_flops: device.rates.f32_flops,
             last_saved: (info.step, Instant::now()),
+            line: Line::new(run.memory.budget, device.budget, plan.recipe.clone()),
+            largest: plan.devices[0].clone(),
             run,
-            model,
+            resolved,
             data: Arc::new(train),
-            eval,
+            eval: eval.map(Arc::new),
             engine,
             plan,
             info,
             batches,
+            control,
+            retreats: Vec::new(),
             seconds: Vec::new(),
             last_eval: None,
-        })
+        };
+        trainer.insist(log, |trainer| trainer.fill(checkpoint.as_ref()))?;
+        Ok(trainer)
+    }
+
+    /// Weights and optimizer: of a checkpoint, else the first ones.
+    fn fill(&mut self, checkpoint: Option<&Checkpoint>) -> Result<(), Trouble> {
+        let (model, engine) = (&self.resolved.model, &mut self.engine);
+        match checkpoint {
+            Some(checkpoint) => checkpoint::restore(checkpoint, &model.config, engine, states(&self.run)),
+            None => {
+                load_weights(engine, model, &self.run)?;
+                Ok(engine.run("fresh")?)
+            }
+        }
     }
 
     fn is_last(&self) -> bool {
@@ -271,7 +305,7 @@ impl Trainer {
         log.emit(Event::Start {
             step: self.info.step + 1,
             steps: self.info.steps.unwrap_or(0),
-            parameters: self.model.config.parameters(),
+            parameters: self.resolved.model.config.parameters(),
             arena_bytes: self.plan.devices[0].arena_bytes,
             predicted_step_seconds: self.plan.predicted.step_seconds,
             product_flops: self.product_flops,
@@ -295,6 +329,7 @@ impl Trainer {
                 self.save(log)?;
                 return Ok(RunStatus::Stopped);
             }
+            self.look_around(log)?;
         }
         Ok(RunStatus::Done)
     }
@@ -307,14 +342,23 @@ impl Trainer {
         let input =
             StepInput { step, learning_rate: rate, betas: train.betas, clip_norm: train.clip_norm, labelled_tokens };
         let tokens = rows.tokens.len() as u64;
-        let found = self.engine.gradients(rows, &input)?;
+        self.engine.at_step(step);
+        // Until here nothing has changed: a step that is refused is dropped and done again, with the same rows.
+        let found = self.insist(log, |trainer| Ok(trainer.engine.gradients(rows, &input)?))?;
         if !found.is_finite() {
             let message = format!("step {step}: the loss is {} and the gradient norm {}", found.loss, found.norm);
             return Err(Failure::stopped(message)
                 .hint("the step was dropped; the newest checkpoint stands")
                 .hint("a lower train.learning_rate or train.clip_norm, in a run of its own, is the usual cure; look at the samples of this step, too"));
         }
-        self.engine.update()?;
+        // From here on it only rolls forward, tensor by tensor, as it is: what is refused is done again.
+        while let Err(error) = self.engine.update() {
+            match Trouble::from(error) {
+                Trouble::Refused(error) => self.do_again(&error, log)?,
+                Trouble::Failure(failure) => return Err(failure),
+            }
+        }
+        self.finished();
         // The machine stays usable: what whole threads cannot leave free, a pause does.
         thread::sleep(start.elapsed().mul_f64(1.0 / self.pace - 1.0));
         let seconds = start.elapsed().as_secs_f64();
@@ -338,12 +382,12 @@ impl Trainer {
     }
 
     fn evaluate(&mut self, log: &mut EventLog) -> Result<(), Failure> {
-        let Some(data) = &self.eval else { return Ok(()) };
+        let Some(data) = self.eval.clone() else { return Ok(()) };
         if self.last_eval.is_some_and(|(step, _)| step == self.info.step) {
             return Ok(());
         }
         let start = Instant::now();
-        let sum = evaluate(&mut self.engine, data)?;
+        let sum = self.insist(log, |trainer| evaluate(&mut trainer.engine, &data))?;
         let exact_match = (sum.samples > 0).then(|| sum.exact as f64 / sum.samples as f64);
         self.last_eval = Some((self.info.step, EvalResult { loss: sum.loss(), exact_match }));
         log.emit(Event::Evaluation {
@@ -363,7 +407,10 @@ impl Trainer {
         let start = Instant::now();
         let states = states(&self.run);
         let keep = self.run.train.keep;
-        checkpoint::write(&self.folder, &self.info, &self.model.config, &mut self.engine, states, keep)?;
+        self.insist(log, |trainer| {
+            let (info, config) = (&trainer.info, &trainer.resolved.model.config);
+            checkpoint::write(&trainer.folder, info, config, &mut trainer.engine, states, keep).map(|_| ())
+        })?;
         self.last_saved = (self.info.step, Instant::now());
         log.emit(Event::Checkpoint {
             step: self.info.step,
@@ -379,27 +426,39 @@ impl Trainer {
             self.evaluate(log)?;
             self.save(log)?;
             let path = self.folder.join("model");
-            write_model(&path, &self.model, self.info.precision, &mut self.engine)?;
-            if let (true, Some(eval)) = (self.generates, &self.eval) {
-                drawn = samples(&mut self.engine, eval, &self.model.config)?;
+            self.insist(log, |trainer| {
+                write_model(&path, &trainer.resolved.model, trainer.info.precision, &mut trainer.engine)
+            })?;
+            if let (true, Some(eval)) = (self.generates, self.eval.clone()) {
+                drawn =
+                    self.insist(log, |trainer| samples(&mut trainer.engine, &eval, &trainer.resolved.model.config))?;
             }
             model = Some(path);
         }
         let measured = process::peak_resident().unwrap_or(Bytes::ZERO);
         let stats = self.engine.stats();
-        let device = &self.plan.devices[0];
-        if self.seconds.is_empty() {
-            // Nothing was left to do: the mean of all steps before.
-            self.seconds.push(self.info.elapsed_seconds / self.info.step.max(1) as f64);
-        }
-        let (median, p95) = (quantile(&self.seconds, 0.5), quantile(&self.seconds, 0.95));
+        let device = &self.largest;
         let tokens = (self.batches.rows * u64::from(self.run.data.sequence)) as f64;
+        let predicted = self.plan.predicted.step_seconds;
+        let path = self.folder.join("result.json");
+        let before = fs::read(&path).ok().and_then(|text| serde_json::from_slice::<RunResult>(&text).ok());
+        let step_seconds = match before.filter(|before| before.steps == self.info.step) {
+            // Nothing was left to do, and those who did it have said how long it took.
+            Some(before) if self.seconds.is_empty() => before.step_seconds,
+            _ => {
+                if self.seconds.is_empty() {
+                    self.seconds.push(self.info.elapsed_seconds / self.info.step.max(1) as f64);
+                }
+                StepSeconds { median: quantile(&self.seconds, 0.5), p95: quantile(&self.seconds, 0.95), predicted }
+            }
+        };
+        let median = step_seconds.median;
         let result = RunResult {
             status,
             steps: self.info.step,
             loss: LossSpan { first: self.info.first_loss, last: self.info.last_loss },
             tokens_per_second: if median > 0.0 { tokens / median } else { 0.0 },
-            step_seconds: StepSeconds { median, p95, predicted: self.plan.predicted.step_seconds },
+            step_seconds,
             eval: self.last_eval.map(|(_, result)| result),
             memory: vec![DeviceMemory {
                 device: device.name.clone(),
@@ -410,10 +469,10 @@ impl Trainer {
                 measured_bytes: measured,
             }],
             recipe: self.info.recipe.clone(),
-            retreats: Vec::new(),
+            retreats: self.retreats,
         };
         let text = serde_json::to_vec_pretty(&result).expect("plain data has a JSON form");
-        atomic::write_file(&self.folder.join("result.json"), &text)?;
+        atomic::write_file(&path, &text)?;
         let word = match status {
             RunStatus::Done => "done",
             RunStatus::Stopped => "stopped",
@@ -421,7 +480,7 @@ impl Trainer {
         log.emit(Event::End { status: word.into(), step: self.info.step })?;
         // A tokenizer may take tens of megabytes: it is opened when the arena has been given back.
         drop(self.engine);
-        let samples = match self.model.tokenizer() {
+        let samples = match self.resolved.model.tokenizer() {
             Some(tokenizer) if !drawn.is_empty() => readable(&drawn, &tokenizer)?,
             _ => Vec::new(),
         };
@@ -445,7 +504,7 @@ fn states(run: &RunFile) -> &'static [&'static str] {
 }
 
 /// All rows of a data set once, in order.
-pub fn evaluate(engine: &mut Engine, data: &Dataset) -> Result<Evaluated, Failure> {
+pub(super) fn evaluate(engine: &mut Engine, data: &Dataset) -> Result<Evaluated, Trouble> {
     let at_once = u64::from(engine.recipe().micro_batch);
     let mut rows = Rows::new(at_once, data.sequence());
     let mut sum = Evaluated::default();
@@ -457,9 +516,9 @@ pub fn evaluate(engine: &mut Engine, data: &Dataset) -> Result<Evaluated, Failur
 }
 
 /// Writes the model as a Hugging Face directory, whole or not at all.
-fn write_model(path: &Path, model: &Model, dtype: plimsoll_core::DType, engine: &mut Engine) -> Result<(), Failure> {
+fn write_model(path: &Path, model: &Model, dtype: DType, engine: &mut Engine) -> Result<(), Trouble> {
     let raw = model.dir.as_ref().map(|dir| &dir.raw_config);
-    write_model_dir(path, &model.config, raw, dtype, model.folder(), |writer| -> Result<(), Failure> {
+    write_model_dir(path, &model.config, raw, dtype, model.folder(), |writer| -> Result<(), Trouble> {
         Ok(engine.move_files("save", &mut Storing(writer))?)
     })
 }

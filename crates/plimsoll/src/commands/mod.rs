@@ -1,5 +1,6 @@
 //! What each command does: resolve, call, print.
 
+pub mod budget;
 pub mod devices;
 pub mod model;
 pub mod plan;

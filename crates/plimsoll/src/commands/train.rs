@@ -17,7 +17,9 @@ use plimsoll_watch::terminal::for_stdout;
 /// What is wrong with the input, or does not fit, or stops the run.
 pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
     let file = args.resolve()?;
-    let run = if args.resumes() { Run::resume(file)? } else { Run::new(file)? };
+    let injections = args.injections()?;
+    let mut run = if args.resumes() { Run::resume(file)? } else { Run::new(file)? };
+    run.rehearse(injections);
     let prepared = run.prepared();
     if !args.json && !args.quiet {
         let table = shown(&prepared.run, &prepared.resolved, &prepared.answer, false);

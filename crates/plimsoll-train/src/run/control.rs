@@ -1,0 +1,164 @@
+//! The control socket of a run, `control.sock` in its folder: whoever may write there can move the load line of
+//! the run while it is under way. One line of JSON each way.
+
+use plimsoll_core::{Budget, Failure};
+use serde::{Deserialize, Serialize};
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Duration;
+use std::{fs, io, thread};
+
+/// How long a run may take to answer: it does so between two steps.
+const PATIENCE: Duration = Duration::from_secs(30 * 60);
+/// How long a caller may take to say what it wants.
+const HURRY: Duration = Duration::from_secs(5);
+
+/// What a caller says.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Request {
+    /// The load line that shall hold from the next step on.
+    budget: Budget,
+}
+
+/// What a run answers.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Reply {
+    /// Whether the load line was moved.
+    pub moved: bool,
+    /// What the run does now, or why it does not.
+    pub message: String,
+}
+
+/// A wish that the run has not answered yet.
+pub struct Wish {
+    /// The load line that is asked for.
+    pub budget: Budget,
+    reply: Sender<Reply>,
+}
+
+impl Wish {
+    /// Answers the caller, if it still listens.
+    pub fn answer(self, moved: bool, message: String) {
+        let _ = self.reply.send(Reply { moved, message });
+    }
+}
+
+/// The socket of this run, for as long as it lives.
+pub struct Control {
+    path: PathBuf,
+    wishes: Receiver<Wish>,
+}
+
+fn socket(run_dir: &Path) -> PathBuf {
+    run_dir.join("control.sock")
+}
+
+impl Control {
+    /// Listens in the run folder, which this program holds.
+    ///
+    /// # Errors
+    /// A socket that cannot be made: a path that is too long for one, or a file system that has none.
+    pub fn listen(run_dir: &Path) -> io::Result<Control> {
+        let path = socket(run_dir);
+        // Left by a run that was killed.
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        let listener = UnixListener::bind(&path)?;
+        let (sender, wishes) = channel();
+        thread::Builder::new().name("control".into()).stack_size(128 << 10).spawn(move || {
+            for caller in listener.incoming().flatten() {
+                // One after another: a run answers between steps, and the last wish wins.
+                let _ = serve(&caller, &sender);
+            }
+        })?;
+        Ok(Control { path, wishes })
+    }
+
+    /// What has been asked for since the last look.
+    pub fn wishes(&self) -> impl Iterator<Item = Wish> + '_ {
+        self.wishes.try_iter()
+    }
+}
+
+impl Drop for Control {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+fn serve(caller: &UnixStream, wishes: &Sender<Wish>) -> io::Result<()> {
+    caller.set_read_timeout(Some(HURRY))?;
+    let mut line = String::new();
+    BufReader::new(caller).read_line(&mut line)?;
+    let answer = match serde_json::from_str::<Request>(&line) {
+        Err(error) => Reply { moved: false, message: format!("not understood: {error}") },
+        Ok(Request { budget }) => {
+            let (reply, answer) = channel();
+            let ended = Reply { moved: false, message: "the run has ended".into() };
+            match wishes.send(Wish { budget, reply }) {
+                Err(_) => ended,
+                Ok(()) => answer.recv_timeout(PATIENCE).unwrap_or(ended),
+            }
+        }
+    };
+    let mut text = serde_json::to_vec(&answer).expect("plain data has a JSON form");
+    text.push(b'\n');
+    (&*caller).write_all(&text)
+}
+
+/// Asks the run of this folder to hold another load line, and waits for its answer.
+///
+/// # Errors
+/// No run is under way there, or it went away.
+pub fn ask(run_dir: &Path, budget: Budget) -> Result<Reply, Failure> {
+    let path = socket(run_dir);
+    let nobody = |error: io::Error| {
+        Failure::input(format!("{}: no run is under way here ({error})", run_dir.display()))
+            .hint("name the folder of a run that `plimsoll train` works on now (run.dir)")
+    };
+    let mut stream = UnixStream::connect(&path).map_err(nobody)?;
+    let mut text = serde_json::to_vec(&Request { budget }).expect("plain data has a JSON form");
+    text.push(b'\n');
+    stream.write_all(&text).map_err(nobody)?;
+    let mut line = String::new();
+    BufReader::new(stream).read_line(&mut line).map_err(nobody)?;
+    serde_json::from_str(&line).map_err(|_| Failure::input(format!("{}: the run ended", run_dir.display())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use plimsoll_core::Bytes;
+
+    #[test]
+    fn a_wish_reaches_the_run_and_its_answer_comes_back() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(socket(folder.path()), "left by a killed run").unwrap();
+        let control = Control::listen(folder.path()).unwrap();
+        let path = folder.path().to_owned();
+        let caller = thread::spawn(move || ask(&path, Budget::Amount(Bytes::gib(6))));
+        let wish = control.wishes.recv_timeout(HURRY).unwrap();
+        assert_eq!(wish.budget, Budget::Amount(Bytes::gib(6)));
+        wish.answer(true, "done".into());
+        assert_eq!(caller.join().unwrap().unwrap(), Reply { moved: true, message: "done".into() });
+        drop(control);
+        assert!(!socket(folder.path()).exists());
+    }
+
+    #[test]
+    fn a_folder_without_a_run_and_words_that_mean_nothing_are_told() {
+        let folder = tempfile::tempdir().unwrap();
+        assert!(ask(folder.path(), Budget::DEVICE).unwrap_err().message.contains("no run is under way here"));
+        let _control = Control::listen(folder.path()).unwrap();
+        let mut stream = UnixStream::connect(socket(folder.path())).unwrap();
+        stream.write_all(b"{\"budget\": \"six\"}\n").unwrap();
+        let mut line = String::new();
+        BufReader::new(stream).read_line(&mut line).unwrap();
+        assert!(line.contains("\"moved\":false") && line.contains("not understood"), "{line}");
+    }
+}

@@ -1,0 +1,230 @@
+//! Rehearsed refusals: the device refuses memory exactly where it is told to, so that everybody can see
+//! what a run does then. For users (`plimsoll train --inject-oom`) and for tests.
+
+use crate::data::mix;
+use plimsoll_core::Failure;
+use plimsoll_device::device::{DeviceError, Memory, Observer};
+use plimsoll_program::Op;
+use std::str::FromStr;
+
+/// Programs in which a device can be told to refuse, as they are written on the command line.
+pub const PROGRAMS: [&str; 14] = [
+    "load",
+    "fresh",
+    "begin",
+    "forward",
+    "backward",
+    "norm",
+    "update",
+    "evaluate",
+    "prefill",
+    "decode",
+    "save",
+    "checkpoint",
+    "restore",
+    "re-plan",
+];
+
+/// Where the device shall refuse.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Injection {
+    /// `STEP[:PROGRAM[:OP]]`: once, at this place.
+    At {
+        /// The step that is being done; work beside the steps belongs to the step before it, and 0 is the start.
+        step: u64,
+        /// The Program; without one, the first that runs in that step.
+        program: Option<String>,
+        /// The op; without one, the first.
+        op: Option<WhichOp>,
+    },
+    /// `random:P`: each run of a Program with this probability, at an op drawn at random.
+    Random {
+        /// From 0 to 1.
+        share: f64,
+    },
+}
+
+/// An op of a Program.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum WhichOp {
+    /// By its number, counted from 1.
+    Number(u32),
+    /// The first of this name.
+    Named(String),
+}
+
+impl FromStr for Injection {
+    type Err = Failure;
+
+    fn from_str(text: &str) -> Result<Injection, Failure> {
+        let wrong = || {
+            Failure::input(format!("--inject-oom `{text}`: expected STEP[:PROGRAM[:OP]], or random:P"))
+                .hint("such as 12, 12:backward, 12:update:3, 0:load, or random:0.01")
+        };
+        if let Some(share) = text.strip_prefix("random:") {
+            let share: f64 = share.parse().map_err(|_| wrong())?;
+            return (share > 0.0 && share <= 1.0).then_some(Injection::Random { share }).ok_or_else(wrong);
+        }
+        let mut parts = text.split(':');
+        let step = parts.next().unwrap_or_default().parse().map_err(|_| wrong())?;
+        let program = parts.next().map(str::to_owned);
+        if let Some(program) = program.as_deref().filter(|name| !PROGRAMS.contains(name)) {
+            return Err(Failure::input(format!("--inject-oom `{text}`: there is no Program `{program}`"))
+                .hint(format!("Programs are {}", PROGRAMS.join(", "))));
+        }
+        let op = match parts.next() {
+            None => None,
+            Some(op) if op.is_empty() => return Err(wrong()),
+            Some(op) => Some(match op.parse::<u32>() {
+                Ok(0) => return Err(wrong()),
+                Ok(number) => WhichOp::Number(number),
+                Err(_) => WhichOp::Named(op.to_owned()),
+            }),
+        };
+        if parts.next().is_some() { Err(wrong()) } else { Ok(Injection::At { step, program, op }) }
+    }
+}
+
+/// The refusals that are still to come.
+#[derive(Debug, Default)]
+pub struct Rehearsal {
+    once: Vec<(u64, Option<String>, Option<WhichOp>)>,
+    share: f64,
+    seed: u64,
+    step: u64,
+    runs: u64,
+}
+
+impl Rehearsal {
+    /// What was asked for; `seed` draws the random ones.
+    pub fn new(injections: &[Injection], seed: u64) -> Rehearsal {
+        let mut rehearsal = Rehearsal { seed, ..Rehearsal::default() };
+        for injection in injections {
+            match injection {
+                Injection::At { step, program, op } => {
+                    rehearsal.once.push((*step, program.clone(), op.clone()));
+                }
+                Injection::Random { share } => rehearsal.share = rehearsal.share.max(*share),
+            }
+        }
+        rehearsal
+    }
+
+    /// From now on this step is being done.
+    pub fn at_step(&mut self, step: u64) {
+        self.step = step;
+    }
+
+    /// Whether nothing will ever be refused any more.
+    pub fn is_over(&self) -> bool {
+        self.once.is_empty() && self.share == 0.0
+    }
+
+    /// Whether the next move to another plan is refused.
+    pub fn refuses_replan(&mut self) -> bool {
+        let step = self.step;
+        let at = self.once.iter().position(|(of, program, _)| *of == step && program.as_deref() == Some("re-plan"));
+        at.map(|at| self.once.remove(at)).is_some() || self.drawn(1).is_some()
+    }
+
+    /// The op (of `length`) at which this run of a Program is refused by chance.
+    fn drawn(&mut self, length: u32) -> Option<u32> {
+        if self.share == 0.0 {
+            return None;
+        }
+        self.runs += 1;
+        let number = mix(mix(self.seed) ^ self.runs);
+        let unit = (number >> 11) as f64 / (1u64 << 53) as f64;
+        (unit < self.share).then(|| 1 + (mix(number) % u64::from(length.max(1))) as u32)
+    }
+
+    /// An observer of one run of a Program that refuses where it must, and passes the rest on.
+    pub fn observer<'a>(&'a mut self, program: &'a str, length: u32, inner: &'a mut dyn Observer) -> Rehearsed<'a> {
+        let drawn = self.drawn(length);
+        Rehearsed { rehearsal: self, program, drawn, inner }
+    }
+
+    fn refuses(&mut self, program: &str, tick: u32, op: &str) -> bool {
+        let step = self.step;
+        let here = |(of, asked, which): &(u64, Option<String>, Option<WhichOp>)| {
+            *of == step
+                && asked.as_deref().is_none_or(|asked| asked == program)
+                && match which {
+                    None => true,
+                    Some(WhichOp::Number(number)) => *number == tick,
+                    Some(WhichOp::Named(name)) => name == op,
+                }
+        };
+        let at = self.once.iter().position(here);
+        at.map(|at| self.once.remove(at)).is_some()
+    }
+}
+
+/// See [`Rehearsal::observer`].
+pub struct Rehearsed<'a> {
+    rehearsal: &'a mut Rehearsal,
+    program: &'a str,
+    drawn: Option<u32>,
+    inner: &'a mut dyn Observer,
+}
+
+impl Observer for Rehearsed<'_> {
+    fn before(&mut self, tick: u32, op: &Op, memory: &mut dyn Memory) -> Result<(), DeviceError> {
+        if self.drawn == Some(tick) || self.rehearsal.refuses(self.program, tick, op.name()) {
+            let program = self.program.to_owned();
+            return Err(DeviceError::Refused { program, tick, op: op.name() });
+        }
+        self.inner.before(tick, op, memory)
+    }
+
+    fn after(&mut self, tick: u32, op: &Op, memory: &mut dyn Memory) {
+        self.inner.after(tick, op, memory);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn places_are_read_as_they_are_written() {
+        let at = |step, program: Option<&str>, op| Injection::At { step, program: program.map(str::to_owned), op };
+        assert_eq!("12".parse(), Ok(at(12, None, None)));
+        assert_eq!("12:backward".parse(), Ok(at(12, Some("backward"), None)));
+        assert_eq!("3:update:7".parse(), Ok(at(3, Some("update"), Some(WhichOp::Number(7)))));
+        assert_eq!("3:forward:product".parse(), Ok(at(3, Some("forward"), Some(WhichOp::Named("product".into())))));
+        assert_eq!("random:0.25".parse(), Ok(Injection::Random { share: 0.25 }));
+        for wrong in ["", "x", "-1", "1:sideways", "1:update:0", "1:update:", "1:update:2:3", "random:0", "random:2"] {
+            assert!(wrong.parse::<Injection>().is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_refusal_happens_once_and_only_at_its_place() {
+        let injections: Vec<Injection> =
+            ["2:backward:3", "2:re-plan", "4"].iter().map(|text| text.parse().unwrap()).collect();
+        let mut rehearsal = Rehearsal::new(&injections, 1);
+        rehearsal.at_step(1);
+        assert!(!rehearsal.refuses("backward", 3, "add") && !rehearsal.refuses_replan());
+        rehearsal.at_step(2);
+        assert!(!rehearsal.refuses("forward", 3, "add") && !rehearsal.refuses("backward", 2, "add"));
+        assert!(rehearsal.refuses("backward", 3, "add") && !rehearsal.refuses("backward", 3, "add"));
+        assert!(rehearsal.refuses_replan() && !rehearsal.refuses_replan());
+        rehearsal.at_step(4);
+        assert!(!rehearsal.is_over() && rehearsal.refuses("begin", 1, "fill") && rehearsal.is_over());
+    }
+
+    #[test]
+    fn chance_refuses_about_the_share_that_was_asked_for_and_repeats_itself() {
+        let draw = |seed| {
+            let mut rehearsal = Rehearsal::new(&[Injection::Random { share: 0.1 }], seed);
+            (0..2000).map(|_| rehearsal.drawn(50)).collect::<Vec<_>>()
+        };
+        let drawn = draw(1);
+        let hits: Vec<u32> = drawn.iter().flatten().copied().collect();
+        assert!((120..280).contains(&hits.len()), "{}", hits.len());
+        assert!(hits.iter().all(|tick| (1..=50).contains(tick)));
+        assert_eq!(drawn, draw(1));
+        assert_ne!(drawn, draw(2));
+    }
+}

@@ -1,0 +1,23 @@
+//! `plimsoll budget`: another load line for a run that is under way.
+
+use crate::args::BudgetArgs;
+use crate::say;
+use plimsoll_core::{Exit, Failure};
+use plimsoll_train::run::control;
+
+/// Asks the run, and says what it answers.
+///
+/// # Errors
+/// No run is under way there, or it cannot do with so little (exit 3: it goes on as it was).
+pub fn run(args: &BudgetArgs) -> Result<Exit, Failure> {
+    let reply = control::ask(&args.run_dir, args.budget)?;
+    if !reply.moved {
+        return Err(Failure::does_not_fit(reply.message));
+    }
+    let text = match args.json {
+        true => serde_json::to_string(&reply).expect("an answer is plain data"),
+        false => reply.message,
+    };
+    say::answer(&format!("{text}\n"));
+    Ok(Exit::Done)
+}
