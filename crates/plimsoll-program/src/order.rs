@@ -93,7 +93,7 @@ mod tests {
 
     /// Each op adds one of eight pieces of a buffer to another, on one of four queues.
     fn program(ops: &[(u8, i64, i64)]) -> (ProgramSet, Placement) {
-        let mut builder = Builder::new(DType::F32, plimsoll_program::workspace::Kernels::Cuda);
+        let mut builder = Builder::new(DType::F32, crate::workspace::Kernels::Cuda);
         let buffer = builder.persistent("buffer", &[80], DType::F32, Category::Activation, 1);
         let piece = |number: i64| Operand::whole(buffer).from(Index::fixed(number * 10));
         let queues = [Queue::Compute, Queue::CopyIn, Queue::CopyOut, Queue::Communication];
