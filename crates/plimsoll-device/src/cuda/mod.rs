@@ -1,4 +1,7 @@
 //! NVIDIA GPUs. Here are the kernels as data, and how each is launched.
 
+pub mod compile;
+pub mod driver;
 pub mod kernels;
 pub mod libraries;
+pub mod products;

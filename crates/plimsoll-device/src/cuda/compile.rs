@@ -1,0 +1,424 @@
+//! Kernels from source to machine code: NVRTC compiles each [`Unit`] for the GPU's own architecture, and the result is
+//! kept for the next start.
+//!
+//! What is made is a cubin, not PTX: a driver takes machine code of any NVRTC up to its own CUDA, but refuses PTX that is
+//! newer than itself. A cubin is kept under the hash of all that it depends on, and under its own hash, so that neither
+//! an update nor a half-written file can bring the wrong kernel.
+
+use super::driver::{CudaError, library};
+use super::kernels::{OPTIONS, Unit};
+use super::libraries::builtins_of;
+use plimsoll_core::Failure;
+use serde::Serialize;
+use sha2::{Digest, Sha256};
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::{fmt, fs, process, ptr, thread};
+
+/// The compute capability of a GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+pub struct Architecture {
+    /// 8 of 8.6.
+    pub major: u32,
+    /// 6 of 8.6.
+    pub minor: u32,
+}
+
+impl Architecture {
+    /// The name of the family of GPUs.
+    pub fn family(self) -> &'static str {
+        match (self.major, self.minor) {
+            (0..=4, _) => "Kepler or older",
+            (5, _) => "Maxwell",
+            (6, _) => "Pascal",
+            (7, 0..=4) => "Volta",
+            (7, _) => "Turing",
+            (8, 9) => "Ada",
+            (8, _) => "Ampere",
+            (9, _) => "Hopper",
+            (10..=12, _) => "Blackwell",
+            _ => "newer than Blackwell",
+        }
+    }
+
+    /// That Plimsoll's kernels run on it: from Ampere, which was the first to have bf16, to Blackwell.
+    ///
+    /// # Errors
+    /// Why they do not.
+    pub fn check(self) -> Result<(), String> {
+        match self.major {
+            0..=7 => Err(format!("{} ({self}) is too old: it has no bf16; Ampere (8.0) is the oldest", self.family())),
+            8..=12 => Ok(()),
+            _ => Err(format!("compute capability {self} is {}: this version does not know it", self.family())),
+        }
+    }
+
+    fn number(self) -> u32 {
+        self.major * 10 + self.minor
+    }
+}
+
+impl fmt::Display for Architecture {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.major, self.minor)
+    }
+}
+
+/// Why there is no machine code.
+#[derive(Debug, thiserror::Error)]
+pub enum CompileError {
+    /// The compiler cannot be opened.
+    #[error(transparent)]
+    Library(#[from] CudaError),
+    /// This GPU is too old or too new for Plimsoll.
+    #[error("{0}")]
+    Architecture(String),
+    /// This compiler is too old for the GPU.
+    #[error("NVRTC {version} ({}) does not compile for compute capability {architecture}", path.display())]
+    Compiler {
+        /// Of the compiler.
+        version: String,
+        /// Where it is.
+        path: PathBuf,
+        /// What was wanted.
+        architecture: Architecture,
+    },
+    /// A kernel does not compile: a bug of ours, or an NVRTC that is not whole.
+    #[error("NVRTC {version} refuses the unit {unit} for sm_{target}: {reason}\n{log}")]
+    Refused {
+        /// Of the compiler.
+        version: String,
+        /// Which unit.
+        unit: String,
+        /// For what.
+        target: u32,
+        /// What it said in a word.
+        reason: String,
+        /// All that it said.
+        log: String,
+    },
+}
+
+impl From<CompileError> for Failure {
+    fn from(error: CompileError) -> Failure {
+        let message = error.to_string();
+        match error {
+            CompileError::Library(error) => error.into(),
+            CompileError::Architecture(_) => {
+                Failure::input(message).hint("run on another device: --devices cpu; plimsoll devices lists them")
+            }
+            CompileError::Compiler { .. } => Failure::input(message).hint(
+                "bring a newer one: pip install --upgrade nvidia-cuda-nvrtc (a newer driver may be needed for it)",
+            ),
+            // Its second half is a file of its own, which can be missing.
+            CompileError::Refused { log, .. } if log.contains("builtins") => {
+                Failure::input(message).hint("install it anew: pip install --force-reinstall nvidia-cuda-nvrtc")
+            }
+            CompileError::Refused { .. } => Failure::bug(message),
+        }
+    }
+}
+
+/// `nvrtcProgram`.
+type Program = *mut c_void;
+
+library! {
+    /// The functions of NVRTC that are called. They may be called from several threads.
+    Nvrtc {
+        fn nvrtcVersion(major: *mut c_int, minor: *mut c_int) -> c_int;
+        fn nvrtcGetErrorString(code: c_int) -> *const c_char;
+        fn nvrtcGetNumSupportedArchs(count: *mut c_int) -> c_int;
+        fn nvrtcGetSupportedArchs(architectures: *mut c_int) -> c_int;
+        fn nvrtcCreateProgram(
+            program: *mut Program, source: *const c_char, name: *const c_char,
+            headers: c_int, contents: *const *const c_char, names: *const *const c_char,
+        ) -> c_int;
+        fn nvrtcCompileProgram(program: Program, count: c_int, options: *const *const c_char) -> c_int;
+        fn nvrtcGetProgramLogSize(program: Program, bytes: *mut usize) -> c_int;
+        fn nvrtcGetProgramLog(program: Program, log: *mut c_char) -> c_int;
+        fn nvrtcGetCUBINSize(program: Program, bytes: *mut usize) -> c_int;
+        fn nvrtcGetCUBIN(program: Program, cubin: *mut c_char) -> c_int;
+        fn nvrtcDestroyProgram(program: *mut Program) -> c_int;
+    }
+}
+
+/// The compiler of kernels, with its memory.
+pub struct Compiler {
+    nvrtc: Nvrtc,
+    path: PathBuf,
+    version: String,
+    /// The architectures that it compiles for, as `86`.
+    targets: Vec<u32>,
+    driver: String,
+    cache: Option<PathBuf>,
+}
+
+impl Compiler {
+    /// Opens the NVRTC that lies at `path`. Machine code is kept below the folder `cache`, for as long as compiler,
+    /// sources and `driver` (its version) stay what they are.
+    ///
+    /// # Errors
+    /// It cannot be opened.
+    pub fn open(path: &Path, driver: &str, cache: Option<&Path>) -> Result<Compiler, CompileError> {
+        if let Some(builtins) = builtins_of(path) {
+            // SAFETY: the second half of NVRTC, which it would open itself if it lay in a folder of the loader's.
+            // Where it cannot be opened, NVRTC says so in the log of the first unit.
+            std::mem::forget(unsafe { libloading::Library::new(builtins) });
+        }
+        let nvrtc = Nvrtc::load(path)?;
+        let (mut major, mut minor, mut count) = (0, 0, 0);
+        // SAFETY: each writes one int to where it is told.
+        let codes =
+            unsafe { [(nvrtc.nvrtcVersion)(&mut major, &mut minor), (nvrtc.nvrtcGetNumSupportedArchs)(&mut count)] };
+        let mut targets = vec![0; usize::try_from(count).unwrap_or(0)];
+        // SAFETY: there is room for as many ints as it said that it would write.
+        let code = unsafe { (nvrtc.nvrtcGetSupportedArchs)(targets.as_mut_ptr()) };
+        if codes != [0; 2] || code != 0 {
+            targets.clear();
+        }
+        Ok(Compiler {
+            nvrtc,
+            path: path.to_path_buf(),
+            version: format!("{major}.{minor}"),
+            targets: targets.into_iter().filter_map(|target| u32::try_from(target).ok()).collect(),
+            driver: driver.to_owned(),
+            cache: cache.map(|cache| cache.join("kernels")),
+        })
+    }
+
+    /// Its version, `13.2`.
+    pub fn version(&self) -> &str {
+        &self.version
+    }
+
+    /// What is compiled for a GPU: its own architecture, or where the compiler does not know that, the closest older
+    /// one whose machine code it runs.
+    fn target(&self, architecture: Architecture) -> Result<u32, CompileError> {
+        architecture.check().map_err(CompileError::Architecture)?;
+        let runs = |target: &&u32| **target / 10 == architecture.major && **target <= architecture.number();
+        self.targets.iter().filter(runs).max().copied().ok_or_else(|| CompileError::Compiler {
+            version: self.version.clone(),
+            path: self.path.clone(),
+            architecture,
+        })
+    }
+
+    /// The machine code of each unit, from the cache or compiled on several threads.
+    ///
+    /// # Errors
+    /// The first unit that does not compile, or an architecture that nothing is compiled for.
+    pub fn cubins(&self, units: &[Unit], architecture: Architecture) -> Result<Vec<Vec<u8>>, CompileError> {
+        let target = self.target(architecture)?;
+        let next = AtomicUsize::new(0);
+        let done = Mutex::new(Vec::new());
+        let work = || {
+            while let Some(unit) = units.get(next.fetch_add(1, Ordering::Relaxed)) {
+                let made = self.cubin(*unit, target);
+                let failed = made.is_err();
+                done.lock().unwrap_or_else(PoisonError::into_inner).push((*unit, made));
+                if failed {
+                    next.store(units.len(), Ordering::Relaxed);
+                }
+            }
+        };
+        let threads = thread::available_parallelism().map_or(1, usize::from).min(units.len()).min(8);
+        thread::scope(|scope| {
+            for _ in 1..threads {
+                scope.spawn(work);
+            }
+            work();
+        });
+        let mut done = done.into_inner().unwrap_or_else(PoisonError::into_inner);
+        if let Some(failed) = done.iter().position(|(_, made)| made.is_err()) {
+            return Err(done.swap_remove(failed).1.expect_err("it failed"));
+        }
+        let of =
+            |unit: &Unit| done.iter().find(|(done, _)| done == unit).and_then(|(_, made)| made.as_ref().ok().cloned());
+        Ok(units.iter().map(|unit| of(unit).expect("every unit was compiled")).collect())
+    }
+
+    /// The machine code of one unit.
+    fn cubin(&self, unit: Unit, target: u32) -> Result<Vec<u8>, CompileError> {
+        let source = unit.source();
+        let file = self.cache.as_ref().map(|cache| cache.join(self.key(&source, target, &unit.name())));
+        if let Some(known) = file.as_ref().and_then(|file| read(file)) {
+            return Ok(known);
+        }
+        let cubin = self.compile(&unit.name(), &source, target)?;
+        if let Some(file) = &file {
+            write(file, &cubin);
+        }
+        Ok(cubin)
+    }
+
+    /// The name under which machine code is kept: the unit's, for people, and a hash of all that it depends on.
+    fn key(&self, source: &str, target: u32, unit: &str) -> String {
+        let mut hash = Sha256::new();
+        for part in [source, &OPTIONS.join(" "), &target.to_string(), &self.version, &self.driver] {
+            hash.update((part.len() as u64).to_le_bytes());
+            hash.update(part);
+        }
+        let hash: String = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+        format!("{unit}-sm_{target}-{hash}.cubin")
+    }
+
+    fn compile(&self, unit: &str, source: &str, target: u32) -> Result<Vec<u8>, CompileError> {
+        let text = |text: &str| CString::new(text).expect("sources and options have no zero bytes");
+        let (source, name) = (text(source), text(&format!("{unit}.cu")));
+        let mut options: Vec<CString> = OPTIONS.iter().map(|option| text(option)).collect();
+        options.push(text(&format!("--gpu-architecture=sm_{target}")));
+        let pointers: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
+        let api = &self.nvrtc;
+        let mut program: Program = ptr::null_mut();
+        // SAFETY: both texts end with a zero and outlive the call; there are no headers.
+        let code = unsafe {
+            (api.nvrtcCreateProgram)(&mut program, source.as_ptr(), name.as_ptr(), 0, ptr::null(), ptr::null())
+        };
+        let refused = |code: c_int, log: String| CompileError::Refused {
+            version: self.version.clone(),
+            unit: unit.to_owned(),
+            target,
+            // SAFETY: a text of the library's own, for any code.
+            reason: unsafe { text_at((api.nvrtcGetErrorString)(code)) },
+            log,
+        };
+        if code != 0 {
+            return Err(refused(code, String::new()));
+        }
+        // SAFETY: the program was made above; as many options as pointers, each ending with a zero.
+        let code = unsafe { (api.nvrtcCompileProgram)(program, pointers.len() as c_int, pointers.as_ptr()) };
+        let result = if code == 0 {
+            // SAFETY: both functions are those for machine code, and the program has been compiled.
+            unsafe { taken(program, api.nvrtcGetCUBINSize, api.nvrtcGetCUBIN) }
+                .map_err(|code| refused(code, String::new()))
+        } else {
+            // SAFETY: both functions are those for the log, which every program has.
+            let log = unsafe { taken(program, api.nvrtcGetProgramLogSize, api.nvrtcGetProgramLog) }.unwrap_or_default();
+            Err(refused(code, String::from_utf8_lossy(&log).trim_end_matches(['\0', '\n']).to_owned()))
+        };
+        // SAFETY: made above, and used by nobody from here on.
+        unsafe { (api.nvrtcDestroyProgram)(&mut program) };
+        result
+    }
+}
+
+type SizeOf = unsafe extern "C" fn(Program, *mut usize) -> c_int;
+type CopyOf = unsafe extern "C" fn(Program, *mut c_char) -> c_int;
+
+/// Bytes that NVRTC gives in two calls.
+///
+/// # Safety
+/// The functions belong together, and the program is alive.
+unsafe fn taken(program: Program, size: SizeOf, copy: CopyOf) -> Result<Vec<u8>, c_int> {
+    let mut bytes = 0;
+    // SAFETY: writes one number; the program is alive.
+    let code = unsafe { size(program, &mut bytes) };
+    if code != 0 {
+        return Err(code);
+    }
+    let mut taken = vec![0u8; bytes];
+    // SAFETY: there is room for as many bytes as it said.
+    match unsafe { copy(program, taken.as_mut_ptr().cast()) } {
+        0 => Ok(taken),
+        code => Err(code),
+    }
+}
+
+/// # Safety
+/// A text that ends with a zero, or null.
+unsafe fn text_at(text: *const c_char) -> String {
+    if text.is_null() {
+        return String::new();
+    }
+    // SAFETY: the caller's promise.
+    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+}
+
+/// What a file of the cache holds, if it is whole: its hash, then the machine code.
+fn read(file: &Path) -> Option<Vec<u8>> {
+    let bytes = fs::read(file).ok()?;
+    let (hash, cubin) = bytes.split_at_checked(32)?;
+    (!cubin.is_empty() && Sha256::digest(cubin).as_slice() == hash).then(|| cubin.to_vec())
+}
+
+/// Written aside and renamed, so that a reader beside us never sees half a file. Failures are let go: the cache only
+/// saves time.
+fn write(file: &Path, cubin: &[u8]) {
+    let aside = file.with_extension(format!("{}", process::id()));
+    let bytes = [Sha256::digest(cubin).as_slice(), cubin].concat();
+    let made = fs::create_dir_all(file.parent().unwrap_or(Path::new("")));
+    if made.and_then(|()| fs::write(&aside, bytes)).and_then(|()| fs::rename(&aside, file)).is_err() {
+        let _ = fs::remove_file(&aside);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gpus_that_are_too_old_or_too_new_are_refused_by_name() {
+        let check = |major, minor| Architecture { major, minor }.check();
+        assert_eq!(check(7, 5).unwrap_err(), "Turing (7.5) is too old: it has no bf16; Ampere (8.0) is the oldest");
+        assert!(check(6, 1).unwrap_err().starts_with("Pascal (6.1) is too old"));
+        for (major, minor) in [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1)] {
+            assert_eq!(check(major, minor), Ok(()));
+        }
+        assert!(check(13, 0).unwrap_err().contains("13.0 is newer than Blackwell"));
+    }
+
+    #[test]
+    fn a_damaged_file_of_the_cache_is_none() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("deep/unit.cubin");
+        write(&file, b"machine code");
+        assert_eq!(read(&file).unwrap(), b"machine code");
+        let whole = fs::read(&file).unwrap();
+        let mut flipped = whole.clone();
+        flipped[40] ^= 1;
+        for bad in [&whole[..20], &whole[..36], &whole[..32], &flipped[..], &[]] {
+            fs::write(&file, bad).unwrap();
+            assert_eq!(read(&file), None, "{} bytes", bad.len());
+        }
+        assert_eq!(fs::read_dir(file.parent().unwrap()).unwrap().count(), 1, "nothing is left aside");
+    }
+
+    /// The compiler of the environment; cuda-check runs this where it has brought one.
+    #[test]
+    #[ignore = "needs NVRTC: cargo xtask cuda-check"]
+    fn units_become_machine_code_once_and_what_does_not_compile_comes_with_its_log() {
+        use crate::cuda::kernels::{Family, Real};
+        use crate::cuda::libraries::{Libraries, Library};
+        let libraries = Libraries::find();
+        let nvrtc = &libraries.choose(Library::Nvrtc, None).unwrap().path;
+        let folder = tempfile::tempdir().unwrap();
+        let ampere = Architecture { major: 8, minor: 6 };
+        let units = [Family::Norm, Family::SwiGlu, Family::Optimizer].map(|family| Unit::new(family, Real::Bf16, 64));
+        let compiler = Compiler::open(nvrtc, "580.1", Some(folder.path())).unwrap();
+        let made = compiler.cubins(&units, ampere).unwrap();
+        assert!(made.iter().all(|cubin| cubin.starts_with(b"\x7fELF")));
+        assert_ne!(made[0], made[1]);
+        let files = || {
+            let mut files: Vec<PathBuf> =
+                fs::read_dir(folder.path().join("kernels")).unwrap().map(|entry| entry.unwrap().path()).collect();
+            files.sort();
+            files
+        };
+        let written = |file: &Path| fs::metadata(file).unwrap().modified().unwrap();
+        let (first, damaged) = (files(), files()[0].clone());
+        assert_eq!(first.len(), 3);
+        let untouched = written(&first[1]);
+        fs::write(&damaged, "half a file").unwrap();
+        assert_eq!(compiler.cubins(&units, ampere).unwrap(), made);
+        assert!(read(&damaged).is_some(), "a damaged file is made again");
+        assert_eq!(written(&first[1]), untouched, "a whole one is not");
+        // Another driver, another architecture: other files.
+        Compiler::open(nvrtc, "590.1", Some(folder.path())).unwrap().cubins(&units[..1], ampere).unwrap();
+        compiler.cubins(&units[..1], Architecture { major: 9, minor: 0 }).unwrap();
+        assert_eq!(files().len(), 5);
+        let refused = compiler.compile("bad", "__global__ void k() { int x = nonsense; }", 86).unwrap_err().to_string();
+        assert!(refused.contains("refuses the unit bad for sm_86") && refused.contains("\"nonsense\" is undefined"));
+    }
+}
