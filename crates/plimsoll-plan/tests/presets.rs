@@ -43,11 +43,14 @@ fn question<'a>(config: &'a plimsoll_program::models::ModelConfig, device: &'a D
 }
 
 #[test]
-fn every_preset_packs_to_the_bound() {
-    for name in preset_names() {
+fn every_preset_packs_to_the_bound_in_every_precision_on_every_target() {
+    let targets = [DeviceKind::Cpu, DeviceKind::Paper];
+    let runs = targets.into_iter().flat_map(|kind| [(kind, DType::F32), (kind, DType::Bf16)]);
+    for (name, (kind, precision)) in runs.flat_map(|run| preset_names().map(move |name| (name, run))) {
         let config = preset(name).expect("a listed preset exists");
-        let plenty = device(Bytes::gib(100_000));
-        let answer = search(&question(&config, &plenty));
+        let plenty = DeviceSpec { kind, ..device(Bytes::gib(100_000)) };
+        let answer = search(&Question { precision, ..question(&config, &plenty) });
+        let name = format!("{name} in {precision} on {kind:?}");
         assert!(answer.plan.fits, "{name}");
         plimsoll_program::passes::check::check(&answer.set).unwrap_or_else(|e| panic!("{name}: {e}"));
         let plan = &answer.plan.devices[0];

@@ -155,6 +155,8 @@ struct Decoder<'a> {
     what: &'a Build<'a>,
     builder: Builder,
     weights: Weights,
+    /// Wide copies of the weights, where the arithmetic is too coarse to add small updates to.
+    masters: HashMap<TensorId, TensorId>,
     scalars: TensorId,
     metrics: TensorId,
     shape: Heads,
@@ -204,7 +206,8 @@ impl<'a> Decoder<'a> {
         let final_norm = weight("final_norm", &[d], 1);
         let head = if config.tied { embedding } else { weight("head", &[v, d], 1) };
         let table_rows = what.sequence.max(what.generation.map_or(0, |g| g.capacity));
-        let rope_table = weight("rope_table", &[table_rows, shape.head_dim], 1);
+        let wide = what.precision.wide();
+        let rope_table = builder.persistent("rope_table", &[table_rows, shape.head_dim], wide, Category::Weight, 1);
         let weights = Weights {
             embedding,
             attention_norm,
@@ -219,12 +222,44 @@ impl<'a> Decoder<'a> {
             head,
             rope_table,
         };
-        let scalars = builder.persistent(SCALARS, &[SCALAR_COUNT], what.precision, Category::Staging, 1);
+        let scalars = builder.persistent(SCALARS, &[SCALAR_COUNT], wide, Category::Staging, 1);
         let metrics = builder.persistent(METRICS, &[METRIC_COUNT], DType::F64, Category::Staging, 1);
-        Decoder { what, builder, weights, scalars, metrics, shape, table_rows }
+        let masters = HashMap::new();
+        let mut decoder = Decoder { what, builder, weights, masters, scalars, metrics, shape, table_rows };
+        if what.training.is_some() && what.precision != wide {
+            for id in decoder.trained() {
+                let master = decoder.beside(id, "master", Category::Optimizer);
+                decoder.masters.insert(id, master);
+            }
+        }
+        decoder
     }
 
-    /// All trained tensors with their slots: name, id, slots, whether decay applies.
+    /// A wide tensor beside a weight, of the same shape.
+    fn beside(&mut self, weight: TensorId, role: &str, category: Category) -> TensorId {
+        let Tensor { name, shape, slots, .. } = self.builder.set.tensor(weight).clone();
+        self.builder.persistent(&format!("{name}.{role}"), &shape, self.what.precision.wide(), category, slots)
+    }
+
+    /// What updates, files and checkpoints work on: the master of a weight, or the weight itself.
+    fn master(&self, weight: TensorId) -> TensorId {
+        self.masters.get(&weight).copied().unwrap_or(weight)
+    }
+
+    /// The weights that are computed with, made from their masters.
+    fn from_masters(&self) -> Vec<Block> {
+        let copies = self.trained().into_iter().filter_map(|id| Some((id, *self.masters.get(&id)?)));
+        copies
+            .map(|(id, master)| {
+                let tensor = self.builder.set.tensor(id);
+                let (from, to) = (Operand::layer(master, 0), Operand::layer(id, 0));
+                let ops = vec![OpKind::Cast { from, to, elements: tensor.elements() }.into()];
+                Block { name: tensor.name.clone(), first: 0, step: 1, repeat: tensor.slots, ops }
+            })
+            .collect()
+    }
+
+    /// All trained tensors.
     fn trained(&self) -> Vec<TensorId> {
         let w = &self.weights;
         let mut list = vec![w.embedding, w.attention_norm, w.qkv];
@@ -271,8 +306,9 @@ impl<'a> Decoder<'a> {
         let b = &mut self.builder;
         let w = &self.weights;
         let mut dropped_from = HashMap::new();
-        let mut value = |b: &mut Builder, name: &str, dims: &[u64], level: RecomputeLevel| {
-            let id = b.activation(&format!("{prefix}{name}"), dims, layers);
+        let (precision, wide) = (b.precision, b.precision.wide());
+        let mut value = |b: &mut Builder, name: &str, dims: &[u64], dtype: DType, level: RecomputeLevel| {
+            let id = b.transient(&format!("{prefix}{name}"), dims, dtype, Category::Activation, layers);
             dropped_from.insert(id, level);
             Operand::layer(id, 0)
         };
@@ -292,8 +328,8 @@ impl<'a> Decoder<'a> {
 
         let (x, next) = (Operand::layer(hidden, 0), Operand::layer(hidden, 1));
         let mut layer: Vec<Op> = Vec::new();
-        let norm1 = value(b, "attention_normed", &[rows, d], Norms);
-        let rstd1 = value(b, "attention_rstd", &[rows], Norms);
+        let norm1 = value(b, "attention_normed", &[rows, d], precision, Norms);
+        let rstd1 = value(b, "attention_rstd", &[rows], wide, Norms);
         layer.push(
             OpKind::RmsNorm {
                 x,
@@ -306,16 +342,21 @@ impl<'a> Decoder<'a> {
             }
             .into(),
         );
-        let product =
-            value(b, if w.qk_norms.is_some() { "qkv_raw" } else { "qkv" }, &[rows, shape.columns()], Attention);
+        let product = value(
+            b,
+            if w.qk_norms.is_some() { "qkv_raw" } else { "qkv" },
+            &[rows, shape.columns()],
+            precision,
+            Attention,
+        );
         layer.push(b.product(Product {
             bias: w.qkv_bias.map(|tensor| Operand::layer(tensor, 0)),
             ..Product::linear(norm1, Operand::layer(w.qkv, 0), product, rows, d, shape.columns())
         }));
         let mut qkv = product;
         if let Some((q_norm, k_norm)) = w.qk_norms {
-            let normed = value(b, "qkv", &[rows, shape.columns()], Norms);
-            let rstd = value(b, "qk_rstd", &[rows, shape.rotated()], Norms);
+            let normed = value(b, "qkv", &[rows, shape.columns()], precision, Norms);
+            let rstd = value(b, "qk_rstd", &[rows, shape.rotated()], wide, Norms);
             layer.push(
                 OpKind::HeadNorm {
                     x: product,
@@ -343,16 +384,16 @@ impl<'a> Decoder<'a> {
             }
             .into(),
         );
-        let mixed = value(b, "attention_mixed", &[rows, shape.query_columns()], Attention);
+        let mixed = value(b, "attention_mixed", &[rows, shape.query_columns()], precision, Attention);
         let (ops, beside) = attention(b, qkv, mixed);
         layer.extend(ops);
-        let middle = value(b, "middle", &[rows, d], WholeBlock);
+        let middle = value(b, "middle", &[rows, d], precision, WholeBlock);
         layer.push(b.product(Product {
             residual: Some(x),
             ..Product::linear(mixed, Operand::layer(w.attention_out, 0), middle, rows, shape.query_columns(), d)
         }));
-        let norm2 = value(b, "ffn_normed", &[rows, d], Norms);
-        let rstd2 = value(b, "ffn_rstd", &[rows], Norms);
+        let norm2 = value(b, "ffn_normed", &[rows, d], precision, Norms);
+        let rstd2 = value(b, "ffn_rstd", &[rows], wide, Norms);
         layer.push(
             OpKind::RmsNorm {
                 x: middle,
@@ -365,9 +406,9 @@ impl<'a> Decoder<'a> {
             }
             .into(),
         );
-        let gate_up = value(b, "gate_up_product", &[rows, 2 * f], FeedForward);
+        let gate_up = value(b, "gate_up_product", &[rows, 2 * f], precision, FeedForward);
         layer.push(b.product(Product::linear(norm2, Operand::layer(w.gate_up, 0), gate_up, rows, d, 2 * f)));
-        let gated = value(b, "gated", &[rows, f], Norms);
+        let gated = value(b, "gated", &[rows, f], precision, Norms);
         layer.push(OpKind::SwiGlu { gate_up, out: gated, rows, ffn: f }.into());
         layer.push(b.product(Product {
             residual: Some(middle),
@@ -375,7 +416,7 @@ impl<'a> Decoder<'a> {
         }));
 
         let normed = b.activation(&format!("{prefix}normed"), &[rows, d], 1);
-        let rstd = b.activation(&format!("{prefix}rstd"), &[rows], 1);
+        let rstd = b.statistic(&format!("{prefix}rstd"), &[rows], 1);
         let last = vec![
             OpKind::RmsNorm {
                 x: Operand::slot(hidden, i64::from(layers)),
@@ -399,7 +440,7 @@ impl<'a> Decoder<'a> {
         let shape = self.shape;
         let document_start = Operand::whole(inputs.document_start);
         let mut attention = |b: &mut Builder, qkv: Operand, out: Operand| {
-            let stats = b.activation(&format!("{prefix}attention_stats"), &[batch, shape.heads, sequence], layers);
+            let stats = b.statistic(&format!("{prefix}attention_stats"), &[batch, shape.heads, sequence], layers);
             let elements = kernels.attention(sequence, shape);
             let scratch = b.scratch(&format!("{prefix}attention_workspace"), elements, layers);
             let op = OpKind::Attention {
@@ -523,7 +564,7 @@ impl<'a> Decoder<'a> {
 
     fn labels(&mut self, prefix: &str, rows: u64) -> (TensorId, TensorId) {
         let labels = self.builder.transient(&format!("{prefix}labels"), &[rows], DType::I32, Category::Activation, 1);
-        let weights = self.builder.activation(&format!("{prefix}token_weights"), &[rows], 1);
+        let weights = self.builder.statistic(&format!("{prefix}token_weights"), &[rows], 1);
         (labels, weights)
     }
 
@@ -539,14 +580,7 @@ impl<'a> Decoder<'a> {
 
         let mut gradients = HashMap::new();
         for id in self.trained() {
-            let Tensor { name, shape, slots, .. } = self.builder.set.tensor(id).clone();
-            let gradient = self.builder.persistent(
-                &format!("{name}.gradient"),
-                &shape,
-                self.what.precision,
-                Category::Gradient,
-                slots,
-            );
+            let gradient = self.beside(id, "gradient", Category::Gradient);
             gradients.insert(id, gradient);
         }
 
@@ -614,21 +648,15 @@ impl<'a> Decoder<'a> {
         for id in self.trained() {
             let Tensor { name, shape, slots, .. } = self.builder.set.tensor(id).clone();
             let elements: u64 = shape.iter().product();
-            let weight = Operand::layer(id, 0);
+            let weight = Operand::layer(self.master(id), 0);
             let gradient = Operand::layer(gradients[&id], 0);
             let over_slots =
                 |op: OpKind| Block { name: name.clone(), first: 0, step: 1, repeat: slots, ops: vec![op.into()] };
             begin.push(over_slots(OpKind::Fill { into: gradient, value: 0.0, elements }));
             norm.push(over_slots(OpKind::SquaredNorm { x: gradient, metrics, workspace, elements }));
             let matrices_only = |decay: f64| if shape.len() == 2 { decay } else { 0.0 };
-            let mut state = |builder: &mut Builder, kind: &str| {
-                let id = builder.persistent(
-                    &format!("{name}.{kind}"),
-                    &shape,
-                    self.what.precision,
-                    Category::Optimizer,
-                    slots,
-                );
+            let mut state = |this: &mut Decoder, kind: &str| {
+                let id = this.beside(id, kind, Category::Optimizer);
                 fresh.push(over_slots(OpKind::Fill { into: Operand::layer(id, 0), value: 0.0, elements }));
                 Operand::layer(id, 0)
             };
@@ -636,8 +664,8 @@ impl<'a> Decoder<'a> {
                 Optimizer::AdamW { betas, eps, decay } => OpKind::AdamW {
                     weight,
                     gradient,
-                    first: state(&mut self.builder, "first"),
-                    second: state(&mut self.builder, "second"),
+                    first: state(self, "first"),
+                    second: state(self, "second"),
                     scalars,
                     elements,
                     betas,
@@ -647,7 +675,7 @@ impl<'a> Decoder<'a> {
                 Optimizer::Sgd { momentum, decay } => OpKind::Sgd {
                     weight,
                     gradient,
-                    momentum_buffer: (momentum != 0.0).then(|| state(&mut self.builder, "first")),
+                    momentum_buffer: (momentum != 0.0).then(|| state(self, "first")),
                     scalars,
                     elements,
                     momentum,
@@ -655,6 +683,7 @@ impl<'a> Decoder<'a> {
                 },
             }));
         }
+        update.extend(self.from_masters());
         norm.push(Block::once("clip", vec![OpKind::ClipFactor { metrics, scalars }.into()]));
         let programs = [
             // Once, where a run starts without a checkpoint.
@@ -789,29 +818,20 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// Blocks that move `elements` between a file and the device, through staging, a piece at a time.
-    fn moves(
+    /// `elements` of a tensor through a staging buffer, a piece at a time: `ops` moves a piece, given how
+    /// many elements it has, the place in the tensor, and where it begins.
+    fn pieces(
+        &self,
         name: &str,
-        file: TensorId,
-        staging: (TensorId, u64),
+        staging: TensorId,
         place: Operand,
         elements: u64,
-        into_device: bool,
+        ops: &dyn Fn(u64, Operand, Index) -> Vec<Op>,
     ) -> Vec<Block> {
-        let (staging, piece) = staging;
-        let ops = |elements: u64, offset: Index| -> Vec<Op> {
-            let file = Operand::whole(file).from(offset);
-            let staged = Operand::whole(staging);
-            let device = place.from(Index { base: place.offset.base + offset.base, ..offset });
-            let (from, to) = if into_device { (file, staged) } else { (staged, file) };
-            let queue = if into_device { Queue::CopyIn } else { Queue::CopyOut };
-            let start = Op { kind: OpKind::TransferStart { from, to, elements, sequence: 0 }, queue };
-            let wait = Op { kind: OpKind::TransferWait { from, to, elements, sequence: 0 }, queue };
-            if into_device {
-                vec![start, wait, OpKind::Cast { from: staged, to: device, elements }.into()]
-            } else {
-                vec![OpKind::Cast { from: device, to: staged, elements }.into(), start, wait]
-            }
+        let piece = self.builder.set.tensor(staging).elements();
+        let ops = |elements: u64, offset: Index| {
+            let there = place.from(Index { base: place.offset.base + offset.base, ..offset });
+            ops(elements, there, offset)
         };
         let (whole, rest) = (elements / piece, elements % piece);
         let mut blocks = Vec::new();
@@ -823,6 +843,32 @@ impl<'a> Decoder<'a> {
             blocks.push(Block::once(name, ops(rest, Index::fixed((whole * piece) as i64))));
         }
         blocks
+    }
+
+    /// Blocks that bring `elements` of a file to a place on the device.
+    fn from_file(&self, name: &str, file: TensorId, staging: TensorId, place: Operand, elements: u64) -> Vec<Block> {
+        let staged = Operand::whole(staging);
+        self.pieces(name, staging, place, elements, &|elements, place, offset| {
+            let (from, queue) = (Operand::whole(file).from(offset), Queue::CopyIn);
+            vec![
+                Op { kind: OpKind::TransferStart { from, to: staged, elements, sequence: 0 }, queue },
+                Op { kind: OpKind::TransferWait { from, to: staged, elements, sequence: 0 }, queue },
+                OpKind::Cast { from: staged, to: place, elements }.into(),
+            ]
+        })
+    }
+
+    /// Blocks that bring `elements` of a place on the device to a file.
+    fn to_file(&self, name: &str, file: TensorId, staging: TensorId, place: Operand, elements: u64) -> Vec<Block> {
+        let staged = Operand::whole(staging);
+        self.pieces(name, staging, place, elements, &|elements, place, offset| {
+            let (to, queue) = (Operand::whole(file).from(offset), Queue::CopyOut);
+            vec![
+                OpKind::Cast { from: place, to: staged, elements }.into(),
+                Op { kind: OpKind::TransferStart { from: staged, to, elements, sequence: 0 }, queue },
+                Op { kind: OpKind::TransferWait { from: staged, to, elements, sequence: 0 }, queue },
+            ]
+        })
     }
 
     fn table(&self) -> Block {
@@ -837,29 +883,39 @@ impl<'a> Decoder<'a> {
         Block::once("rope_table", vec![kind.into()])
     }
 
+    /// Blocks that draw a matrix. Numbers are drawn in the wide type; where the weights have no wide
+    /// copy, they pass through staging.
+    fn drawn(&mut self, parameter: &Parameter, number: u64, seed: u64, place: Operand, largest: u64) -> Vec<Block> {
+        let (std, wide) = (self.what.config.init_std, self.what.precision.wide());
+        let draw = |into: Operand, first: Index, elements: u64| {
+            OpKind::InitNormal { into, seed, number, first, std, elements }.into()
+        };
+        let (name, elements) = (&parameter.hf_name, parameter.elements());
+        if self.builder.set.tensor(place.tensor).dtype == wide {
+            return vec![Block::once(name, vec![draw(place, Index::fixed(0), elements)])];
+        }
+        let staging = self.staging("load", wide, largest);
+        let staged = Operand::whole(staging);
+        self.pieces(name, staging, place, elements, &|elements, to, offset| {
+            vec![draw(staged, offset, elements), OpKind::Cast { from: staged, to, elements }.into()]
+        })
+    }
+
     fn load(&mut self) {
         let mut blocks = vec![self.table()];
         let parameters = self.what.config.hf_parameters();
+        let largest = parameters.iter().map(Parameter::elements).max().unwrap_or(1);
         for (number, parameter) in parameters.iter().enumerate() {
-            let place = Self::place_of(self.weight_tensor(parameter), parameter);
+            let place = Self::place_of(self.master(self.weight_tensor(parameter)), parameter);
             let elements = parameter.elements();
             match &self.what.source {
-                Source::Random { seed } => {
-                    let kind = if parameter.shape.len() == 2 {
-                        let std = self.what.config.init_std;
-                        OpKind::InitNormal {
-                            into: place,
-                            seed: *seed,
-                            number: number as u64,
-                            first: Index::fixed(0),
-                            std,
-                            elements,
-                        }
-                    } else {
-                        let value = if parameter.tensor == "qkv_bias" { 0.0 } else { 1.0 };
-                        OpKind::Fill { into: place, value, elements }
-                    };
-                    blocks.push(Block::once(&parameter.hf_name, vec![kind.into()]));
+                Source::Random { seed } if parameter.shape.len() == 2 => {
+                    blocks.extend(self.drawn(parameter, number as u64, *seed, place, largest));
+                }
+                Source::Random { .. } => {
+                    let value = if parameter.tensor == "qkv_bias" { 0.0 } else { 1.0 };
+                    let fill = OpKind::Fill { into: place, value, elements };
+                    blocks.push(Block::once(&parameter.hf_name, vec![fill.into()]));
                 }
                 Source::Files { dtypes } => {
                     let dtype = dtypes[number];
@@ -867,18 +923,19 @@ impl<'a> Decoder<'a> {
                     let same = parameters.iter().zip(dtypes).filter(|(_, other)| **other == dtype);
                     let largest = same.map(|(p, _)| p.elements()).max().unwrap_or(1);
                     let staging = self.staging("load", dtype, largest);
-                    let piece = self.builder.set.tensor(staging).elements();
-                    blocks.extend(Self::moves(&parameter.hf_name, file, (staging, piece), place, elements, true));
+                    blocks.extend(self.from_file(&parameter.hf_name, file, staging, place, elements));
                 }
             }
         }
+        blocks.extend(self.from_masters());
         let program = self.push(WorkName::Load, "load", vec![], vec![], blocks);
         self.phase(vec![program]);
     }
 
-    /// `save` writes the model, `checkpoint` weights and optimizer, `restore` reads a checkpoint.
+    /// `save` writes the model in the run's precision; `checkpoint` writes weights (their masters, where
+    /// there are any) and optimizer in the wide type, and `restore` reads that.
     fn save(&mut self, optimizer: &Optimizer) {
-        let precision = self.what.precision;
+        let (precision, wide) = (self.what.precision, self.what.precision.wide());
         let states: &[&str] = match optimizer {
             Optimizer::AdamW { .. } => &["first", "second"],
             Optimizer::Sgd { momentum, .. } if *momentum != 0.0 => &["first"],
@@ -887,30 +944,36 @@ impl<'a> Decoder<'a> {
         let parameters = self.what.config.hf_parameters();
         let largest = parameters.iter().map(Parameter::elements).max().unwrap_or(1);
         let programs = [
-            ("save", WorkName::Save, false, &[][..]),
-            ("checkpoint", WorkName::Save, false, states),
-            ("restore", WorkName::Load, true, states),
+            ("save", WorkName::Save, precision, &[][..]),
+            ("checkpoint", WorkName::Save, wide, states),
+            ("restore", WorkName::Load, wide, states),
         ];
-        for (name, work, into_device, states) in programs {
-            let mut blocks = if into_device { vec![self.table()] } else { vec![] };
-            let staging = self.staging(name, precision, largest);
-            let piece = self.builder.set.tensor(staging).elements();
+        for (name, work, dtype, states) in programs {
+            let restores = name == "restore";
+            let mut blocks = if restores { vec![self.table()] } else { vec![] };
+            let staging = self.staging(name, dtype, largest);
             for parameter in &parameters {
                 let weight = self.weight_tensor(parameter);
                 let group = if name == "save" { "saved" } else { "checkpoint" };
                 for state in [None].into_iter().chain(states.iter().map(Some)) {
                     let (tensor, file) = match state {
-                        None => (weight, format!("{group}:{}", parameter.hf_name)),
+                        None => (self.master(weight), format!("{group}:{}", parameter.hf_name)),
                         Some(state) => {
                             let name = format!("{}.{state}", parameter.tensor);
                             let tensor = self.builder.find(&name).expect("the optimizer's state has been made");
                             (tensor, format!("{group}:{state}.{}", parameter.hf_name))
                         }
                     };
-                    let id = self.file(&file, &parameter.shape, precision);
-                    let place = Self::place_of(tensor, parameter);
-                    blocks.extend(Self::moves(&file, id, (staging, piece), place, parameter.elements(), into_device));
+                    let id = self.file(&file, &parameter.shape, dtype);
+                    let (place, elements) = (Self::place_of(tensor, parameter), parameter.elements());
+                    blocks.extend(match restores {
+                        true => self.from_file(&file, id, staging, place, elements),
+                        false => self.to_file(&file, id, staging, place, elements),
+                    });
                 }
+            }
+            if restores {
+                blocks.extend(self.from_masters());
             }
             let program = self.push(work, name, vec![], vec![], blocks);
             self.phase(vec![program]);

@@ -1,10 +1,11 @@
-//! Checks a set of Programs: every operand lies within its tensor, nothing is read before it is
-//! written, every start has its wait.
+//! Checks a set of Programs: every operand lies within its tensor and has the type that its op needs,
+//! nothing is read before it is written, every start has its wait.
 
+use super::types::mistyped;
 use crate::op::{Mode, OpKind};
 use crate::program::ProgramSet;
-use crate::tensor::{Lifetime, TensorId};
-use plimsoll_core::Space;
+use crate::tensor::{Lifetime, Operand, TensorId};
+use plimsoll_core::{DType, Space};
 use std::collections::HashSet;
 
 /// A Program that must not run.
@@ -25,6 +26,20 @@ pub enum Malformed {
         end: i64,
         /// How many there are.
         elements: u64,
+    },
+    /// An operand has not the type that its op needs.
+    #[error("{program}: {op} needs `{tensor}` as {expected}, and it is {found}")]
+    Type {
+        /// The Program.
+        program: String,
+        /// The op.
+        op: String,
+        /// The tensor.
+        tensor: String,
+        /// Its type.
+        found: DType,
+        /// The type that it must have.
+        expected: DType,
     },
     /// An op reads what nobody has written in this phase.
     #[error("{program}: {op} reads `{tensor}` (slot {slot}) before anything wrote it")]
@@ -65,11 +80,23 @@ pub fn check(set: &ProgramSet) -> Result<(), Malformed> {
         }
     }
     let elements_of = |id: TensorId| set.tensor(id).elements();
+    let dtype_of = |operand: &Operand| set.tensor(operand.tensor).dtype;
     for phase in &set.phases {
         let mut written: HashSet<(TensorId, u32)> = HashSet::new();
         for &number in &phase.programs {
             let program = &set.programs[number];
             written.extend(program.inputs.iter().map(|&id| (id, 0)));
+            for op in program.blocks.iter().flat_map(|block| &block.ops) {
+                if let Some((operand, expected)) = mistyped(&op.kind, &dtype_of) {
+                    return Err(Malformed::Type {
+                        program: program.name.clone(),
+                        op: op.name().into(),
+                        tensor: set.tensor(operand.tensor).name.clone(),
+                        found: dtype_of(&operand),
+                        expected,
+                    });
+                }
+            }
             let mut open: Vec<u64> = Vec::new();
             for (op, variable) in program.trace() {
                 let start = match &op.kind {

@@ -3,3 +3,4 @@
 pub mod check;
 pub mod collectives;
 pub mod recompute;
+mod types;
