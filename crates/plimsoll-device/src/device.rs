@@ -152,6 +152,12 @@ pub enum DeviceError {
         /// The device.
         device: &'static str,
     },
+    /// A tensor that stays has another shape in the next plan: a bug of ours.
+    #[error("`{tensor}` has another shape in the next plan")]
+    OtherShape {
+        /// The tensor.
+        tensor: String,
+    },
     /// The device refused memory in the middle of a Program (injected, in rehearsals).
     #[error("the device refused memory in `{program}` at op {tick} ({op})")]
     Refused {
@@ -206,6 +212,10 @@ impl<'a> Call<'a> {
 /// A device with a sealed arena and the Programs of a run.
 pub trait Device {
     /// Runs a Program. What it reads must have been written: inputs by [`Device::write`].
+    ///
+    /// # Errors
+    /// Whatever an op or the observer fails with. All that was started has ended by then, nothing after the op that was
+    /// refused has run, and everything before it has; the device and its memory can be used as before.
     fn run_observed(
         &mut self,
         call: Call,
@@ -229,11 +239,12 @@ pub trait Device {
     /// Copies elements of a tensor's slot to the host, from its first element on.
     fn read(&mut self, tensor: TensorId, slot: u32, bytes: &mut [u8]);
 
-    /// Goes over to the Programs of another plan of the same experiment, between two Programs: tensors that stay keep
-    /// every bit, the arenas become as large as the new plan says. When it fails, all is as it was.
+    /// Goes over to the Programs of another plan of the same experiment, between two Programs. Persistent tensors that
+    /// both have keep every bit, in whichever space they now stand; the arenas become as large as the new plan says,
+    /// and are never larger than the larger of both on the way. What only the new plan has is unwritten.
     ///
     /// # Errors
-    /// What is refused.
+    /// What is refused; the device then still has the old plan, and its persistent tensors are what they were.
     fn adopt(&mut self, set: ProgramSet, placement: Placement) -> Result<(), DeviceError> {
         let _ = (set, placement);
         Err(DeviceError::Unsupported { op: "re-plan", device: "this device" })

@@ -1,11 +1,16 @@
-//! The two arenas of a device whose memory this processor sees: its own, and that of its host side.
+//! The two arenas of a device whose memory this processor sees: its own, and that of its host side; and how what stays
+//! moves in them when the device goes over to another plan.
 
 use crate::arena::{Arena, ArenaError};
-use crate::device::Memory;
+use crate::device::{DeviceError, Memory};
 use plimsoll_core::{Bytes, Space};
-use plimsoll_program::Placement;
+use plimsoll_program::{Lifetime, Placement, ProgramSet, TensorId};
 use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::ops::Range;
+
+/// Programs, and where their tensors stand.
+pub type Plan<'a> = (&'a ProgramSet, &'a Placement);
 
 /// An arena for each space that has one.
 #[derive(Debug)]
@@ -51,6 +56,168 @@ impl Spaces {
     }
 }
 
+impl Spaces {
+    /// Copies bytes into a tensor's slot, from its first byte on.
+    ///
+    /// # Panics
+    /// Where the slot is smaller.
+    pub fn write(&mut self, set: &ProgramSet, placement: &Placement, tensor: TensorId, slot: u32, bytes: &[u8]) {
+        let known = set.tensor(tensor);
+        assert!(bytes.len() as u64 <= known.bytes(), "{} is smaller", known.name);
+        self.fill(known.space, placement.offset(tensor, slot), bytes);
+    }
+
+    /// Copies bytes out of a tensor's slot, from its first byte on.
+    ///
+    /// # Panics
+    /// Where the slot is smaller.
+    pub fn read(&mut self, set: &ProgramSet, placement: &Placement, tensor: TensorId, slot: u32, bytes: &mut [u8]) {
+        let known = set.tensor(tensor);
+        assert!(bytes.len() as u64 <= known.bytes(), "{} is smaller", known.name);
+        let first = placement.offset(tensor, slot);
+        bytes.copy_from_slice(&self.look(known.space, first..first + bytes.len() as u64));
+    }
+
+    /// Goes over from one plan to another: persistent tensors that both have keep every bit, wherever they stand in the
+    /// new one; all other bytes hold the pattern that shows what is written. While it happens an arena is at most as
+    /// large as the larger of its two sizes; where tensors take each other's places, one of them waits beside the arenas.
+    ///
+    /// # Errors
+    /// What the machine refuses, or a tensor that has another shape in the new plan; all is then as it was.
+    pub fn adopt(&mut self, old: Plan, new: Plan) -> Result<Moved, DeviceError> {
+        let stays = carried(old, new)?;
+        for space in [Space::Device, Space::Host] {
+            let arena = self.of_mut(space);
+            let held = arena.bytes().0;
+            if size(new.1, space) > held
+                && let Err(error) = arena.resize(size(new.1, space), held)
+            {
+                self.shrink(old.1, |_| u64::MAX)?;
+                return Err(error.into());
+            }
+        }
+        let moved = self.carry(stays.iter().filter(|stay| stay.from != stay.to).copied().collect());
+        let kept = |space| stays.iter().filter(|s| s.to.0 == space).map(|s| s.to.1 + s.bytes).max().unwrap_or(0);
+        self.shrink(new.1, kept)?;
+        Ok(moved)
+    }
+
+    /// Makes the arenas as large as a placement says, which is not more than they are; what lies below `kept` stays.
+    fn shrink(&mut self, placement: &Placement, kept: impl Fn(Space) -> u64) -> Result<(), ArenaError> {
+        for space in [Space::Device, Space::Host] {
+            let bytes = size(placement, space);
+            self.of_mut(space).resize(bytes, kept(space).min(bytes))?;
+        }
+        Ok(())
+    }
+
+    /// Moves slots, none of which may be overwritten before it has moved.
+    fn carry(&mut self, moves: Vec<Stay>) -> Moved {
+        let mut moved = Moved::default();
+        for step in &moves {
+            match (step.from.0, step.to.0) {
+                (Space::Device, Space::Host) => moved.out += Bytes(step.bytes),
+                (Space::Host, Space::Device) => moved.into += Bytes(step.bytes),
+                _ => {}
+            }
+        }
+        // Where what has not moved yet stands, by its first byte; and what waits, some of it aside.
+        let mut standing: BTreeMap<(Space, u64), u64> = moves.iter().map(|m| (m.from, m.bytes)).collect();
+        let mut waiting: Vec<(Stay, Option<Vec<u8>>)> = moves.into_iter().map(|step| (step, None)).collect();
+        while !waiting.is_empty() {
+            let before = waiting.len();
+            waiting.retain(|(step, aside)| {
+                let ((space, first), end) = (step.to, step.to.1 + step.bytes);
+                let own = |from: (Space, u64)| aside.is_none() && from == step.from;
+                // Nothing overlaps: what reaches into the target begins in it, or is the last that begins before it.
+                let inside = standing.range((space, first)..(space, end)).any(|(&from, _)| !own(from));
+                let below = standing.range((space, 0)..(space, first)).next_back();
+                let reaches = below.is_some_and(|(&from, bytes)| !own(from) && from.1 + bytes > first);
+                if inside || reaches {
+                    return true;
+                }
+                match aside {
+                    Some(bytes) => self.fill(space, first, bytes),
+                    None => {
+                        self.copy(step);
+                        standing.remove(&step.from);
+                    }
+                }
+                false
+            });
+            if waiting.len() == before {
+                // They stand in each other's way: one of them goes aside until the others have moved.
+                let (step, aside) =
+                    waiting.iter_mut().find(|(_, aside)| aside.is_none()).expect("one stands in the way");
+                let (space, first) = step.from;
+                *aside = Some(self.look(space, first..first + step.bytes).into_owned());
+                standing.remove(&step.from);
+            }
+        }
+        moved
+    }
+
+    fn copy(&mut self, step: &Stay) {
+        let (from, to) = (step.from.1 as usize..(step.from.1 + step.bytes) as usize, step.to.1 as usize);
+        if step.from.0 == step.to.0 {
+            self.of_mut(step.from.0).contents().copy_within(from, to);
+            return;
+        }
+        let (device, host) = (self.device.contents(), self.host.contents());
+        let (source, target) = if step.from.0 == Space::Device { (device, host) } else { (host, device) };
+        target[to..to + from.len()].copy_from_slice(&source[from]);
+    }
+}
+
+/// Bytes that went from one arena to the other.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Moved {
+    /// To the device.
+    pub into: Bytes,
+    /// To the host.
+    pub out: Bytes,
+}
+
+/// A slot that two plans have in common: its space and first byte in each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Stay {
+    from: (Space, u64),
+    to: (Space, u64),
+    bytes: u64,
+}
+
+/// What stays from one plan to the other.
+fn carried(old: Plan, new: Plan) -> Result<Vec<Stay>, DeviceError> {
+    let lasts = |set: &ProgramSet, id: TensorId| {
+        set.tensor(id).lifetime == Lifetime::Persistent && set.tensor(id).space != Space::File
+    };
+    let known: BTreeMap<&str, TensorId> =
+        ids(old.0).filter(|&id| lasts(old.0, id)).map(|id| (old.0.tensor(id).name.as_str(), id)).collect();
+    let mut stays = Vec::new();
+    for id in ids(new.0).filter(|&id| lasts(new.0, id)) {
+        let tensor = new.0.tensor(id);
+        let Some(&before) = known.get(tensor.name.as_str()) else { continue };
+        let held = old.0.tensor(before);
+        if (held.dtype, &held.shape, held.slots) != (tensor.dtype, &tensor.shape, tensor.slots) {
+            return Err(DeviceError::OtherShape { tensor: tensor.name.clone() });
+        }
+        let slots = old.1.offsets[before.0 as usize].iter().zip(&new.1.offsets[id.0 as usize]);
+        stays.extend(slots.filter_map(|(from, to)| {
+            Some(Stay { from: (held.space, (*from)?), to: (tensor.space, (*to)?), bytes: tensor.bytes() })
+        }));
+    }
+    Ok(stays)
+}
+
+fn ids(set: &ProgramSet) -> impl Iterator<Item = TensorId> + use<> {
+    (0..set.tensors.len() as u32).map(TensorId)
+}
+
+/// The size of an arena under a placement.
+fn size(placement: &Placement, space: Space) -> u64 {
+    if space == Space::Device { placement.arena_bytes } else { placement.host_bytes }
+}
+
 impl Memory for Spaces {
     fn bytes(&self, space: Space) -> Bytes {
         self.of(space).bytes()
@@ -74,5 +241,88 @@ impl Memory for Spaces {
 
     fn strayed(&mut self, space: Space) -> bool {
         self.of_mut(space).strayed()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use plimsoll_core::{Category, DType};
+    use plimsoll_program::Tensor;
+    use proptest::prelude::*;
+
+    /// Tensors of `bytes`, each in a space, standing in the order of their keys with gaps between them.
+    fn plan(tensors: &[(u64, bool, u8, u64)]) -> (ProgramSet, Placement) {
+        let mut set = ProgramSet::default();
+        let mut placement = Placement { offsets: vec![Vec::new(); tensors.len()], ..Placement::default() };
+        let mut order: Vec<usize> = (0..tensors.len()).collect();
+        order.sort_by_key(|&i| (tensors[i].2, i));
+        for (i, &(bytes, host, _, _)) in tensors.iter().enumerate() {
+            set.tensors.push(Tensor {
+                name: format!("t{i}"),
+                shape: vec![bytes],
+                dtype: DType::U8,
+                space: if host { Space::Host } else { Space::Device },
+                category: Category::Weight,
+                lifetime: Lifetime::Persistent,
+                slots: 1,
+            });
+        }
+        for i in order {
+            let (bytes, host, _, gap) = tensors[i];
+            let end = if host { &mut placement.host_bytes } else { &mut placement.arena_bytes };
+            placement.offsets[i] = vec![Some(*end + gap)];
+            *end += gap + bytes;
+        }
+        (set, placement)
+    }
+
+    fn value(tensor: usize, at: usize) -> u8 {
+        (tensor * 37 + at * 11 + 5) as u8
+    }
+
+    proptest! {
+        #[test]
+        fn what_stays_keeps_every_bit_wherever_the_next_plan_has_it(
+            tensors in prop::collection::vec((1u64..3000, (any::<bool>(), 0u8..4, 0u64..300), (any::<bool>(), 0u8..4, 0u64..300)), 1..12)
+        ) {
+            let side = |first: bool| -> Vec<(u64, bool, u8, u64)> {
+                tensors.iter().map(|&(bytes, a, b)| if first { (bytes, a.0, a.1, a.2) } else { (bytes, b.0, b.1, b.2) }).collect()
+            };
+            let (old, new) = (plan(&side(true)), plan(&side(false)));
+            let mut spaces = Spaces::map(&old.1).unwrap();
+            for (i, &(bytes, ..)) in tensors.iter().enumerate() {
+                let known: Vec<u8> = (0..bytes as usize).map(|at| value(i, at)).collect();
+                spaces.write(&old.0, &old.1, TensorId(i as u32), 0, &known);
+            }
+            let moved = spaces.adopt((&old.0, &old.1), (&new.0, &new.1)).unwrap();
+            prop_assert_eq!(spaces.bytes(Space::Device).0, new.1.arena_bytes);
+            prop_assert_eq!(spaces.bytes(Space::Host).0, new.1.host_bytes);
+            let crossed = |from: bool| tensors.iter().filter(|t| t.1.0 == from && t.2.0 != from).map(|t| t.0).sum::<u64>();
+            prop_assert_eq!((moved.out.0, moved.into.0), (crossed(false), crossed(true)));
+            for (i, &(bytes, ..)) in tensors.iter().enumerate() {
+                let mut found = vec![0; bytes as usize];
+                spaces.read(&new.0, &new.1, TensorId(i as u32), 0, &mut found);
+                prop_assert!(found.iter().enumerate().all(|(at, &byte)| byte == value(i, at)), "t{}", i);
+            }
+        }
+    }
+
+    #[test]
+    fn a_plan_that_is_refused_leaves_the_old_one() {
+        let old = plan(&[(5000, false, 0, 0), (3000, false, 1, 0)]);
+        let mut new = plan(&[(5000, true, 0, 0), (3000, false, 1, 0)]);
+        new.1.host_bytes = 1 << 60;
+        let mut spaces = Spaces::map(&old.1).unwrap();
+        spaces.write(&old.0, &old.1, TensorId(0), 0, &[7; 5000]);
+        assert!(matches!(spaces.adopt((&old.0, &old.1), (&new.0, &new.1)), Err(DeviceError::Arena(_))));
+        assert_eq!((spaces.bytes(Space::Device), spaces.bytes(Space::Host)), (Bytes(8000), Bytes(0)));
+        let mut found = [0; 5000];
+        spaces.read(&old.0, &old.1, TensorId(0), 0, &mut found);
+        assert_eq!(found, [7; 5000]);
+        new.0.tensors[0].shape = vec![4999];
+        new.1.host_bytes = 5000;
+        let refused = spaces.adopt((&old.0, &old.1), (&new.0, &new.1));
+        assert!(matches!(refused, Err(DeviceError::OtherShape { .. })));
     }
 }

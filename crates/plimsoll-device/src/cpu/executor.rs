@@ -11,7 +11,7 @@ use plimsoll_program::scalars::{Metric, Scalar};
 use plimsoll_program::{Op, OpKind, Operand, Placement, ProgramSet, TensorId};
 use std::marker::PhantomData;
 
-/// Opens the CPU as a device: takes the arena, whole and at once, and starts the threads.
+/// Opens the CPU as a device: takes the arenas, whole and at once, and starts the threads.
 ///
 /// # Errors
 /// [`DeviceError::Arena`] where the machine does not give that much memory.
@@ -24,45 +24,34 @@ pub fn open(
     precision: DType,
     threads: usize,
 ) -> Result<Box<dyn Device>, DeviceError> {
-    match precision {
-        DType::F32 => Ok(Box::new(CpuDevice::<f32>::open(set, placement, threads)?)),
-        DType::F64 => Ok(Box::new(CpuDevice::<f64>::open(set, placement, threads)?)),
-        other => panic!("the CPU does not compute in {other}"),
-    }
+    let (run, pool) = (runner(precision), Pool::new(threads)?);
+    let spaces = Spaces::map(&placement)?;
+    Ok(Box::new(CpuDevice { spaces, pool, set, placement, run }))
 }
 
-struct CpuDevice<T> {
+struct CpuDevice {
     spaces: Spaces,
     pool: Pool,
     set: ProgramSet,
     placement: Placement,
-    precision: PhantomData<T>,
+    run: RunOp,
 }
 
-impl<T: Real> CpuDevice<T> {
-    fn open(set: ProgramSet, placement: Placement, threads: usize) -> Result<CpuDevice<T>, DeviceError> {
-        let pool = Pool::new(threads)?;
-        let spaces = Spaces::map(&placement)?;
-        Ok(CpuDevice { spaces, pool, set, placement, precision: PhantomData })
-    }
-}
-
-impl<T: Real> Device for CpuDevice<T> {
+impl Device for CpuDevice {
     fn run_observed(
         &mut self,
-        Call { program, micro_batch, from }: Call,
+        call: Call,
         files: &mut dyn FileSpace,
         observer: &mut dyn Observer,
     ) -> Result<(), DeviceError> {
-        let missing = || DeviceError::NoProgram { program: program.to_owned() };
-        let program = self.set.program(program).ok_or_else(missing)?;
-        let (spaces, pool, set, placement) = (&mut self.spaces, &self.pool, &self.set, &self.placement);
+        let missing = || DeviceError::NoProgram { program: call.program.to_owned() };
+        let program = self.set.program(call.program).ok_or_else(missing)?;
+        let (spaces, pool, set, placement, run) = (&mut self.spaces, &self.pool, &self.set, &self.placement, self.run);
         pool.enter(|| {
-            for (tick, (op, variable)) in (1..).zip(program.trace()).skip_while(|(tick, _)| *tick < from) {
+            for (tick, (op, variable)) in (1..).zip(program.trace()).skip_while(|(tick, _)| *tick < call.from) {
                 observer.before(tick, op, spaces)?;
-                let micro_batch = i64::from(micro_batch);
-                let frame = Frame::<T> { spaces, pool, set, placement, variable, micro_batch, precision: PhantomData };
-                frame.run(op, files)?;
+                let micro_batch = i64::from(call.micro_batch);
+                run(Site { spaces, pool, set, placement, variable, micro_batch }, op, files)?;
                 observer.after(tick, op, spaces);
             }
             Ok(())
@@ -70,15 +59,17 @@ impl<T: Real> Device for CpuDevice<T> {
     }
 
     fn write(&mut self, tensor: TensorId, slot: u32, bytes: &[u8]) {
-        assert!(bytes.len() as u64 <= self.set.tensor(tensor).bytes(), "{} is smaller", self.set.tensor(tensor).name);
-        self.spaces.fill(self.set.tensor(tensor).space, self.placement.offset(tensor, slot), bytes);
+        self.spaces.write(&self.set, &self.placement, tensor, slot, bytes);
     }
 
     fn read(&mut self, tensor: TensorId, slot: u32, bytes: &mut [u8]) {
-        assert!(bytes.len() as u64 <= self.set.tensor(tensor).bytes(), "{} is smaller", self.set.tensor(tensor).name);
-        let first = self.placement.offset(tensor, slot);
-        let range = first..first + bytes.len() as u64;
-        bytes.copy_from_slice(&self.spaces.look(self.set.tensor(tensor).space, range));
+        self.spaces.read(&self.set, &self.placement, tensor, slot, bytes);
+    }
+
+    fn adopt(&mut self, set: ProgramSet, placement: Placement) -> Result<(), DeviceError> {
+        self.spaces.adopt((&self.set, &self.placement), (&set, &placement))?;
+        (self.set, self.placement) = (set, placement);
+        Ok(())
     }
 
     fn memory(&mut self) -> &mut dyn Memory {
@@ -86,39 +77,69 @@ impl<T: Real> Device for CpuDevice<T> {
     }
 }
 
+/// Where an op runs: memory, threads and plan, and the iteration of its block.
+#[derive(Clone, Copy)]
+pub(crate) struct Site<'a> {
+    pub spaces: &'a Spaces,
+    pub pool: &'a Pool,
+    pub set: &'a ProgramSet,
+    pub placement: &'a Placement,
+    pub variable: i64,
+    pub micro_batch: i64,
+}
+
+/// Runs one op to its end on the caller's thread and those of the site's pool.
+///
+/// Ops may run at the same time at sites that share their spaces, as long as none of them writes bytes that another one
+/// touches: whoever calls sees to that.
+pub(crate) type RunOp = fn(Site, &Op, &mut dyn FileSpace) -> Result<(), DeviceError>;
+
+/// What runs ops of a run in this precision.
+///
+/// # Panics
+/// For a precision that the CPU does not compute in.
+pub(crate) fn runner(precision: DType) -> RunOp {
+    fn run<T: Real>(site: Site, op: &Op, files: &mut dyn FileSpace) -> Result<(), DeviceError> {
+        Frame::<T> { site, precision: PhantomData }.run(op, files)
+    }
+    match precision {
+        DType::F32 => run::<f32>,
+        DType::F64 => run::<f64>,
+        other => panic!("the CPU does not compute in {other}"),
+    }
+}
+
 /// One op in one iteration of its block.
 struct Frame<'a, T> {
-    spaces: &'a Spaces,
-    pool: &'a Pool,
-    set: &'a ProgramSet,
-    placement: &'a Placement,
-    variable: i64,
-    micro_batch: i64,
+    site: Site<'a>,
     precision: PhantomData<T>,
 }
 
 impl<'a, T: Real> Frame<'a, T> {
     /// The arena that the operand stands in.
     fn arena(&self, operand: &Operand) -> &'a Arena {
-        self.spaces.of(self.set.tensor(operand.tensor).space)
+        self.site.spaces.of(self.site.set.tensor(operand.tensor).space)
     }
 
     /// The operand's first byte in its arena.
     fn offset(&self, operand: &Operand) -> u64 {
-        let tensor = self.set.tensor(operand.tensor);
-        let slot = operand.slot.at(self.variable, self.micro_batch).rem_euclid(i64::from(tensor.slots)) as u32;
-        self.placement.offset(operand.tensor, slot) + self.first_byte(operand)
+        let tensor = self.site.set.tensor(operand.tensor);
+        let slot =
+            operand.slot.at(self.site.variable, self.site.micro_batch).rem_euclid(i64::from(tensor.slots)) as u32;
+        self.site.placement.offset(operand.tensor, slot) + self.first_byte(operand)
     }
 
     fn first_byte(&self, operand: &Operand) -> u64 {
-        operand.offset.at(self.variable, self.micro_batch) as u64 * self.set.tensor(operand.tensor).dtype.bytes()
+        operand.offset.at(self.site.variable, self.site.micro_batch) as u64
+            * self.site.set.tensor(operand.tensor).dtype.bytes()
     }
 
     fn of<E: bytemuck::Pod>(&self, operand: &Operand, elements: u64) -> &'a [E] {
         // SAFETY: an op's operands are disjoint ranges of the arena, or it is one of the in-place pairs
         // that `run` handles by taking one slice for both (the layout gives tensors that live at the
         // same time disjoint bytes; `passes::check` keeps operands inside their tensors). The arena
-        // outlives the frame, and nothing else touches it while a Program runs.
+        // outlives the frame, and while the op runs nothing else writes these bytes, or touches those
+        // that it writes: the promise of `RunOp`.
         unsafe { self.arena(operand).slice(self.offset(operand), elements as usize) }
     }
 
@@ -140,7 +161,7 @@ impl<'a, T: Real> Frame<'a, T> {
     }
 
     fn whole(&self, operand: &Operand) -> &'a mut [T] {
-        self.write(operand, self.set.tensor(operand.tensor).elements())
+        self.write(operand, self.site.set.tensor(operand.tensor).elements())
     }
 
     /// The scratch of an op. Which lane gets how many tasks is a matter of chance, and some scratch may
@@ -154,7 +175,7 @@ impl<'a, T: Real> Frame<'a, T> {
     }
 
     fn metrics(&self, operand: &Operand) -> &'a mut [f64] {
-        self.of_mut(operand, self.set.tensor(operand.tensor).elements())
+        self.of_mut(operand, self.site.set.tensor(operand.tensor).elements())
     }
 
     fn scalar(&self, operand: &Operand, which: Scalar) -> T {
@@ -166,7 +187,7 @@ impl<'a, T: Real> Frame<'a, T> {
     }
 
     fn run(&self, op: &Op, files: &mut dyn FileSpace) -> Result<(), DeviceError> {
-        let pool = self.pool;
+        let pool = self.site.pool;
         match &op.kind {
             OpKind::Product {
                 a,
@@ -377,7 +398,7 @@ impl<'a, T: Real> Frame<'a, T> {
                 kernels::add(pool, self.read(x, *elements), self.write(into, *elements));
             }
             OpKind::Fill { into, value, elements } => {
-                if self.set.tensor(into.tensor).dtype == DType::F64 {
+                if self.site.set.tensor(into.tensor).dtype == DType::F64 {
                     kernels::fill(pool, *value, self.of_mut::<f64>(into, *elements));
                 } else {
                     kernels::fill(pool, T::of(*value), self.write(into, *elements));
@@ -422,7 +443,7 @@ impl<'a, T: Real> Frame<'a, T> {
             }
             OpKind::Cast { from, to, elements } => self.cast(from, to, *elements),
             OpKind::InitNormal { into, seed, number, first, std, elements } => {
-                let first = first.at(self.variable, self.micro_batch) as u64;
+                let first = first.at(self.site.variable, self.site.micro_batch) as u64;
                 kernels::normal(pool, *seed, *number, first, *std, self.write(into, *elements));
             }
             OpKind::TransferStart { from, to, elements, .. } => self.transfer(from, to, *elements, files)?,
@@ -436,13 +457,23 @@ impl<'a, T: Real> Frame<'a, T> {
     }
 
     fn cast(&self, from: &Operand, to: &Operand, elements: u64) {
-        let (source, target) = (self.set.tensor(from.tensor).dtype, self.set.tensor(to.tensor).dtype);
+        let (source, target) = (self.site.set.tensor(from.tensor).dtype, self.site.set.tensor(to.tensor).dtype);
         let computing = if size_of::<T>() == 8 { DType::F64 } else { DType::F32 };
         // One side is always in the precision that the run computes in.
         let done = if target == computing {
-            kernels::from_bytes(self.pool, source, self.of(from, elements * source.bytes()), self.write(to, elements))
+            kernels::from_bytes(
+                self.site.pool,
+                source,
+                self.of(from, elements * source.bytes()),
+                self.write(to, elements),
+            )
         } else {
-            kernels::to_bytes(self.pool, target, self.read(from, elements), self.of_mut(to, elements * target.bytes()))
+            kernels::to_bytes(
+                self.site.pool,
+                target,
+                self.read(from, elements),
+                self.of_mut(to, elements * target.bytes()),
+            )
         };
         done.expect("casts are between floats, and ranges have the same length");
     }
@@ -454,7 +485,7 @@ impl<'a, T: Real> Frame<'a, T> {
         elements: u64,
         files: &mut dyn FileSpace,
     ) -> Result<(), DeviceError> {
-        let (source, target) = (self.set.tensor(from.tensor), self.set.tensor(to.tensor));
+        let (source, target) = (self.site.set.tensor(from.tensor), self.site.set.tensor(to.tensor));
         let bytes = elements * source.dtype.bytes();
         match (source.space, target.space) {
             (Space::File, _) => files
@@ -465,7 +496,7 @@ impl<'a, T: Real> Frame<'a, T> {
                 .map_err(|error| DeviceError::File { tensor: target.name.clone(), source: error }),
             // The CPU is its own host.
             _ => {
-                kernels::copy::<u8>(self.pool, self.of(from, bytes), self.of_mut(to, bytes));
+                kernels::copy::<u8>(self.site.pool, self.of(from, bytes), self.of_mut(to, bytes));
                 Ok(())
             }
         }
