@@ -151,8 +151,6 @@ pub enum LibraryError {
         path: PathBuf,
         /// What it said.
         reason: String,
-        /// What may help.
-        cure: String,
     },
 }
 
@@ -162,8 +160,10 @@ impl LibraryError {
         match self {
             LibraryError::Missing { cure, .. }
             | LibraryError::TooNew { cure, .. }
-            | LibraryError::TooOld { cure, .. }
-            | LibraryError::DriverRefuses { cure, .. } => cure.clone(),
+            | LibraryError::TooOld { cure, .. } => cure.clone(),
+            LibraryError::DriverRefuses { .. } => {
+                "nvidia-smi should list the GPUs; after an update of the driver, restart the machine".to_owned()
+            }
         }
     }
 }

@@ -2,6 +2,8 @@
 
 pub mod compile;
 pub mod driver;
+pub mod gpus;
 pub mod kernels;
 pub mod libraries;
+pub mod nvml;
 pub mod products;
