@@ -80,10 +80,10 @@ fn rms_norm_and_its_gradient() {
     everywhere(|mut gpu, of, kind, draw| {
         for (rows, dim) in [(1, 3), (3, 7), (5, 1024), (70, 36), (1100, 33)] {
             let (n, eps) = (rows * dim, 1e-5);
-            let (x, weight) = (draw.many(kind, n), draw.many(Kind::F32, dim));
+            let (x, weight) = (draw.many(kind, n), draw.many(kind, dim));
             let (mut want, mut want_rstd) = (vec![0.0; n], vec![0.0; rows]);
             cpu::rms_norm(&pool(), &x, &weight, eps, &mut want, &mut want_rstd);
-            let (gx, gweight) = (gpu.put(kind, &x), gpu.put(Kind::F32, &weight));
+            let (gx, gweight) = (gpu.put(kind, &x), gpu.put(kind, &weight));
             let (out, rstd) = (gpu.room(kind, n), gpu.room(Kind::F32, rows));
             gpu.run(&rms_norm(of, gx, gweight, out, rstd, rows as u64, dim as u64, eps));
             close(&gpu.get(out), &want, kind, "normed");
@@ -120,10 +120,10 @@ fn head_norm_and_its_gradient() {
             let (n, e) = (rows * shape.columns() as usize, head_dim as usize);
             let normed = rows * shape.rotated() as usize;
             let x = draw.many(kind, n);
-            let (q, k) = (draw.many(Kind::F32, e), draw.many(Kind::F32, e));
+            let (q, k) = (draw.many(kind, e), draw.many(kind, e));
             let (mut want, mut want_rstd) = (vec![0.0; n], vec![0.0; normed]);
             cpu::head_norm(&pool(), shape, &x, &q, &k, 1e-6, &mut want, &mut want_rstd);
-            let inputs = [gpu.put(kind, &x), gpu.put(Kind::F32, &q), gpu.put(Kind::F32, &k)];
+            let inputs = [gpu.put(kind, &x), gpu.put(kind, &q), gpu.put(kind, &k)];
             let (out, rstd) = (gpu.room(kind, n), gpu.room(Kind::F32, normed));
             gpu.run(&head_norm(of, inputs, out, rstd, rows as u64, shape, 1e-6));
             close(&gpu.get(out), &want, kind, "normed");
@@ -360,10 +360,10 @@ fn embed_and_its_gradient() {
     everywhere(|mut gpu, of, kind, draw| {
         for (rows, hidden, vocab) in [(1, 1, 1), (40, 12, 9), (600, 5, 7), (9, 1100, 4), (300, 8, 200)] {
             let tokens = draw.integers(rows, vocab);
-            let (table, dout) = (draw.many(Kind::F32, vocab * hidden), draw.many(kind, rows * hidden));
+            let (table, dout) = (draw.many(kind, vocab * hidden), draw.many(kind, rows * hidden));
             let mut want = vec![0.0; rows * hidden];
             cpu::embed(&pool(), &tokens, &table, hidden, &mut want);
-            let (gtokens, gtable) = (gpu.put_integers(&tokens), gpu.put(Kind::F32, &table));
+            let (gtokens, gtable) = (gpu.put_integers(&tokens), gpu.put(kind, &table));
             let out = gpu.room(kind, rows * hidden);
             let (n, d, v) = (rows as u64, hidden as u64, vocab as u64);
             gpu.run(&embed(of, gtokens, gtable, out, n, d, v));
@@ -371,9 +371,9 @@ fn embed_and_its_gradient() {
 
             let mut want = table;
             cpu::embed_grad(&pool(), &tokens, &dout, hidden, &mut want);
-            let gdout = gpu.put(kind, &dout);
-            gpu.run(&embed_grad(of, gtokens, gdout, gtable, n, d, v));
-            close(&gpu.get(gtable), &want, Kind::F32, "dtable");
+            let (gdout, gdtable) = (gpu.put(kind, &dout), gpu.put(Kind::F32, &want));
+            gpu.run(&embed_grad(of, gtokens, gdout, gdtable, n, d, v));
+            close(&gpu.get(gdtable), &want, Kind::F32, "dtable");
         }
     });
 }
@@ -384,8 +384,8 @@ fn sums_element_by_element_and_over_rows() {
     everywhere(|mut gpu, of, kind, draw| {
         for (rows, columns) in [(1, 1), (3, 7), (40, 1030), (1100, 12), (600, 260)] {
             let n = rows * columns;
-            let (x, y, bias) = (draw.many(kind, n), draw.many(kind, n), draw.many(Kind::F32, columns));
-            let (gx, gy, gbias) = (gpu.put(kind, &x), gpu.put(kind, &y), gpu.put(Kind::F32, &bias));
+            let (x, y, bias) = (draw.many(kind, n), draw.many(kind, n), draw.many(kind, columns));
+            let (gx, gy, gbias) = (gpu.put(kind, &x), gpu.put(kind, &y), gpu.put(kind, &bias));
             gpu.run(&add(of, gx, gy, n as u64));
             close(&gpu.get(gy), &sum(&x, &y), kind, "sum");
 
@@ -394,12 +394,12 @@ fn sums_element_by_element_and_over_rows() {
             let repeated: Vec<f64> = bias.iter().cycle().take(n).copied().collect();
             close(&gpu.get(gy), &sum(&y, &repeated), kind, "with bias");
 
-            let mut want = bias;
+            let (sums, mut want) = (gpu.put(Kind::F32, &bias), bias);
             let room = &mut scratch(workspace::cpu::sum_rows(rows as u64, columns as u64));
             cpu::sum_rows(&pool(), rows, columns, &x, &mut want, room);
             let room = gpu.room(Kind::F32, workspace::cuda::sum_rows(rows as u64, columns as u64) as usize);
-            gpu.run(&sum_rows(of, gx, gbias, room, rows as u64, columns as u64));
-            close(&gpu.get(gbias), &want, Kind::F32, "sum of rows");
+            gpu.run(&sum_rows(of, gx, sums, room, rows as u64, columns as u64));
+            close(&gpu.get(sums), &want, Kind::F32, "sum of rows");
 
             let row = rows - 1;
             let mut scalars = vec![0.0; SCALAR_COUNT as usize];

@@ -3,9 +3,10 @@
 //
 // Legend, as in cpu/kernels: N rows (B sequences of T tokens), D hidden, H heads, K kv heads, E head
 // dim, F ffn, V vocabulary, C = (H + 2K)·E columns of queries | keys | values.
-// REAL (float or bf16) is the type of activations. Everything else that is real is float: master
-// weights, gradients of weights, the optimizer's state, rstd, statistics, scalars, scratch. All sums
-// are float or double, and their order depends on shapes alone: no floating-point atomics.
+// REAL (float or bf16) is the type of activations and of the weights that meet them. Everything else
+// that is real is float: master weights, gradients of weights, the optimizer's state, rstd, statistics,
+// scalars, scratch. All sums are float or double, and their order depends on shapes alone: no
+// floating-point atomics.
 //
 // Blocks are whole warps. Every thread of a block meets every barrier.
 

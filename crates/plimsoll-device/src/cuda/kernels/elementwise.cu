@@ -26,10 +26,10 @@ extern "C" __global__ void __launch_bounds__(256) add(const REAL* x, REAL* into,
 
 // into[N,C] += bias[C] in each row: after a product that took no bias along.
 // Grid: (N, ceil(C / 1024)). Block: 256. Shared memory: none.
-extern "C" __global__ void __launch_bounds__(256) add_bias(const float* bias, REAL* into, u32 columns) {
+extern "C" __global__ void __launch_bounds__(256) add_bias(const REAL* bias, REAL* into, u32 columns) {
     into += (u64)blockIdx.x * columns;
     u32 end = min(columns, blockIdx.y * 1024 + 1024);
-    for (u32 at = blockIdx.y * 1024 + threadIdx.x; at < end; at += 256) narrow(widen(into[at]) + bias[at], into[at]);
+    for (u32 at = blockIdx.y * 1024 + threadIdx.x; at < end; at += 256) narrow(widen(into[at]) + widen(bias[at]), into[at]);
 }
 
 // partials[portions, C]: the sum of each portion of the rows of x[N,C], for add_partials.

@@ -3,7 +3,7 @@
 // Columns of a block in the gradient.
 constexpr u32 STRIP = 1024;
 
-template <int W> __device__ void copy_row(const float* from, REAL* to, u32 hidden) {
+template <int W> __device__ void copy_row(const REAL* from, REAL* to, u32 hidden) {
     for (u32 at = threadIdx.x * W; at < hidden; at += 256 * W) {
         float v[W];
         load(from + at, v);
@@ -14,9 +14,9 @@ template <int W> __device__ void copy_row(const float* from, REAL* to, u32 hidde
 // out[N,D] = the rows of table[V,D] that tokens[N] name; NaN for a token outside the table.
 // Grid: N. Block: 256. Shared memory: none.
 extern "C" __global__ void __launch_bounds__(256)
-embed(const int* tokens, const float* table, REAL* out, u32 hidden, u32 vocab) {
+embed(const int* tokens, const REAL* table, REAL* out, u32 hidden, u32 vocab) {
     u32 token = tokens[blockIdx.x];
-    const float* from = table + (u64)token * hidden;
+    const REAL* from = table + (u64)token * hidden;
     out += (u64)blockIdx.x * hidden;
     if (token >= vocab)
         for (u32 at = threadIdx.x; at < hidden; at += 256) narrow(not_a_number(), out[at]);

@@ -2,9 +2,9 @@
 //! in them. How each kernel is launched is in [`launch`]. Nothing here needs CUDA; `cargo xtask
 //! cuda-check` compiles every unit and runs its arithmetic on the CPU.
 //!
-//! Activations are f32 or bf16, the [`Real`] of a unit. Everything else that is real is f32 in both:
-//! master weights and their gradients, the optimizer's state, rstd, attention's statistics, token
-//! weights, the RoPE table, scalars and scratch. Metrics are f64.
+//! Activations and the weights that meet them are f32 or bf16, the [`Real`] of a unit. Everything else
+//! that is real is f32 in both: master weights and gradients of weights, the optimizer's state, rstd,
+//! attention's statistics, token weights, the RoPE table, scalars and scratch. Metrics are f64.
 
 pub mod launch;
 pub mod ops;
@@ -13,11 +13,10 @@ pub mod ops;
 const COMMON: &str = include_str!("common.cuh");
 /// What NVRTC is told beside the architecture. No fast math: divisions and roots round as the CPU's do.
 pub const OPTIONS: [&str; 1] = ["--std=c++17"];
-/// The largest head that attention is compiled for: its tiles must fit into the 99 KiB of shared
-/// memory that a block may have on most GPUs.
-pub const HEAD_DIM_MAX: u64 = 128;
+/// The largest head that attention is compiled for.
+pub const HEAD_DIM_MAX: u64 = plimsoll_program::models::CUDA_HEAD_DIM_MAX;
 
-/// The type of activations.
+/// The type of activations, and of the weights that meet them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Real {
     /// 32-bit float.

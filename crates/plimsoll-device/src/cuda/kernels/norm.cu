@@ -4,7 +4,7 @@
 // dx = r · (g − x · r² · mean(g · x)), dw = Σ over rows of dy · x · r   (as cpu/kernels/norm.rs).
 
 template <int W>
-__device__ void norm_row(const REAL* x, const float* weight, REAL* out, float* rstd, u32 dim, float eps) {
+__device__ void norm_row(const REAL* x, const REAL* weight, REAL* out, float* rstd, u32 dim, float eps) {
     float squares = 0;
     for (u32 at = threadIdx.x * W; at < dim; at += blockDim.x * W) {
         float v[W];
@@ -27,7 +27,7 @@ __device__ void norm_row(const REAL* x, const float* weight, REAL* out, float* r
 // out[N,D] = x[N,D] / rms · weight[D]; rstd[N] = 1 / rms.
 // Grid: N. Block: 256. Shared memory: static only.
 extern "C" __global__ void __launch_bounds__(256)
-rms_norm(const REAL* x, const float* weight, REAL* out, float* rstd, u32 dim, float eps) {
+rms_norm(const REAL* x, const REAL* weight, REAL* out, float* rstd, u32 dim, float eps) {
     x += (u64)blockIdx.x * dim;
     out += (u64)blockIdx.x * dim;
     if (dim % 4 == 0 && fours(x) && fours(weight) && fours(out))
@@ -37,7 +37,7 @@ rms_norm(const REAL* x, const float* weight, REAL* out, float* rstd, u32 dim, fl
 }
 
 template <int W>
-__device__ void norm_row_grad(const REAL* x, const float* weight, float r, const REAL* dout, REAL* dx, float* dweight,
+__device__ void norm_row_grad(const REAL* x, const REAL* weight, float r, const REAL* dout, REAL* dx, float* dweight,
                               u32 dim, bool accumulate) {
     float products = 0;
     for (u32 at = threadIdx.x * W; at < dim; at += blockDim.x * W) {
@@ -72,7 +72,7 @@ __device__ void norm_row_grad(const REAL* x, const float* weight, float r, const
 // Grid: portions. Block: 256. Shared memory: D floats, the portion's dweight; each thread has
 // columns of its own.
 extern "C" __global__ void __launch_bounds__(256)
-rms_norm_grad(const REAL* x, const float* weight, const float* rstd, const REAL* dout, REAL* dx, float* partials,
+rms_norm_grad(const REAL* x, const REAL* weight, const float* rstd, const REAL* dout, REAL* dx, float* partials,
               u32 rows, u32 dim, u32 rows_per_portion, u32 accumulate) {
     u32 first = blockIdx.x * rows_per_portion;
     u32 end = min(rows, first + rows_per_portion);
