@@ -12,7 +12,8 @@ use plimsoll_plan::paper;
 use plimsoll_plan::request::DeviceRequest;
 use plimsoll_plan::search::{Answer, Pins, Question, search};
 use plimsoll_program::models::decoder::{self, Generation, Source};
-use plimsoll_program::models::{ModelConfig, closest_preset, preset, preset_names};
+use plimsoll_program::models::{ModelConfig, closest_preset, preset, preset_names, supported};
+use plimsoll_program::workspace::Kernels;
 use std::path::{Path, PathBuf};
 
 /// The model that a run file names.
@@ -185,6 +186,7 @@ pub(crate) fn question<'a>(
     device: &'a DeviceSpec,
     work: Work,
 ) -> Result<Question<'a>, Failure> {
+    supported(&model.config, Kernels::of(device))?;
     let train = work == Work::Train;
     Ok(Question {
         config: &model.config,
