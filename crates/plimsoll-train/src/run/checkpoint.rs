@@ -142,7 +142,7 @@ pub(super) fn write(
 ) -> Result<PathBuf, Trouble> {
     let path = run_dir.join("checkpoints").join(format!("step-{}", info.step));
     atomic::write_dir(&path, |dir| -> Result<(), Trouble> {
-        let mut writer = WeightWriter::create(dir, "state", &tensors(config, states, info.precision), MAX_SHARD_BYTES)?;
+        let mut writer = WeightWriter::create(dir, "state", &tensors(config, states, info.precision.wide()), MAX_SHARD_BYTES)?;
         engine.move_files("checkpoint", &mut Storing(&mut writer))?;
         writer.finish()?;
         let info = CheckpointInfo { files: sizes(dir)?, ..info.clone() };
@@ -195,7 +195,7 @@ pub(super) fn restore(
     engine: &mut Engine,
     states: &[&str],
 ) -> Result<(), Trouble> {
-    for wanted in tensors(config, states, checkpoint.info.precision) {
+    for wanted in tensors(config, states, checkpoint.info.precision.wide()) {
         let entry = checkpoint.tensors.entry(&wanted.name);
         if entry.is_none_or(|e| e.shape != wanted.shape || e.dtype() != Some(wanted.dtype)) {
             let message = format!("{}: tensor `{}` is not what this run needs", checkpoint.path.display(), wanted.name);
