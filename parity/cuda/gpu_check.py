@@ -1,0 +1,563 @@
+#!/usr/bin/env python3
+"""What only a GPU can show, in less than eight minutes: run this on a machine that has one.
+
+    python3 gpu_check.py [--device cuda:0] [--seconds 460] [--json result.json] [--only found,ops,...]
+
+It lies beside the programs that it runs (plimsoll, plimsoll-check, torch_step.py), as `cargo xtask gpu-check` packed
+them, and needs neither Rust nor a network; torch and transformers where they are to be compared with. A table comes
+last; the exit code is 0 when everything held that was shown.
+
+`--rehearse` runs the same flow in small, on a stand-in for a GPU, so that it is known to work before there is one.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+HERE = pathlib.Path(__file__).resolve().parent
+MIB, GIB = 1 << 20, 1 << 30
+
+# Sizes of the real check, and of its rehearsal. Seconds are the most that a section may take.
+REAL = {
+    "seconds": {"found": 20, "ops": 50, "plans": 80, "soak": 50, "kill": 45, "curve": 85, "speed": 130},
+    "dtypes": ["f32", "bf16"],
+    "cases": 100_000,
+    "soak_cases": 100_000,
+    "plans": 120,
+    "plan_size": "large",
+    "kills": 3,
+    "kill_model": dict(hidden=512, layers=6, heads=8, kv_heads=4, ffn=1408, vocab=8192),
+    "kill_run": dict(sequence=256, batch_tokens=16384, steps=60, save_every=10),
+    # SmolLM2-135M (its config.json on the hub).
+    "curve_model": dict(hidden=576, layers=30, heads=9, kv_heads=3, ffn=1536, vocab=49152),
+    "curve_run": dict(sequence=512, rows=8, steps=40, orders=3),
+    # Llama-3.2-1B and Qwen2.5-1.5B (their config.json), with a head of its own, as torch_step.py has.
+    "shapes": {
+        "llama-3.2-1b": dict(vocab=128256, layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, sequence=2048, batch=4),
+        "qwen2.5-1.5b": dict(vocab=151936, layers=28, hidden=1536, heads=12, kv_heads=2, ffn=8960, sequence=2048, batch=4),
+    },
+    "step": dict(steps=6, warmup=3),
+    "bench_seconds": 8,
+}
+REHEARSAL = {
+    "seconds": {"found": 60, "ops": 240, "plans": 240, "soak": 240, "kill": 240, "curve": 240, "speed": 240},
+    "dtypes": ["f32", "bf16"],
+    "cases": 2,
+    "soak_cases": 1,
+    "plans": 2,
+    "plan_size": "small",
+    "kills": 1,
+    "kill_model": dict(hidden=32, layers=2, heads=2, kv_heads=1, ffn=48, vocab=97),
+    "kill_run": dict(sequence=16, batch_tokens=64, steps=6, save_every=2),
+    "curve_model": dict(hidden=32, layers=2, heads=2, kv_heads=1, ffn=48, vocab=97),
+    "curve_run": dict(sequence=24, rows=2, steps=6, orders=2),
+    "shapes": {"toy": dict(vocab=128, layers=2, hidden=32, heads=2, kv_heads=1, ffn=64, sequence=16, batch=2)},
+    "step": dict(steps=2, warmup=1),
+    "bench_seconds": 1,
+}
+
+
+class Failed(Exception):
+    """Something that was run did not end well."""
+
+
+class Report:
+    """Rows of the table, and figures for the JSON file."""
+
+    def __init__(self):
+        self.rows, self.figures = [], {}
+
+    def add(self, section, what, figure, held):
+        """`held` is None for what is no promise, only a figure, or could not be shown here."""
+        self.rows.append({"section": section, "what": what, "figure": str(figure), "held": held})
+        print(f"   {MARKS[held]} {what}: {figure}", flush=True)
+
+    def failed(self):
+        return [row for row in self.rows if row["held"] is False]
+
+
+MARKS = {True: "ok  ", False: "FAIL", None: "–   "}
+
+
+class Section:
+    """What a section needs: the programs, a folder, sizes, and how long it has."""
+
+    def __init__(self, options, sizes, folder, report, name, deadline):
+        self.options, self.sizes, self.report, self.name, self.deadline = options, sizes, report, name, deadline
+        self.folder = folder / name
+        self.folder.mkdir()
+
+    @property
+    def left(self):
+        return max(1.0, self.deadline - time.monotonic())
+
+    def add(self, what, figure, held):
+        self.report.add(self.name, what, figure, held)
+
+    def keep(self, name, figure):
+        self.report.figures.setdefault(self.name, {})[name] = figure
+
+    def environment(self):
+        environment = {**os.environ, "PLIMSOLL_CACHE": str(self.folder.parent / "cache"), "NO_COLOR": "1"}
+        if self.options.libraries:
+            # Ours alone: torch has libraries of its own.
+            known = environment.get("LD_LIBRARY_PATH")
+            environment["LD_LIBRARY_PATH"] = ":".join(filter(None, [str(self.options.libraries), known]))
+        return environment
+
+    def start(self, *arguments, program="plimsoll", **more):
+        command = [str(self.options.programs / program), *map(str, arguments)]
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=self.environment(), **more,
+        )
+
+    def run(self, *arguments, program="plimsoll", seconds=None, exits=(0,)):
+        """Standard output of one of our programs."""
+        child = self.start(*arguments, program=program)
+        try:
+            said, complained = child.communicate(timeout=seconds or self.left)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.communicate()
+            raise Failed(f"{program} {arguments[0]}: no end in time") from None
+        if child.returncode not in exits:
+            lines = (complained.strip() or said.strip()).splitlines()
+            raise Failed(f"{program} {arguments[0]}: exit {child.returncode}: {' / '.join(lines[-4:])}")
+        return said
+
+    def python(self, *arguments, seconds=None):
+        """Standard output of this Python."""
+        try:
+            done = subprocess.run(
+                [sys.executable, *map(str, arguments)], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                timeout=seconds or self.left, env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+            )
+        except subprocess.TimeoutExpired:
+            raise Failed(f"{pathlib.Path(str(arguments[0])).name}: no end in time") from None
+        if done.returncode != 0:
+            raise Failed(f"{pathlib.Path(str(arguments[0])).name}: {' / '.join(done.stderr.strip().splitlines()[-3:])}")
+        return done.stdout
+
+
+def last_json(said):
+    for line in reversed(said.strip().splitlines()):
+        try:
+            return json.loads(line)
+        except json.JSONDecodeError:
+            continue
+    raise Failed(f"no JSON in {said[-200:]!r}")
+
+
+def whole_json(said):
+    """An object that may be spread over many lines."""
+    try:
+        return json.loads(said)
+    except json.JSONDecodeError:
+        return last_json(said)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Models and data of our own
+# ---------------------------------------------------------------------------------------------------
+
+
+def write_config(folder, model, sequence):
+    """A config.json of the llama family."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": model["hidden"],
+        "num_hidden_layers": model["layers"], "num_attention_heads": model["heads"],
+        "num_key_value_heads": model["kv_heads"], "head_dim": model["hidden"] // model["heads"],
+        "intermediate_size": model["ffn"], "vocab_size": model["vocab"], "hidden_act": "silu",
+        "max_position_embeddings": max(2048, sequence), "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "tie_word_embeddings": True, "attention_bias": False, "mlp_bias": False, "initializer_range": 0.02,
+        "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def samples(vocab, length, count, seed):
+    """Walks through a graph in which few tokens follow each token: something to learn at once."""
+    draw = random.Random(seed)
+    followers = [[draw.randrange(3, vocab) for _ in range(3)] for _ in range(vocab)]
+    rows = []
+    for _ in range(count):
+        token = draw.randrange(3, vocab)
+        row = [token]
+        while len(row) < length:
+            token = followers[token][min(2, int(draw.expovariate(1.2)))]
+            row.append(token)
+        rows.append(row)
+    return rows
+
+
+def write_samples(path, rows):
+    path.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+
+
+def settings(values):
+    """--set for each key; a JSON value is a TOML value, for all that are used here."""
+    return [word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+
+
+# ---------------------------------------------------------------------------------------------------
+# Sections
+# ---------------------------------------------------------------------------------------------------
+
+
+def found(section):
+    """What is here."""
+    machine = whole_json(section.run("devices", "--json"))
+    section.keep("devices", machine)
+    gpus = [device for device in machine["devices"] if device["kind"] == "cuda"]
+    ours = [device for device in gpus if device["name"] == section.options.device]
+    section.add("the device", ", ".join(f"{d['name']}: {d['model']}" for d in gpus) or "none", bool(ours))
+    if not ours:
+        print(section.run("devices"))
+        raise Failed(f"there is no {section.options.device}: all that follows needs it")
+    try:
+        query = "--query-gpu=name,driver_version,memory.total,memory.used,temperature.gpu,clocks.sm"
+        smi = subprocess.run(["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True, timeout=20)
+        section.add("nvidia-smi", smi.stdout.strip().splitlines()[0], None)
+        section.keep("nvidia_smi", smi.stdout.strip())
+    except (OSError, IndexError, subprocess.TimeoutExpired):
+        section.add("nvidia-smi", "not here", None)
+    seconds = section.sizes["bench_seconds"]
+    bench = section.folder / "bench.json"
+    try:
+        section.run("bench", "devices", "--seconds", f"{seconds}s", "--json", bench)
+        section.keep("bench", json.loads(bench.read_text()))
+    except Failed as failed:
+        section.add("bench devices", failed, False)
+
+
+def tally(section, what, *arguments):
+    """A part of the soak."""
+    said = section.run(
+        "soak", "--device", section.options.device, "--json", *arguments, program="plimsoll-check", exits=(0, 1),
+        seconds=section.left + 20,
+    )
+    tally = last_json(said)
+    section.keep(what, tally)
+    passed = sum(kind["passed"] for kind in tally["kinds"].values())
+    wrong = [line for kind in tally["kinds"].values() for line in kind["failed"]]
+    section.add(what, f"{passed} checks, {len(wrong)} failed", passed > 0 and not wrong)
+    for line in wrong[:3]:
+        print(f"        {line[:600]}")
+    return tally
+
+
+def ops(section):
+    """Every op beside the CPU's in f64, on models of odd shapes."""
+    dtypes = section.sizes["dtypes"]
+    for number, dtype in enumerate(dtypes):
+        seconds = int(section.left / (len(dtypes) - number)) - 2
+        found = tally(section, f"ops in {dtype}", "--only", "ops", "--dtype", dtype, "--runs", section.sizes["cases"],
+                      "--seconds", max(1, seconds))
+        kinds = {name: kind["worst"] for name, kind in found["kinds"].items() if " off the CPU's" in name}
+        if kinds:
+            worst = max(kinds, key=lambda name: kinds[name] or 0)
+            section.add(f"ops in {dtype}: how many, the worst", f"{len(kinds)}, {kinds[worst]:.1e} ({worst.split()[0]})", None)
+
+
+def soak(section):
+    """Foundation's soak, on this device."""
+    dtypes = section.sizes["dtypes"]
+    for number, dtype in enumerate(dtypes):
+        seconds = int(section.left / (len(dtypes) - number)) - 2
+        tally(section, f"soak in {dtype}", "--only", "cases", "--dtype", dtype, "--runs", section.sizes["soak_cases"],
+              "--seconds", max(1, seconds), "--seed", 5)
+
+
+def plans(section):
+    """Planned = used, for the arena and the whole device, and never above a budget that is imposed."""
+    tally(section, "plans", "--only", "plans", "--dtype", "bf16", "--runs", section.sizes["plans"], "--size",
+          section.sizes["plan_size"], "--seconds", max(1, int(section.left) - 3))
+
+
+def contents(run):
+    """What a run leaves that must be the same: the model and the newest checkpoint."""
+    steps = sorted((run / "checkpoints").glob("step-*"), key=lambda path: int(path.name.split("-")[1]))
+    files = [*(run / "model").glob("*.safetensors"), *(steps[-1].rglob("*.safetensors") if steps else [])]
+    if not files:
+        raise Failed(f"{run.name} left no files")
+    return {str(path.relative_to(run)): path.read_bytes() for path in files}
+
+
+def kill(section):
+    """A run that is killed and goes on ends with the bits of one that was not."""
+    sizes = section.sizes["kill_run"]
+    model, data = section.folder / "shape", section.folder / "train.jsonl"
+    write_config(model, section.sizes["kill_model"], sizes["sequence"])
+    write_samples(data, samples(section.sizes["kill_model"]["vocab"], sizes["sequence"] * 3, 64, 1))
+
+    def arguments(run):
+        return ["train", "--quiet", "--devices", section.options.device, *settings({
+            "model.path": str(model), "model.init": "random", "data.train": str(data), "data.format": "tokens",
+            "data.sequence": sizes["sequence"], "train.batch_tokens": sizes["batch_tokens"], "train.steps": sizes["steps"],
+            "train.save_every": sizes["save_every"], "train.precision": "bf16", "run.dir": str(run),
+        })]
+
+    whole = section.folder / "whole"
+    started = time.monotonic()
+    section.run(*arguments(whole))
+    lasted = time.monotonic() - started
+    expected = contents(whole)
+    again = section.folder / "again"
+    section.run(*arguments(again))
+    section.add("the same run twice", "the same bits", contents(again) == expected)
+    draw = random.Random(7)
+    for number in range(section.sizes["kills"]):
+        if section.left < 2 * lasted + 5:
+            section.add("kills", f"no time for more than {number}", None)
+            break
+        run = section.folder / f"killed-{number}"
+        child = section.start(*arguments(run))
+        moment = draw.uniform(0.35, 0.95) * lasted
+        try:
+            child.wait(moment)
+        except subprocess.TimeoutExpired:
+            child.send_signal(signal.SIGKILL)
+        child.communicate()
+        begun = (run / "run.toml").exists()
+        section.run(*(["train", "--quiet", "--resume", run] if begun else arguments(run)))
+        section.add(f"killed after {moment:.1f} of {lasted:.1f} s, and resumed", "the same bits", contents(run) == expected)
+
+
+def has_torch(section):
+    try:
+        section.python("-c", "import torch, transformers", seconds=min(60, section.left))
+        return True
+    except Failed:
+        section.add("transformers", "not here: nothing to compare with", None)
+        return False
+
+
+def curve(section):
+    """The loss curve in bf16 beside transformers' own, and a model that transformers loads."""
+    if not has_torch(section):
+        return
+    model, run = section.sizes["curve_model"], section.sizes["curve_run"]
+    base = section.folder / "base"
+    write_config(base, model, run["sequence"])
+    # Every order takes the same samples; each is one row, whose last token is only a target.
+    rows = samples(model["vocab"], run["sequence"] + 1, run["rows"] * run["steps"], 3)
+    held_out = section.folder / "eval.jsonl"
+    write_samples(held_out, samples(model["vocab"], run["sequence"] + 1, 2 * run["rows"], 3)[-run["rows"]:])
+    files = []
+    for order in range(run["orders"]):
+        random.Random(order).shuffle(rows)
+        files.append(section.folder / f"order-{order}.jsonl")
+        write_samples(files[-1], rows)
+    work = {"base": str(base), "files": list(map(str, files)), "rows": run["rows"], "learning_rate": 1e-3,
+            "device": "cpu" if section.options.rehearse else section.options.device, "seconds": section.left * 0.55}
+    order = section.folder / "work.json"
+    order.write_text(json.dumps(work))
+    theirs = json.loads(last_line(section.python(__file__, "--worker", order)))
+    ours, peak = [], None
+    for number, file in enumerate(files[: len(theirs)]):
+        folder = section.folder / f"run-{number}"
+        section.run("train", "--quiet", "--devices", section.options.device, *settings({
+            "model.path": str(base), "model.init": "pretrained", "data.train": str(file), "data.eval": str(held_out),
+            "data.format": "tokens", "data.sequence": run["sequence"], "data.pack": False, "data.shuffle": False,
+            "train.steps": run["steps"], "train.batch_tokens": run["rows"] * run["sequence"],
+            "train.learning_rate": work["learning_rate"], "train.schedule": "constant", "train.warmup_steps": 0,
+            "train.weight_decay": 0.1, "train.betas": [0.9, 0.95], "train.eps": 1e-8, "train.clip_norm": 1.0,
+            "train.precision": "bf16", "train.eval_every": run["steps"], "run.dir": str(folder),
+        }))
+        records = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+        ours.append([record["loss"] for record in records if record.get("event") == "step"])
+        result = json.loads((folder / "result.json").read_text())
+        peak = result["memory"]
+    section.keep("ours", ours), section.keep("theirs", theirs), section.keep("memory", peak)
+    steps = run["steps"]
+    section.add("steps of each", f"{len(ours)} × {steps}", all(len(curve) == steps for curve in ours + theirs))
+    # Means over a tenth of the steps: single steps differ by their samples.
+    window = max(1, steps // 10)
+    smooth = lambda curve: [sum(curve[at: at + window]) / window for at in range(0, steps - window + 1)]
+    ours, theirs = [smooth(curve) for curve in ours], [smooth(curve) for curve in theirs]
+    between = lambda many, at: max(curve[at] for curve in many) - min(curve[at] for curve in many)
+    spread = max(between(theirs, at) for at in range(len(theirs[0])))
+    apart = max(abs(a - b) for one, other in zip(ours, theirs) for a, b in zip(one, other))
+    section.add("loss from transformers' at the same order, most; their spread over orders",
+                f"{apart:.4f}; {spread:.4f}", apart <= spread)
+    section.add("loss, first and last", f"{ours[0][0]:.3f}, {ours[0][-1]:.3f}", ours[0][-1] < ours[0][0])
+    # The last run's own word for its model, and that of transformers.
+    folder = section.folder / f"run-{len(ours) - 1}"
+    said = whole_json(section.run("eval", folder / "model", "--data", held_out, "--format", "tokens", "--devices",
+                                  section.options.device, "--json"))["loss"]
+    order.write_text(json.dumps({**work, "base": str(folder / "model"), "evaluate": str(held_out)}))
+    loaded = json.loads(last_line(section.python(__file__, "--worker", order)))
+    section.add("the model, loaded by transformers: loss of ours, of theirs", f"{said:.4f}, {loaded:.4f}",
+                abs(said - loaded) <= 0.01 * loaded)
+
+
+def last_line(said):
+    return said.strip().splitlines()[-1]
+
+
+def worker(path):
+    """transformers' own training of a model on files, or its loss on one; in a process of its own."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    work = json.loads(pathlib.Path(path).read_text())
+    device, kind = work["device"], work["device"].split(":")[0]
+    read = lambda file: torch.tensor([json.loads(line)["input_ids"] for line in open(file)], device=device)
+    autocast = lambda: torch.autocast(kind, dtype=torch.bfloat16)
+
+    def loss_of(model, rows):
+        # Not the model's own loss: that shifts labels, and the last token here is only a target.
+        logits = model(input_ids=rows[:, :-1], use_cache=False).logits.float()
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+
+    if "evaluate" in work:
+        model = AutoModelForCausalLM.from_pretrained(work["base"], dtype=torch.float32).to(device).eval()
+        with torch.no_grad():
+            print(json.dumps(float(loss_of(model, read(work["evaluate"])))))
+        return
+    base = pathlib.Path(work["base"])
+    if not list(base.glob("*.safetensors")):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base), dtype=torch.float32).save_pretrained(base)
+    started, curves = time.monotonic(), []
+    for file in work["files"]:
+        if curves and time.monotonic() - started > work["seconds"] * len(curves) / (len(curves) + 1):
+            break
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).to(device).train()
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        vectors = [p for p in model.parameters() if p.dim() <= 1]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=work["learning_rate"], betas=(0.9, 0.95), eps=1e-8)
+        rows, losses = read(file), []
+        for at in range(0, len(rows), work["rows"]):
+            with autocast():
+                loss = loss_of(model, rows[at: at + work["rows"]])
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.detach())
+        curves.append([float(loss) for loss in losses])
+        del model, optimizer
+    print(json.dumps(curves))
+
+
+def speed(section):
+    """A training step, ours and PyTorch's in turn."""
+    peer = section.options.programs / "torch_step.py"
+    shapes = section.sizes["shapes"]
+    for number, (name, shape) in enumerate(shapes.items()):
+        until = time.monotonic() + section.left / (len(shapes) - number)
+        left = lambda: max(1.0, until - time.monotonic())
+        words = [word for key, value in {**shape, **section.sizes["step"]}.items()
+                 for word in (f"--{key.replace('_', '-')}", str(value))]
+        ours = last_json(section.run("bench", "step", "--device", section.options.device, "--dtype", "bf16", *words))
+        section.keep(f"{name}: ours", ours)
+        memory = ours.get("peak_device_mib") or ours["arena_bytes"] / MIB
+        section.add(f"{name}: ours", f"{ours['tokens_per_second']:.0f} tokens/s, {memory:.0f} MiB", None)
+        share = ours["limit_step_seconds"] / ours["step_seconds_median"]
+        section.add(f"{name}: share of the measured product peak", f"{100 * share:.0f} %", None)
+        where = sorted(ours["seconds_by_op"].items(), key=lambda item: -item[1])[:6]
+        total = sum(ours["seconds_by_op"].values()) or 1.0
+        section.add(f"{name}: where it goes", ", ".join(f"{op} {100 * t / total:.0f} %" for op, t in where), None)
+        peers = {}
+        device = "cpu" if section.options.rehearse else section.options.device
+        for kind, more in {"eager": [], "compile": ["--compile"]}.items():
+            if not peer.exists() or (section.options.rehearse and kind == "compile"):
+                section.add(f"{name}: PyTorch {kind}", "not here", None)
+                continue
+            try:
+                peers[kind] = last_json(section.python(peer, "--device", device, "--dtype", "bf16", *more, *words, seconds=left()))
+            except Failed as failed:
+                section.add(f"{name}: PyTorch {kind}", failed, None)
+                continue
+            theirs = peers[kind]
+            section.keep(f"{name}: {kind}", theirs)
+            section.add(f"{name}: PyTorch {kind}", f"{theirs['tokens_per_second']:.0f} tokens/s, "
+                        f"{theirs.get('peak_device_mib', 0):.0f} MiB", None)
+        if peers:
+            best = max(peers.values(), key=lambda theirs: theirs["tokens_per_second"])
+            ratio = ours["tokens_per_second"] / best["tokens_per_second"]
+            # A rehearsal's figures are of no GPU.
+            judged = lambda held: None if section.options.rehearse else held
+            section.add(f"{name}: speed beside the better", f"{ratio:.2f} × (at least 0.8)", judged(ratio >= 0.8))
+            if best.get("peak_device_mib"):
+                ratio = memory / best["peak_device_mib"]
+                section.add(f"{name}: memory beside it", f"{ratio:.2f} × (at most 0.6)", judged(ratio <= 0.6))
+
+
+SECTIONS = {"found": found, "ops": ops, "plans": plans, "soak": soak, "kill": kill, "curve": curve, "speed": speed}
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--seconds", type=float, help="for everything; each section has its share")
+    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas")
+    parser.add_argument("--json", default="gpu-check.json", type=pathlib.Path, help="where the figures go")
+    parser.add_argument("--programs", default=HERE, type=pathlib.Path)
+    parser.add_argument("--libraries", type=pathlib.Path, help="put before LD_LIBRARY_PATH, for our programs alone")
+    parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main():
+    options = arguments()
+    if options.worker:
+        return worker(options.worker)
+    sizes = REHEARSAL if options.rehearse else REAL
+    wanted = options.only.split(",")
+    share = options.seconds / sum(sizes["seconds"].values()) if options.seconds else 1.0
+    report, began = Report(), time.monotonic()
+    about = HERE / "about.json"
+    report.figures["about"] = json.loads(about.read_text()) if about.exists() else {}
+    report.figures["began"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="plimsoll-gpu-check-"))
+    # Time that a section did not need goes to those behind it.
+    deadline = began
+    try:
+        for name, check in SECTIONS.items():
+            if name not in wanted:
+                continue
+            deadline += sizes["seconds"][name] * share
+            print(f"== {time.monotonic() - began:5.0f} s: {name}: {check.__doc__}", flush=True)
+            section = Section(options, sizes, folder, report, name, deadline)
+            started = time.monotonic()
+            try:
+                check(section)
+            except Failed as failed:
+                section.add("ends", failed, False)
+                if name == "found":
+                    break
+            except Exception as error:  # what stops one section must not hide the others
+                section.add("ends", f"{type(error).__name__}: {error}", False)
+            section.keep("seconds", time.monotonic() - started)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    report.figures["rows"] = report.rows
+    report.figures["seconds"] = time.monotonic() - began
+    options.json.write_text(json.dumps(report.figures, indent=1))
+
+    what = "a stand-in for a GPU (runs on the CPU)" if options.rehearse else options.device
+    print(f"\n{what}, {report.figures['seconds']:.0f} s; figures in {options.json}\n")
+    width = max(len(f"{row['section']}: {row['what']}") for row in report.rows)
+    for row in report.rows:
+        print(f"{MARKS[row['held']]}  {row['section'] + ': ' + row['what']:{width}}  {row['figure']}")
+    failed = len(report.failed())
+    print(f"\n{len(report.rows)} rows, {failed} failed")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
