@@ -20,6 +20,8 @@ pub enum Queue {
     CopyOut,
     /// Collectives.
     Communication,
+    /// Work of the host's processor on tensors of the host's space.
+    Host,
 }
 
 /// An op and the queue it runs on.

@@ -15,7 +15,8 @@ impl Op {
     }
 }
 
-fn operands_mut(kind: &mut OpKind) -> Vec<&mut Operand> {
+/// The operands of an op, to be changed in place.
+pub(crate) fn operands_mut(kind: &mut OpKind) -> Vec<&mut Operand> {
     match kind {
         OpKind::Product { a, b, out, bias, residual, workspace, .. } => {
             let mut list = vec![a, b, out, workspace];

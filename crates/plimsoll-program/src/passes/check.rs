@@ -1,8 +1,9 @@
-//! Checks a set of Programs: every operand lies within its tensor and has the type that its op needs,
-//! nothing is read before it is written, every start has its wait.
+//! Checks a set of Programs: every operand lies within its tensor, in a space that the op's queue reaches, and has the
+//! type that its op needs; nothing is read before it is written; every start has its wait, and nobody disturbs a copy
+//! that is under way.
 
 use super::types::mistyped;
-use crate::op::{Mode, OpKind};
+use crate::op::{Access, Mode, Op, OpKind, Queue};
 use crate::program::ProgramSet;
 use crate::tensor::{Lifetime, Operand, TensorId};
 use plimsoll_core::{DType, Space};
@@ -61,6 +62,32 @@ pub enum Malformed {
         /// The number.
         sequence: u64,
     },
+    /// An op's queue does not reach a tensor's space: the device computes on its own tensors, the host on its own.
+    #[error("{program}: {op} on queue {queue:?} touches `{tensor}` in space {space:?}")]
+    OutOfReach {
+        /// The Program.
+        program: String,
+        /// The op.
+        op: String,
+        /// Its queue.
+        queue: Queue,
+        /// The tensor.
+        tensor: String,
+        /// Where it is.
+        space: Space,
+    },
+    /// An op writes what is being copied, or touches what a copy is being written to.
+    #[error("{program}: {op} disturbs the copy {sequence} at `{tensor}`")]
+    Disturbed {
+        /// The Program.
+        program: String,
+        /// The op.
+        op: String,
+        /// The copy's number.
+        sequence: u64,
+        /// The tensor.
+        tensor: String,
+    },
     /// A Program stands in no phase, or in two.
     #[error("program {program} stands in {phases} phases")]
     Phases {
@@ -98,6 +125,7 @@ pub fn check(set: &ProgramSet) -> Result<(), Malformed> {
                 }
             }
             let mut open: Vec<u64> = Vec::new();
+            let mut copies: Vec<(u64, Vec<Place>)> = Vec::new();
             for (op, variable) in program.trace() {
                 let start = match &op.kind {
                     OpKind::TransferStart { sequence, .. } | OpKind::CollectiveStart { sequence, .. } => {
@@ -119,8 +147,25 @@ pub fn check(set: &ProgramSet) -> Result<(), Malformed> {
                     None => {}
                 }
                 let accesses = op.accesses(&elements_of);
+                let places: Vec<Place> = accesses.iter().map(|access| Place::of(set, access, variable)).collect();
+                if let Some((true, _)) = start {
+                    undisturbed(set, &program.name, op, &places, &copies)?;
+                    copies.extend(start.map(|(_, sequence)| (sequence, places)));
+                } else {
+                    copies.retain(|(sequence, _)| start != Some((false, *sequence)));
+                    undisturbed(set, &program.name, op, &places, &copies)?;
+                }
                 for access in &accesses {
                     let tensor = set.tensor(access.operand.tensor);
+                    if !reaches(op, tensor.space) {
+                        return Err(Malformed::OutOfReach {
+                            program: program.name.clone(),
+                            op: op.name().into(),
+                            queue: op.queue,
+                            tensor: tensor.name.clone(),
+                            space: tensor.space,
+                        });
+                    }
                     let slot = access.operand.slot.at(variable, 0).rem_euclid(i64::from(tensor.slots)) as u32;
                     let first = access.operand.offset.at(variable, 0);
                     let end = first + access.elements as i64;
@@ -153,6 +198,69 @@ pub fn check(set: &ProgramSet) -> Result<(), Malformed> {
             if let Some(&sequence) = open.first() {
                 return Err(Malformed::Unpaired { program: program.name.clone(), sequence });
             }
+        }
+    }
+    Ok(())
+}
+
+/// Whether an op's queue reaches a space. Copies go between any two.
+fn reaches(op: &Op, space: Space) -> bool {
+    match &op.kind {
+        OpKind::TransferStart { .. } | OpKind::TransferWait { .. } => {
+            matches!(op.queue, Queue::CopyIn | Queue::CopyOut)
+        }
+        _ => match op.queue {
+            Queue::Host => space == Space::Host,
+            _ => space == Space::Device,
+        },
+    }
+}
+
+/// What an access touches in one iteration.
+struct Place {
+    tensor: TensorId,
+    slot: i64,
+    first: i64,
+    end: i64,
+    writes: bool,
+}
+
+impl Place {
+    fn of(set: &ProgramSet, access: &Access, variable: i64) -> Place {
+        let first = access.operand.offset.at(variable, 0);
+        Place {
+            tensor: access.operand.tensor,
+            slot: access.operand.slot.at(variable, 0).rem_euclid(i64::from(set.tensor(access.operand.tensor).slots)),
+            first,
+            end: first + access.elements as i64,
+            writes: access.mode != Mode::Read,
+        }
+    }
+
+    fn conflicts(&self, other: &Place) -> bool {
+        (self.writes || other.writes)
+            && (self.tensor, self.slot) == (other.tensor, other.slot)
+            && self.first < other.end
+            && other.first < self.end
+    }
+}
+
+/// That an op leaves alone what is being copied.
+fn undisturbed(
+    set: &ProgramSet,
+    program: &str,
+    op: &Op,
+    places: &[Place],
+    copies: &[(u64, Vec<Place>)],
+) -> Result<(), Malformed> {
+    for (sequence, copied) in copies {
+        if let Some(place) = places.iter().find(|place| copied.iter().any(|copied| copied.conflicts(place))) {
+            return Err(Malformed::Disturbed {
+                program: program.into(),
+                op: op.name().into(),
+                sequence: *sequence,
+                tensor: set.tensor(place.tensor).name.clone(),
+            });
         }
     }
     Ok(())

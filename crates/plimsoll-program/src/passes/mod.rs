@@ -2,5 +2,6 @@
 
 pub mod check;
 pub mod collectives;
+pub mod offload;
 pub mod recompute;
 mod types;

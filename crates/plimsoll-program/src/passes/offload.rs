@@ -1,0 +1,690 @@
+//! Offload: tensors that wait on the host while no op needs them.
+//!
+//! What waits is given a *home* in the host's space. An op that computes on it finds it in a buffer on the device: a
+//! *ring* of a few slots that all layers share. It is copied in one unit of work ahead (a layer; in the update a
+//! piece of a tensor), and copied out as soon as it has been written, so that copies run while others compute. Work
+//! that needs no arithmetic of the device (fills, draws, casts between files and homes, rows of the embedding) is
+//! done by the host where the tensor is.
+//!
+//! The same ops run on the same numbers, and every sum is taken in the same order, so no bit changes.
+//!
+//! The pass unrolls the Programs that it changes: which slot of which tensor is where, is then plain.
+
+use crate::op::{Access, Mode, Op, OpKind, Queue};
+use crate::operands::operands_mut;
+use crate::program::{Block, Program, ProgramSet};
+use crate::tensor::{Index, Lifetime, Operand, Tensor, TensorId};
+use plimsoll_core::{Category, Offload, Space, WorkName};
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+/// Elements of a piece of a tensor in the update: what is on its way at once is a few of them.
+const PIECE: u64 = 1 << 23;
+/// Pieces begin at multiples of this.
+const PIECE_STEP: u64 = 1 << 12;
+/// A tensor smaller than the largest of its kind by this factor stays on the device: norms and biases.
+const WORTH: u64 = 256;
+
+/// Gives what `offload` names its place on the host. `layers` is the model's; `one_micro_batch` says that a step has
+/// no more than one, so that gradients need not come back to be added to.
+pub fn offload(set: ProgramSet, layers: u32, offload: &Offload, one_micro_batch: bool) -> ProgramSet {
+    if offload.is_nothing() {
+        return set;
+    }
+    let mut pass = Pass { set, homes: HashMap::new(), staging: HashMap::new(), begun: HashSet::new(), one_micro_batch };
+    pass.move_homes(layers, offload);
+    pass.move_inputs();
+    for number in 0..pass.set.programs.len() {
+        if pass.set.programs[number].trace().any(|(op, _)| pass.moves(op)) {
+            pass.set.programs[number].blocks = Rewrite::program(&mut pass, number);
+        }
+    }
+    pass.set
+}
+
+/// Where the slots of a tensor went: the first `on_host` of them to `tensor`, the others stay and are counted anew.
+#[derive(Clone, Copy)]
+struct Home {
+    tensor: TensorId,
+    on_host: u32,
+}
+
+struct Pass {
+    set: ProgramSet,
+    homes: HashMap<TensorId, Home>,
+    /// The host's twin of a staging buffer.
+    staging: HashMap<TensorId, TensorId>,
+    /// Gradients that the backward Program begins with zeros, so that nobody else need do it.
+    begun: HashSet<Region>,
+    one_micro_batch: bool,
+}
+
+impl Pass {
+    /// How many of a tensor's slots wait on the host.
+    fn waiting(&self, tensor: &Tensor, layers: u32, offload: &Offload) -> u32 {
+        if tensor.name == "train.hidden" {
+            return offload.inputs.min(layers);
+        }
+        if tensor.lifetime != Lifetime::Persistent || tensor.space != Space::Device {
+            return 0;
+        }
+        let base = tensor.name.split('.').next().unwrap_or_default();
+        let (of_layers, of_the_rest) = match tensor.category {
+            Category::Weight => (offload.weights, false),
+            Category::Gradient => (offload.gradients, false),
+            Category::Optimizer => (offload.optimizer, offload.optimizer >= layers),
+            _ => return 0,
+        };
+        match base {
+            "embedding" => u32::from(of_the_rest || offload.embedding && tensor.category != Category::Optimizer),
+            "head" => u32::from(of_the_rest || offload.head && tensor.category != Category::Optimizer),
+            "rope_table" | "final_norm" => 0,
+            _ => of_layers.min(layers),
+        }
+    }
+
+    fn move_homes(&mut self, layers: u32, offload: &Offload) {
+        let mut largest: BTreeMap<Category, u64> = BTreeMap::new();
+        for tensor in self.set.tensors.iter().filter(|t| t.lifetime == Lifetime::Persistent && t.slots == layers) {
+            let most = largest.entry(tensor.category).or_default();
+            *most = (*most).max(tensor.bytes());
+        }
+        for number in 0..self.set.tensors.len() {
+            let tensor = &self.set.tensors[number];
+            let on_host = self.waiting(tensor, layers, offload);
+            let most = largest.get(&tensor.category).copied().unwrap_or(0);
+            let small = tensor.lifetime == Lifetime::Persistent && tensor.bytes() * WORTH < most;
+            if on_host == 0 || small {
+                continue;
+            }
+            let id = TensorId(number as u32);
+            let home = if on_host == tensor.slots {
+                self.set.tensors[number].space = Space::Host;
+                id
+            } else {
+                let home = Tensor {
+                    name: format!("{}.host", tensor.name),
+                    space: Space::Host,
+                    slots: on_host,
+                    ..tensor.clone()
+                };
+                self.set.tensors[number].slots -= on_host;
+                self.add(home)
+            };
+            self.homes.insert(id, Home { tensor: home, on_host });
+        }
+    }
+
+    /// Inputs that only the host reads are given to it where it is.
+    fn move_inputs(&mut self) {
+        let inputs: HashSet<TensorId> = self.set.programs.iter().flat_map(|p| p.inputs.iter().copied()).collect();
+        for input in inputs {
+            let ops = self.set.programs.iter().flat_map(Program::trace).map(|(op, _)| op);
+            let mut readers = ops.filter(|op| operands(op).any(|operand| operand.tensor == input));
+            let by_host = readers.all(|op| match &op.kind {
+                OpKind::Embed { table, .. } => self.homes.contains_key(&table.tensor),
+                OpKind::EmbedGrad { dtable, .. } => self.homes.contains_key(&dtable.tensor),
+                _ => false,
+            });
+            if by_host {
+                self.set.tensors[input.0 as usize].space = Space::Host;
+            }
+        }
+    }
+
+    /// Whether an op touches what moved.
+    fn moves(&self, op: &Op) -> bool {
+        operands(op).any(|operand| {
+            self.homes.contains_key(&operand.tensor) || self.set.tensor(operand.tensor).space == Space::Host
+        })
+    }
+
+    fn add(&mut self, tensor: Tensor) -> TensorId {
+        self.set.tensors.push(tensor);
+        TensorId(self.set.tensors.len() as u32 - 1)
+    }
+
+    /// A buffer of the device or the host that no other Program uses.
+    fn buffer(&mut self, name: String, like: TensorId, elements: u64, space: Space, slots: u32) -> TensorId {
+        let dtype = self.set.tensor(like).dtype;
+        let (shape, category, lifetime) = (vec![elements], Category::Staging, Lifetime::Transient);
+        self.add(Tensor { name, shape, dtype, space, category, lifetime, slots })
+    }
+
+    /// The host's twin of a staging buffer.
+    fn twin(&mut self, staging: TensorId) -> TensorId {
+        if let Some(&twin) = self.staging.get(&staging) {
+            return twin;
+        }
+        let Tensor { name, .. } = self.set.tensor(staging);
+        let name = format!("{name}.host");
+        let twin = self.buffer(name, staging, self.set.tensor(staging).elements(), Space::Host, 1);
+        self.staging.insert(staging, twin);
+        twin
+    }
+
+    fn space(&self, operand: Operand) -> Space {
+        self.set.tensor(operand.tensor).space
+    }
+
+    fn accesses(&self, op: &Op) -> Vec<Access> {
+        op.accesses(&|id| self.set.tensor(id).elements())
+    }
+
+    /// An op of one iteration, with every operand where it is now.
+    fn unrolled(&self, op: &Op, variable: i64) -> Op {
+        let mut op = op.clone();
+        for operand in operands_mut(&mut op.kind) {
+            let Index { micro_batch, .. } = operand.slot;
+            operand.slot = Index { base: operand.slot.at(variable, 0), scale: 0, micro_batch };
+            operand.offset = Index { base: operand.offset.at(variable, 0), scale: 0, ..operand.offset };
+            let Some(home) = self.homes.get(&operand.tensor) else { continue };
+            let on_host = i64::from(home.on_host);
+            let stay = if home.tensor == operand.tensor { 0 } else { self.set.tensor(operand.tensor).slots };
+            let slot = operand.slot.base.rem_euclid(on_host + i64::from(stay));
+            if slot < on_host {
+                (operand.tensor, operand.slot) = (home.tensor, Index::fixed(slot));
+            } else {
+                operand.slot = Index::fixed(slot - on_host);
+            }
+        }
+        if let OpKind::InitNormal { first, .. } = &mut op.kind {
+            *first = Index::fixed(first.at(variable, 0));
+        }
+        op
+    }
+
+    /// How ops of the device use what waits on the host: each part of a slot once, by tensor.
+    fn uses(&self, ops: &[Op]) -> Vec<Use> {
+        let mut uses: Vec<Use> = Vec::new();
+        let accesses = ops.iter().flat_map(|op| self.accesses(op));
+        for access in accesses.filter(|access| self.space(access.operand) == Space::Host) {
+            let (region, written) = (Region::of(access.operand, access.elements), access.mode != Mode::Read);
+            let known = uses.iter_mut().find(|u| (u.region.tensor, u.region.slot) == (region.tensor, region.slot));
+            match known {
+                None => uses.push(Use { region, read: access.mode != Mode::Write, written }),
+                Some(known) => {
+                    // Parts of one slot come and go together; what lies between them must then come, too.
+                    let (first, end) = (known.region.first.min(region.first), known.region.end().max(region.end()));
+                    let whole = Region { first, elements: (end - first) as u64, ..region };
+                    known.read |= whole != known.region;
+                    known.written |= written;
+                    known.region = whole;
+                }
+            }
+        }
+        uses
+    }
+}
+
+fn operands(op: &Op) -> impl Iterator<Item = Operand> {
+    let mut op = op.clone();
+    operands_mut(&mut op.kind).into_iter().map(|operand| *operand).collect::<Vec<_>>().into_iter()
+}
+
+/// Part of a tensor's slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Region {
+    tensor: TensorId,
+    slot: i64,
+    first: i64,
+    elements: u64,
+}
+
+impl Region {
+    fn of(operand: Operand, elements: u64) -> Region {
+        Region { tensor: operand.tensor, slot: operand.slot.base, first: operand.offset.base, elements }
+    }
+
+    fn at(self) -> Operand {
+        Operand { tensor: self.tensor, slot: Index::fixed(self.slot), offset: Index::fixed(self.first) }
+    }
+
+    fn end(self) -> i64 {
+        self.first + self.elements as i64
+    }
+
+    fn overlaps(self, other: Region) -> bool {
+        (self.tensor, self.slot) == (other.tensor, other.slot) && self.first < other.end() && other.first < self.end()
+    }
+}
+
+/// How a unit of work uses a region whose home is on the host.
+#[derive(Clone, Copy)]
+struct Use {
+    region: Region,
+    /// Whether its content matters when the unit begins.
+    read: bool,
+    written: bool,
+}
+
+/// Ops that are done together: an iteration of a block, a piece of a tensor. All of them by the host, or none.
+struct Unit {
+    name: String,
+    ops: Vec<Op>,
+    by_host: bool,
+    uses: Vec<Use>,
+}
+
+/// A buffer on the device and what it holds.
+#[derive(Clone, Copy)]
+struct Slot {
+    region: Region,
+    /// The last unit that needs it, as far as is known.
+    used: usize,
+    /// The copy into it that has been started and not awaited.
+    coming: Option<u64>,
+    /// The copy out of it that has been started and not awaited.
+    leaving: Option<u64>,
+}
+
+/// Buffers of one kind.
+struct Ring {
+    tensor: TensorId,
+    slots: Vec<Option<Slot>>,
+}
+
+/// One Program on its way to its new form.
+struct Rewrite<'a> {
+    pass: &'a mut Pass,
+    program: String,
+    work: WorkName,
+    rings: BTreeMap<String, Ring>,
+    /// What the device has, and the host a fresh copy of.
+    copies: HashMap<Region, TensorId>,
+    sequence: u64,
+    ops: Vec<Op>,
+}
+
+impl Rewrite<'_> {
+    /// The blocks of a Program in their new form.
+    fn program(pass: &mut Pass, number: usize) -> Vec<Block> {
+        let Program { name, work, .. } = &pass.set.programs[number];
+        let (program, work) = (name.clone(), *work);
+        let (rings, copies) = (BTreeMap::new(), HashMap::new());
+        let mut rewrite = Rewrite { pass, program, work, rings, copies, sequence: 0, ops: Vec::new() };
+        let units = rewrite.units(number);
+        rewrite.make_rings(&units);
+        let mut blocks = Vec::new();
+        for at in 0..units.len() {
+            if units[at].by_host {
+                rewrite.by_host(&units[at]);
+            } else {
+                rewrite.on_device(&units, at);
+            }
+            if at + 1 == units.len() {
+                rewrite.await_all();
+            }
+            blocks.push(Block::once(&units[at].name, std::mem::take(&mut rewrite.ops)));
+        }
+        blocks
+    }
+
+    // ---- units ----
+
+    fn units(&mut self, number: usize) -> Vec<Unit> {
+        let program = self.pass.set.programs[number].clone();
+        let mut units = Vec::new();
+        for block in &program.blocks {
+            for variable in block.variables() {
+                let ops: Vec<Op> = block.ops.iter().map(|op| self.pass.unrolled(op, variable)).collect();
+                for ops in self.in_pieces(ops) {
+                    self.split(&block.name, ops, &mut units);
+                }
+            }
+        }
+        units
+    }
+
+    /// What works element by element on a large tensor that waits is done a piece at a time.
+    fn in_pieces(&self, ops: Vec<Op>) -> Vec<Vec<Op>> {
+        let whole = ops.first().and_then(by_element).unwrap_or(0);
+        let alike = ops.iter().all(|op| by_element(op) == Some(whole));
+        if whole <= PIECE || !alike || self.pass.uses(&ops).is_empty() {
+            return vec![ops];
+        }
+        let piece = whole.div_ceil(whole.div_ceil(PIECE)).next_multiple_of(PIECE_STEP);
+        let part = |first: u64| {
+            let mut ops = ops.clone();
+            for op in &mut ops {
+                set_elements(op, piece.min(whole - first));
+                for operand in operands_mut(&mut op.kind) {
+                    if self.pass.set.tensor(operand.tensor).elements() >= whole {
+                        operand.offset.base += first as i64;
+                    }
+                }
+            }
+            ops
+        };
+        (0..whole.div_ceil(piece)).map(|number| part(number * piece)).collect()
+    }
+
+    /// Sorts ops, in their order, into those that the host does and those of the device.
+    fn split(&mut self, name: &str, mut ops: Vec<Op>, units: &mut Vec<Unit>) {
+        let staged: Vec<TensorId> = ops.iter().filter_map(|op| self.staging_of_host(op)).collect();
+        for staging in staged {
+            let twin = self.pass.twin(staging);
+            ops = ops.iter().map(|op| op.with_tensors(&|id| if id == staging { twin } else { id })).collect();
+        }
+        ops.retain(|op| !self.begun_elsewhere(op));
+        for ops in ops.chunk_by(|a, b| self.host_does(a) == self.host_does(b)) {
+            let (mut ops, by_host) = (ops.to_vec(), self.host_does(&ops[0]));
+            for op in ops.iter_mut().filter(|op| by_host && op.queue == Queue::Compute) {
+                op.queue = Queue::Host;
+            }
+            let uses = if by_host { vec![] } else { self.pass.uses(&ops) };
+            units.push(Unit { name: name.to_owned(), ops, by_host, uses });
+        }
+    }
+
+    /// The staging buffer through which an op moves what waits on the host.
+    fn staging_of_host(&self, op: &Op) -> Option<TensorId> {
+        let OpKind::Cast { from, to, .. } = op.kind else { return None };
+        let staging = |operand: Operand| {
+            let tensor = self.pass.set.tensor(operand.tensor);
+            let passing = tensor.category == Category::Staging && tensor.lifetime == Lifetime::Transient;
+            (passing && tensor.space == Space::Device).then_some(operand.tensor)
+        };
+        match (self.pass.space(from), self.pass.space(to)) {
+            (Space::Host, _) => staging(to),
+            (_, Space::Host) => staging(from),
+            _ => None,
+        }
+    }
+
+    /// Whether an op clears a gradient that the backward Program clears anyway.
+    fn begun_elsewhere(&self, op: &Op) -> bool {
+        match op.kind {
+            OpKind::Fill { into, elements, .. } if self.program == "begin" => {
+                self.pass.begun.contains(&Region::of(into, elements))
+            }
+            _ => false,
+        }
+    }
+
+    /// Whether the host does an op: what it needs is there, or little of it is not.
+    fn host_does(&self, op: &Op) -> bool {
+        match &op.kind {
+            OpKind::Embed { table, .. } => self.pass.space(*table) == Space::Host,
+            OpKind::EmbedGrad { dtable, .. } => self.pass.space(*dtable) == Space::Host,
+            OpKind::Fill { .. }
+            | OpKind::InitNormal { .. }
+            | OpKind::Cast { .. }
+            | OpKind::TransferStart { .. }
+            | OpKind::TransferWait { .. } => operands(op).all(|operand| self.pass.space(operand) != Space::Device),
+            _ => false,
+        }
+    }
+
+    // ---- rings ----
+
+    /// Buffers for a region: those of an update are shared by all that has the same type.
+    fn kind(&self, region: Region) -> String {
+        let tensor = self.pass.set.tensor(region.tensor);
+        match self.work {
+            WorkName::Update => format!("{}.ring.{}", self.program, tensor.dtype),
+            _ => format!("{}.ring.{}", self.program, tensor.name),
+        }
+    }
+
+    /// As many slots as two units after one another need.
+    fn make_rings(&mut self, units: &[Unit]) {
+        let mut needs: BTreeMap<String, (Region, usize)> = BTreeMap::new();
+        for at in 0..units.len() {
+            let mut regions: Vec<Region> = Vec::new();
+            for unit in units.iter().skip(at).take(2) {
+                regions.extend(unit.uses.iter().map(|u| u.region).filter(|r| !regions.contains(r)).collect::<Vec<_>>());
+            }
+            let mut counts: BTreeMap<String, (Region, usize)> = BTreeMap::new();
+            for region in regions {
+                let (largest, count) = counts.entry(self.kind(region)).or_insert((region, 0));
+                *count += 1;
+                if region.elements > largest.elements {
+                    *largest = region;
+                }
+            }
+            for (kind, (region, count)) in counts {
+                let (largest, most) = needs.entry(kind).or_insert((region, 0));
+                *most = count.max(*most);
+                if region.elements > largest.elements {
+                    *largest = region;
+                }
+            }
+        }
+        for (kind, (largest, count)) in needs {
+            let (name, elements) = (kind.clone(), largest.elements);
+            let tensor = self.pass.buffer(name, largest.tensor, elements, Space::Device, count as u32);
+            self.rings.insert(kind, Ring { tensor, slots: vec![None; count] });
+        }
+    }
+
+    fn slots(&mut self) -> impl Iterator<Item = &mut Slot> {
+        self.rings.values_mut().flat_map(|ring| ring.slots.iter_mut().flatten())
+    }
+
+    fn holds(&mut self, region: Region) -> Option<&mut Slot> {
+        self.slots().find(|slot| slot.region == region)
+    }
+
+    /// The place of a region in its ring.
+    fn buffer_of(&self, region: Region) -> Operand {
+        let ring = &self.rings[&self.kind(region)];
+        let holds = |slot: &Option<Slot>| slot.is_some_and(|slot| slot.region == region);
+        let slot = ring.slots.iter().position(holds).expect("a unit's regions are in their rings");
+        Operand::slot(ring.tensor, slot as i64)
+    }
+
+    /// A slot for a region, and its content where that matters. `used` is the unit that it is for, `now` the present.
+    fn bring(&mut self, wanted: Use, used: usize, now: usize) {
+        let region = wanted.region;
+        self.forget(|other| other.overlaps(region));
+        let ring = self.rings.get_mut(&self.kind(region)).expect("every region has its ring");
+        let free = |slot: &Option<Slot>| slot.is_none_or(|slot| slot.used < now);
+        let slots = ring.slots.iter().enumerate().filter(|(_, slot)| free(slot));
+        let (slot, _) =
+            slots.min_by_key(|(_, slot)| slot.map_or(0, |slot| slot.used + 1)).expect("rings are large enough");
+        let leaving = ring.slots[slot].take();
+        let place = Operand::slot(ring.tensor, slot as i64);
+        if let Some(before) = leaving {
+            self.await_leaving(before, place);
+        }
+        let mut coming = None;
+        if self.begins(wanted) {
+            self.pass.begun.insert(region);
+            self.ops.push(OpKind::Fill { into: place, value: 0.0, elements: region.elements }.into());
+        } else if wanted.read {
+            self.sequence += 1;
+            coming = Some(self.sequence);
+            self.transfer(true, region.at(), place, region.elements, self.sequence, Queue::CopyIn);
+        }
+        let ring = self.rings.get_mut(&self.kind(region)).expect("every region has its ring");
+        ring.slots[slot] = Some(Slot { region, used, coming, leaving: None });
+    }
+
+    /// Whether a gradient is summed up from zero here.
+    fn begins(&self, wanted: Use) -> bool {
+        let gradient = self.pass.set.tensor(wanted.region.tensor).category == Category::Gradient;
+        self.pass.one_micro_batch
+            && self.work == WorkName::Backward
+            && gradient
+            && wanted.read
+            && !self.pass.begun.contains(&wanted.region)
+    }
+
+    /// Empties the slots whose regions are no longer what is at home.
+    fn forget(&mut self, gone: impl Fn(Region) -> bool) {
+        let mut emptied = Vec::new();
+        for ring in self.rings.values_mut() {
+            for (number, slot) in ring.slots.iter_mut().enumerate() {
+                if let Some(held) = slot.take_if(|slot| gone(slot.region)) {
+                    emptied.push((held, Operand::slot(ring.tensor, number as i64)));
+                }
+            }
+        }
+        for (held, place) in emptied {
+            self.await_leaving(held, place);
+        }
+    }
+
+    fn transfer(&mut self, start: bool, from: Operand, to: Operand, elements: u64, sequence: u64, queue: Queue) {
+        let kind = match start {
+            true => OpKind::TransferStart { from, to, elements, sequence },
+            false => OpKind::TransferWait { from, to, elements, sequence },
+        };
+        self.ops.push(Op { kind, queue });
+    }
+
+    fn await_leaving(&mut self, held: Slot, place: Operand) {
+        if let Some(sequence) = held.leaving {
+            self.transfer(false, place, held.region.at(), held.region.elements, sequence, Queue::CopyOut);
+        }
+    }
+
+    fn await_all(&mut self) {
+        self.forget(|_| true);
+    }
+
+    // ---- the work itself ----
+
+    fn on_device(&mut self, units: &[Unit], at: usize) {
+        let unit = &units[at];
+        let missing: Vec<Use> = unit.uses.iter().copied().filter(|u| self.holds(u.region).is_none()).collect();
+        for u in &unit.uses {
+            if let Some(slot) = self.holds(u.region) {
+                slot.used = at;
+            }
+        }
+        for wanted in missing {
+            self.bring(wanted, at, at);
+        }
+        for u in &unit.uses {
+            let place = self.buffer_of(u.region);
+            let slot = self.holds(u.region).expect("it has been brought");
+            let (coming, leaving) = (slot.coming.take(), slot.leaving.take_if(|_| u.written));
+            for (sequence, from, to, queue) in
+                [(coming, u.region.at(), place, Queue::CopyIn), (leaving, place, u.region.at(), Queue::CopyOut)]
+            {
+                if let Some(sequence) = sequence {
+                    self.transfer(false, from, to, u.region.elements, sequence, queue);
+                }
+            }
+        }
+        let next = units.get(at + 1);
+        for wanted in next.iter().flat_map(|next| &next.uses) {
+            if let Some(slot) = self.holds(wanted.region) {
+                slot.used = at + 1;
+            } else if wanted.read && !self.begins(*wanted) {
+                self.bring(*wanted, at + 1, at);
+            }
+        }
+        for op in &unit.ops {
+            let mut op = op.clone();
+            for access in self.pass.accesses(&op).iter().filter(|access| access.mode != Mode::Read) {
+                self.copies.retain(|region, _| region.tensor != access.operand.tensor);
+            }
+            for operand in operands_mut(&mut op.kind) {
+                let first = operand.offset.base;
+                let within = |u: &&Use| {
+                    let region = u.region;
+                    (region.tensor, region.slot) == (operand.tensor, operand.slot.base) && region.first <= first
+                };
+                if let Some(u) = unit.uses.iter().find(within) {
+                    *operand = self.buffer_of(u.region).from(Index::fixed(first - u.region.first));
+                }
+            }
+            self.ops.push(op);
+        }
+        for u in unit.uses.iter().filter(|u| u.written) {
+            let written_on = next.is_some_and(|next| next.uses.iter().any(|n| n.region == u.region && n.written));
+            if !written_on {
+                self.leave(u.region);
+            }
+        }
+    }
+
+    fn leave(&mut self, region: Region) {
+        let place = self.buffer_of(region);
+        self.sequence += 1;
+        let sequence = self.sequence;
+        self.holds(region).expect("what was written is in its ring").leaving = Some(sequence);
+        self.transfer(true, place, region.at(), region.elements, sequence, Queue::CopyOut);
+    }
+
+    /// What the host does is done at home; the little that it shares with the device is copied for it.
+    fn by_host(&mut self, unit: &Unit) {
+        for op in &unit.ops {
+            let mut op = op.clone();
+            let accesses = self.pass.accesses(&op);
+            let at_home = |access: &&Access| self.pass.space(access.operand) == Space::Host;
+            let touched: Vec<(Region, Mode)> =
+                accesses.iter().filter(at_home).map(|a| (Region::of(a.operand, a.elements), a.mode)).collect();
+            for (region, mode) in touched {
+                // A slot that is only read here may stay; the copy out of it must be over.
+                let held: Vec<Region> = self.slots().map(|slot| slot.region).filter(|r| r.overlaps(region)).collect();
+                for held in held {
+                    let place = self.buffer_of(held);
+                    let slot = self.holds(held).expect("it was just there");
+                    let before = std::mem::replace(slot, Slot { leaving: None, ..*slot });
+                    self.await_leaving(before, place);
+                    if mode != Mode::Read {
+                        self.forget(|r| r == held);
+                    }
+                }
+            }
+            let mut back = Vec::new();
+            let on_device: Vec<Access> =
+                accesses.into_iter().filter(|access| self.pass.space(access.operand) == Space::Device).collect();
+            for access in &on_device {
+                let copy = self.copy_for_host(access);
+                for operand in operands_mut(&mut op.kind).into_iter().filter(|operand| **operand == access.operand) {
+                    *operand = Operand::whole(copy);
+                }
+                if access.mode != Mode::Read {
+                    back.push((copy, *access));
+                }
+            }
+            self.ops.push(op);
+            for (copy, access) in back {
+                self.copied(Operand::whole(copy), access.operand, access.elements, Queue::CopyIn);
+            }
+        }
+    }
+
+    /// The host's copy of what is on the device, fresh where the host reads it.
+    fn copy_for_host(&mut self, access: &Access) -> TensorId {
+        let region = Region::of(access.operand, access.elements);
+        if let Some(&copy) = self.copies.get(&region) {
+            return copy;
+        }
+        let name = format!("{}.copy.{}.{}", self.program, self.pass.set.tensor(region.tensor).name, region.slot);
+        let copy = match self.pass.set.find(&name) {
+            Some(copy) => copy,
+            None => self.pass.buffer(name, region.tensor, region.elements, Space::Host, 1),
+        };
+        if access.mode != Mode::Write {
+            self.copied(access.operand, Operand::whole(copy), region.elements, Queue::CopyOut);
+            self.copies.insert(region, copy);
+        }
+        copy
+    }
+
+    fn copied(&mut self, from: Operand, to: Operand, elements: u64, queue: Queue) {
+        self.sequence += 1;
+        self.transfer(true, from, to, elements, self.sequence, queue);
+        self.transfer(false, from, to, elements, self.sequence, queue);
+    }
+}
+
+/// The elements of an op that works element by element.
+fn by_element(op: &Op) -> Option<u64> {
+    match op.kind {
+        OpKind::AdamW { elements, .. } | OpKind::Sgd { elements, .. } | OpKind::Cast { elements, .. } => Some(elements),
+        _ => None,
+    }
+}
+
+fn set_elements(op: &mut Op, count: u64) {
+    if let OpKind::AdamW { elements, .. } | OpKind::Sgd { elements, .. } | OpKind::Cast { elements, .. } = &mut op.kind
+    {
+        *elements = count;
+    }
+}

@@ -1,0 +1,93 @@
+//! What the offload pass promises: Programs stay well-formed, whatever waits on the host.
+
+use plimsoll_core::{DType, Offload, RecomputeLevel, Space};
+use plimsoll_program::models::decoder::{Build, Generation, Optimizer, Source, Training, build};
+use plimsoll_program::models::{ModelConfig, preset};
+use plimsoll_program::passes::check::check;
+use plimsoll_program::passes::offload::offload;
+use plimsoll_program::workspace::Kernels;
+use plimsoll_program::{Lifetime, ProgramSet};
+
+const ADAMW: Optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1 };
+const LAYERS: u32 = 4;
+
+/// Each has something that the others lack: tied heads, biases, norms of heads, a head of its own.
+fn models() -> Vec<ModelConfig> {
+    ["smollm2-135m", "qwen2.5-7b", "qwen3-0.6b", "llama-3.1-8b"]
+        .map(|name| ModelConfig { layers: u64::from(LAYERS), ..preset(name).expect("listed") })
+        .to_vec()
+}
+
+fn programs(config: &ModelConfig, precision: DType, optimizer: Option<Optimizer>, files: Option<DType>) -> ProgramSet {
+    use RecomputeLevel::{Attention, Block, FeedForward, Nothing};
+    let source = match files {
+        Some(dtype) => Source::Files { dtypes: vec![dtype; config.hf_parameters().len()] },
+        None => Source::Random { seed: 1 },
+    };
+    build(&Build {
+        config,
+        precision,
+        kernels: Kernels::Cuda,
+        sequence: 48,
+        micro_batch: 2,
+        source,
+        training: optimizer
+            .map(|optimizer| Training { optimizer, recompute: vec![Nothing, Attention, Block, FeedForward] }),
+        evaluate: true,
+        generation: Some(Generation { capacity: 64, chunk: 16 }),
+        files: true,
+    })
+}
+
+/// Everything that can be chosen, alone and together.
+fn choices() -> Vec<Offload> {
+    let all = LAYERS;
+    let mut list = vec![Offload { inputs: 2, ..Offload::NOTHING }, Offload { weights: 1, ..Offload::NOTHING }];
+    for optimizer in [1, all] {
+        for gradients in [0, optimizer] {
+            for weights in [0, 1, optimizer] {
+                for inputs in [0, all] {
+                    for (embedding, head) in [(false, false), (true, false), (false, true), (true, true)] {
+                        list.push(Offload { optimizer, gradients, weights, inputs, embedding, head });
+                    }
+                }
+            }
+        }
+    }
+    list
+}
+
+fn persistent(set: &ProgramSet, space: Space) -> u64 {
+    let stays = set.tensors.iter().filter(|t| t.space == space && t.lifetime == Lifetime::Persistent);
+    stays.map(|t| t.bytes() * u64::from(t.slots)).sum()
+}
+
+#[test]
+fn every_choice_gives_well_formed_programs_and_loses_no_byte() {
+    let sgd = Optimizer::Sgd { momentum: 0.9, decay: 0.0 };
+    let mut runs = Vec::new();
+    for precision in [DType::F32, DType::Bf16] {
+        for (optimizer, files) in [(Some(ADAMW), None), (Some(sgd), Some(DType::Bf16)), (None, Some(DType::F32))] {
+            runs.push((precision, optimizer, files));
+        }
+    }
+    for config in models() {
+        let plain: Vec<ProgramSet> = runs.iter().map(|&(p, o, f)| programs(&config, p, o, f)).collect();
+        for (number, choice) in choices().into_iter().enumerate() {
+            let run = number % runs.len();
+            for one_micro_batch in [false, true] {
+                let set = offload(plain[run].clone(), LAYERS, &choice, one_micro_batch);
+                let said = || format!("{:?}, {choice}, {one_micro_batch}", runs[run]);
+                check(&set).unwrap_or_else(|e| panic!("{}: {e}", said()));
+                let both = persistent(&set, Space::Device) + persistent(&set, Space::Host);
+                assert_eq!(both, persistent(&plain[run], Space::Device), "{}", said());
+            }
+        }
+    }
+}
+
+#[test]
+fn nothing_that_waits_changes_nothing() {
+    let plain = programs(&models()[0], DType::F32, Some(ADAMW), None);
+    assert_eq!(offload(plain.clone(), LAYERS, &Offload::NOTHING, true), plain);
+}
