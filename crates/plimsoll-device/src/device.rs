@@ -130,6 +130,12 @@ pub enum DeviceError {
     /// Threads were refused.
     #[error(transparent)]
     Pool(#[from] crate::cpu::pool::PoolError),
+    /// A GPU, its driver or one of its libraries refused or failed.
+    #[error(transparent)]
+    Cuda(#[from] crate::cuda::driver::CudaError),
+    /// There are no kernels for a GPU.
+    #[error(transparent)]
+    Kernels(#[from] crate::cuda::compile::CompileError),
     /// A file could not be read or written.
     #[error("`{tensor}`: {source}")]
     File {
@@ -152,6 +158,12 @@ pub enum DeviceError {
         /// The device.
         device: &'static str,
     },
+    /// The system gives no thread for a queue.
+    #[error("the system refuses a thread for the {queue} queue")]
+    NoThread {
+        /// The queue.
+        queue: String,
+    },
     /// A tensor that stays has another shape in the next plan: a bug of ours.
     #[error("`{tensor}` has another shape in the next plan")]
     OtherShape {
@@ -173,7 +185,9 @@ pub enum DeviceError {
 impl DeviceError {
     /// Whether memory was refused, which a run survives with another recipe.
     pub fn is_refusal(&self) -> bool {
-        matches!(self, DeviceError::Refused { .. } | DeviceError::Arena(_))
+        use crate::cuda::driver::CudaError;
+        let on_gpu = matches!(self, DeviceError::Cuda(CudaError::Refused { .. } | CudaError::Memory { .. }));
+        on_gpu || matches!(self, DeviceError::Refused { .. } | DeviceError::Arena(_))
     }
 }
 
@@ -182,10 +196,12 @@ impl From<DeviceError> for Failure {
         match error {
             DeviceError::Arena(error) => error.into(),
             DeviceError::Pool(error) => error.into(),
+            DeviceError::Cuda(error) => error.into(),
+            DeviceError::Kernels(error) => error.into(),
             DeviceError::File { ref source, .. } if source.kind() == io::ErrorKind::StorageFull => {
                 Failure::input(error.to_string()).hint("free some disk space: what was saved before is intact")
             }
-            DeviceError::File { .. } => Failure::input(error.to_string()),
+            DeviceError::File { .. } | DeviceError::NoThread { .. } => Failure::input(error.to_string()),
             other => Failure::bug(other.to_string()),
         }
     }

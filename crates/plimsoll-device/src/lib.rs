@@ -14,3 +14,4 @@ mod op_rates;
 pub mod probe;
 pub mod process;
 pub mod spaces;
+pub mod virtual_device;

@@ -1,0 +1,212 @@
+//! How a Program runs on a virtual device: op after op where somebody looks, else each queue on a thread of its own.
+//!
+//! Observers are told of all ops in the order of the Program before any of them runs, as the driver of a GPU would issue
+//! them: a refusal at an op means that everything before it runs to its end, and nothing from it on. So an update that was
+//! refused can go on from that very op.
+
+use super::clock::Clock;
+use super::{Prepared, Takes, VirtualDevice, needs_files};
+use crate::cpu::executor::{RunOp, Site};
+use crate::cpu::pool::Pool;
+use crate::device::{Call, DeviceError, FileSpace, NoFiles, Observer, Unseen};
+use crate::spaces::Spaces;
+use plimsoll_program::op::Queue;
+use plimsoll_program::order::Wait;
+use plimsoll_program::{Op, Placement, Program, ProgramSet};
+use std::ops::RangeInclusive;
+use std::sync::{Condvar, Mutex, MutexGuard};
+
+impl VirtualDevice {
+    /// One op at a time, on the caller's thread and the pool.
+    pub(super) fn run_in_turn(
+        &mut self,
+        number: usize,
+        call: Call,
+        files: &mut dyn FileSpace,
+        observer: &mut dyn Observer,
+    ) -> Result<(), DeviceError> {
+        let (set, placement, run) = (&self.set, &self.placement, self.run);
+        let (program, prepared) = (&set.programs[number], &self.programs[number]);
+        let (spaces, pool, single, clock) = (&mut self.spaces, &self.pool, &self.single, &mut self.clock);
+        let (micro_batch, looked_at) = (i64::from(call.micro_batch), observer.one_at_a_time());
+        let trace = (1..).zip(program.trace().zip(prepared.taken(program)));
+        pool.enter(|| {
+            let mut end = clock.begin();
+            for (tick, ((op, variable), takes)) in trace.skip_while(|(tick, _)| *tick < call.from) {
+                if looked_at { observer.before(tick, op, spaces) } else { observer.before(tick, op, &mut Unseen) }?;
+                clock.wait_until(end + takes.latency_seconds);
+                end += takes.latency_seconds + takes.seconds;
+                let pool = if op.queue == Queue::Compute { pool } else { single };
+                run(Site { spaces, pool, set, placement, variable, micro_batch }, op, files)?;
+                clock.wait_until(end);
+                clock.end(end);
+                if looked_at { observer.after(tick, op, spaces) } else { observer.after(tick, op, &mut Unseen) }
+            }
+            Ok(())
+        })
+    }
+
+    /// Each queue by itself, in the order that the waits demand.
+    pub(super) fn run_queues(
+        &mut self,
+        number: usize,
+        call: Call,
+        files: &mut dyn FileSpace,
+        observer: &mut dyn Observer,
+    ) -> Result<(), DeviceError> {
+        let (program, prepared) = (&self.set.programs[number], &self.programs[number]);
+        let mut last = program.length() as u32;
+        let mut refused = Ok(());
+        for (tick, (op, _)) in (1..).zip(program.trace()).skip_while(|(tick, _)| *tick < call.from) {
+            if let Err(error) = observer.before(tick, op, &mut Unseen) {
+                (last, refused) = (tick - 1, Err(error));
+                break;
+            }
+            observer.after(tick, op, &mut Unseen);
+        }
+        let work = Work {
+            program,
+            prepared,
+            set: &self.set,
+            placement: &self.placement,
+            spaces: &self.spaces,
+            run: self.run,
+            micro_batch: i64::from(call.micro_batch),
+            ticks: call.from..=last,
+            clock: self.clock,
+            begin: self.clock.begin(),
+            files: Mutex::new(files),
+            state: Mutex::new(State { ends: vec![None; program.length()], failed: None, stopped: false }),
+            changed: Condvar::new(),
+        };
+        let (pool, single) = (&self.pool, &self.single);
+        std::thread::scope(|scope| {
+            for &queue in prepared.queues.iter().filter(|&&queue| queue != Queue::Compute) {
+                let work = &work;
+                let thread = std::thread::Builder::new().name(format!("plimsoll-{queue:?}").to_lowercase());
+                if thread.spawn_scoped(scope, move || work.queue(queue, single)).is_err() {
+                    // The system gives no thread: what this queue should do is never done, and nobody may wait for it.
+                    work.stop(Some(DeviceError::NoThread { queue: format!("{queue:?}").to_lowercase() }));
+                }
+            }
+            pool.enter(|| work.queue(Queue::Compute, pool));
+        });
+        let state = work.state.into_inner().expect("a panic has passed on before");
+        let end = state.ends.iter().flatten().copied().fold(work.begin, f64::max);
+        self.clock.end(end);
+        state.failed.map_or(refused, Err)
+    }
+}
+
+/// A run of a Program, as its queues see it.
+struct Work<'a> {
+    program: &'a Program,
+    prepared: &'a Prepared,
+    set: &'a ProgramSet,
+    placement: &'a Placement,
+    spaces: &'a Spaces,
+    run: RunOp,
+    micro_batch: i64,
+    /// The ops that run.
+    ticks: RangeInclusive<u32>,
+    clock: Clock,
+    /// When the run is planned to begin.
+    begin: f64,
+    files: Mutex<&'a mut dyn FileSpace>,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+/// How far a run is.
+struct State {
+    /// When each op that is over was planned to end, by its number less one.
+    ends: Vec<Option<f64>>,
+    failed: Option<DeviceError>,
+    /// Nothing more begins.
+    stopped: bool,
+}
+
+/// Stops the others when its queue panics: they may be waiting for it.
+struct StopOnPanic<'a, 'b>(&'a Work<'b>);
+
+impl Drop for StopOnPanic<'_, '_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.stop(None);
+        }
+    }
+}
+
+impl Work<'_> {
+    fn state(&self) -> MutexGuard<'_, State> {
+        // Nobody panics while holding it.
+        self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    fn stop(&self, why: Option<DeviceError>) {
+        let mut state = self.state();
+        state.stopped = true;
+        state.failed = state.failed.take().or(why);
+        self.changed.notify_all();
+    }
+
+    /// All ops of a queue, in order.
+    fn queue(&self, queue: Queue, pool: &Pool) {
+        let _guard = StopOnPanic(self);
+        let mut free = self.begin;
+        let trace = (1..).zip(self.program.trace().zip(self.prepared.taken(self.program)));
+        let mine = trace.filter(|(tick, ((op, _), _))| op.queue == queue && self.ticks.contains(tick));
+        for (tick, ((op, variable), takes)) in mine {
+            let Some(ready) = self.wait(tick) else { return };
+            let end = free.max(ready) + takes.latency_seconds + takes.seconds;
+            if let Err(error) = self.paced(op, variable, takes, end, pool) {
+                return self.stop(Some(error));
+            }
+            free = end;
+            self.state().ends[tick as usize - 1] = Some(end);
+            self.changed.notify_all();
+        }
+    }
+
+    /// Waits for all that an op waits for, and says when that was planned to end. Nothing where the run stops.
+    fn wait(&self, tick: u32) -> Option<f64> {
+        let waits = &self.prepared.waits;
+        let first = waits.partition_point(|wait| wait.op < tick);
+        let mut ready = self.begin;
+        let mut state = self.state();
+        for Wait { on, .. } in waits[first..].iter().take_while(|wait| wait.op == tick) {
+            // What ran in the call before this one is over.
+            if !self.ticks.contains(on) {
+                continue;
+            }
+            loop {
+                if state.stopped {
+                    return None;
+                }
+                if let Some(end) = state.ends[*on as usize - 1] {
+                    ready = ready.max(end);
+                    break;
+                }
+                state = self.changed.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner());
+            }
+        }
+        (!state.stopped).then_some(ready)
+    }
+
+    /// Runs an op, which ends at the later of now and its planned end.
+    fn paced(&self, op: &Op, variable: i64, takes: Takes, end: f64, pool: &Pool) -> Result<(), DeviceError> {
+        let (spaces, set, placement, micro_batch) = (self.spaces, self.set, self.placement, self.micro_batch);
+        let site = Site { spaces, pool, set, placement, variable, micro_batch };
+        if takes.latency_seconds > 0.0 {
+            self.clock.wait_until(end - takes.seconds);
+        }
+        if needs_files(set, op) {
+            let mut files = self.files.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            (self.run)(site, op, &mut **files)?;
+        } else {
+            (self.run)(site, op, &mut NoFiles)?;
+        }
+        self.clock.wait_until(end);
+        Ok(())
+    }
+}
