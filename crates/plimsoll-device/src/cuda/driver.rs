@@ -10,6 +10,7 @@
 //! | `libcuda.so.1` | those in [`Driver`] below |
 //! | `libcublasLt.so.*` | those in [`super::products::Library`] |
 
+use super::compile::Architecture;
 use plimsoll_core::{Bytes, Failure};
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::marker::PhantomData;
@@ -92,6 +93,8 @@ library! {
         fn cuMemSetAccess(address: Address, bytes: usize, access: *const Access, count: usize) -> Status;
         fn cuMemHostAlloc(place: *mut *mut c_void, bytes: usize, flags: c_uint) -> Status;
         fn cuMemFreeHost(place: *mut c_void) -> Status;
+        fn cuMemHostRegister_v2(place: *mut c_void, bytes: usize, flags: c_uint) -> Status;
+        fn cuMemHostUnregister(place: *mut c_void) -> Status;
         fn cuMemcpyHtoDAsync_v2(to: Address, from: *const c_void, bytes: usize, stream: Handle) -> Status;
         fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: Address, bytes: usize, stream: Handle) -> Status;
         fn cuMemcpyDtoDAsync_v2(to: Address, from: Address, bytes: usize, stream: Handle) -> Status;
@@ -163,9 +166,6 @@ const DEVICE_SHARED_OPTIN: c_uint = 97;
 const DEVICE_VIRTUAL_MEMORY: c_uint = 102;
 const OUT_OF_MEMORY: Status = 2;
 
-/// Architectures that the kernels are compiled for, as `10 · major + minor`.
-pub const ARCHITECTURES: std::ops::RangeInclusive<u32> = 80..=121;
-
 /// What goes wrong between us and a GPU.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CudaError {
@@ -192,14 +192,6 @@ pub enum CudaError {
         ordinal: u32,
         /// How many there are.
         count: u32,
-    },
-    /// No kernels for this one.
-    #[error("{gpu} is sm_{architecture}: plimsoll has kernels for sm_80 to sm_121")]
-    Architecture {
-        /// Its name.
-        gpu: String,
-        /// `10 · major + minor`.
-        architecture: u32,
     },
     /// The arena was refused.
     #[error("an arena of {asked} is refused on {gpu}: {free} of {total} are free")]
@@ -258,7 +250,6 @@ impl From<CudaError> for Failure {
             CudaError::Library { .. } => Failure::input(message).hint("`plimsoll devices` says what was found where"),
             CudaError::Function { .. } => Failure::input(message).hint("CUDA 12 needs driver 525 or newer: update it"),
             CudaError::NoDevice { .. } => Failure::input(message).hint("`plimsoll devices` lists what is there"),
-            CudaError::Architecture { .. } => Failure::input(message).hint("leave it out of --devices"),
             CudaError::Refused { .. } | CudaError::Memory { .. } => Failure::does_not_fit(message)
                 .hint("give a smaller --budget, or end what else holds memory (`nvidia-smi` lists it)"),
             CudaError::Lost { .. } => {
@@ -347,8 +338,8 @@ pub struct Gpu {
     pub ordinal: u32,
     /// As the driver calls it.
     pub name: String,
-    /// `10 · major + minor`: 90 is sm_90.
-    pub architecture: u32,
+    /// Its compute capability.
+    pub architecture: Architecture,
     /// Streaming multiprocessors.
     pub multiprocessors: u32,
     /// Shared memory that a block may have when its kernel asks for it.
@@ -377,7 +368,7 @@ impl Context {
     /// Opens a GPU.
     ///
     /// # Errors
-    /// Where there is none of that number, none that the kernels run on, or the driver refuses.
+    /// Where there is none of that number, or the driver refuses.
     pub fn open(driver: &Arc<Driver>, ordinal: u32) -> Result<Arc<Context>, CudaError> {
         let count = driver.devices()?;
         if ordinal >= count {
@@ -399,15 +390,15 @@ impl Context {
         let gpu = Gpu {
             ordinal,
             name,
-            architecture: 10 * attribute(DEVICE_COMPUTE_MAJOR)? + attribute(DEVICE_COMPUTE_MINOR)?,
+            architecture: Architecture {
+                major: attribute(DEVICE_COMPUTE_MAJOR)?,
+                minor: attribute(DEVICE_COMPUTE_MINOR)?,
+            },
             multiprocessors: attribute(DEVICE_MULTIPROCESSORS)?,
             shared_bytes_max: attribute(DEVICE_SHARED_OPTIN)?,
             virtual_memory: attribute(DEVICE_VIRTUAL_MEMORY)? != 0,
             driver_version: driver.version()?,
         };
-        if !ARCHITECTURES.contains(&gpu.architecture) {
-            return Err(CudaError::Architecture { gpu: gpu.name, architecture: gpu.architecture });
-        }
         // SAFETY: writes one pointer; given back when the context is dropped.
         let retain = |context: *mut Handle| unsafe { (driver.cuDevicePrimaryCtxRetain)(context, device) };
         let handle = driver.get("open a context", retain)?;
@@ -530,6 +521,25 @@ impl Context {
     pub(super) unsafe fn unreserve(&self, at: Address, bytes: u64) -> Result<(), CudaError> {
         // SAFETY: as the caller promises.
         self.driver.check("free address space", unsafe { (self.driver.cuMemAddressFree)(at, bytes as usize) })
+    }
+
+    /// Pins pages of the host's memory, so that the device copies from and to them without the host's help.
+    ///
+    /// # Safety
+    /// Whole pages that stay mapped until [`Context::unpin`].
+    pub(super) unsafe fn pin(&self, place: *mut u8, bytes: usize) -> Result<(), CudaError> {
+        // SAFETY: as the caller promises.
+        let pinned = unsafe { (self.driver.cuMemHostRegister_v2)(place.cast(), bytes, HOST_PORTABLE) };
+        self.driver.check("pin memory of the host", pinned)
+    }
+
+    /// Ends what [`Context::pin`] began.
+    ///
+    /// # Safety
+    /// The range begins where one begins that was pinned, and no copy from or to it is under way.
+    pub(super) unsafe fn unpin(&self, place: *mut u8) -> Result<(), CudaError> {
+        // SAFETY: as the caller promises.
+        self.driver.check("unpin memory of the host", unsafe { (self.driver.cuMemHostUnregister)(place.cast()) })
     }
 
     /// Plain memory, for drivers that map none.

@@ -1,9 +1,16 @@
-//! NVIDIA GPUs. Here are the kernels as data, and how each is launched.
+//! NVIDIA GPUs: what is there ([`libraries`], [`gpus`], [`nvml`]), the kernels as data and how they become machine code
+//! ([`kernels`], [`compile`]), and what runs Programs: [`driver`] at the bottom, then [`arena`], [`queues`] and
+//! [`staging`], held together by a [`machine`]; [`products`] beside them; the [`executor`] on top.
 
+pub mod arena;
 pub mod compile;
 pub mod driver;
+pub mod executor;
 pub mod gpus;
 pub mod kernels;
 pub mod libraries;
+pub mod machine;
 pub mod nvml;
 pub mod products;
+pub mod queues;
+pub mod staging;

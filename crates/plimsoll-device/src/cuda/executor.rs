@@ -1,0 +1,852 @@
+//! Runs Programs on a GPU: every operand is a range of the one arena, every op a few kernels, a product or a copy.
+//!
+//! **What is asynchronous.** Running a Program puts its ops on queues and comes back; the host is ahead of the device.
+//! It waits only where it must: for what it reads ([`Device::read`]), for files that are written, for ops of its own
+//! processor, and where an [`Observer`] wants each op to be over before the next begins.
+//!
+//! **What orders it.** Ops of a queue are done in order (a stream). Ops of different queues wait for each other by
+//! events, as hazards on arena ranges demand (`plimsoll_program::order`). At the end of a Program the queue of
+//! computation joins all others, and at the begin of the next the others start after it; inputs are written, and
+//! results read, on that queue. So Programs follow one another as if each had ended.
+//!
+//! **What memory there is.** The arena of the device; the pinned arena of the host; [`STAGING_BYTES`] of pinned
+//! staging; what contexts, modules and libraries hold, which is measured when the device is opened ([`Charges`]), after
+//! every kernel and every product was started once, because drivers load code at its first start.
+//!
+//! **What is prepared.** At opening every op of every Program is resolved to functions, addresses and grids, so that a
+//! step costs the host a few calls an op. Updates that follow each other share launches; this changes no bit, since
+//! each element is updated by itself. Sums of squares do not: their order would depend on who looks.
+//!
+//! [`STAGING_BYTES`]: super::staging::STAGING_BYTES
+
+use super::compile::Compiler;
+use super::driver::{Address, Context, CudaError, Driver, Function, Gpu, Module};
+use super::kernels::launch::{self, Launch, Updated};
+use super::kernels::ops::{self, Places};
+use super::kernels::{Real, Unit};
+use super::machine::Machine;
+use super::products::{self, Algorithms, Operands, Products, Shape};
+use super::queues::{self, Signals};
+use crate::cpu::executor::{RunOp, Site, runner};
+use crate::cpu::pool::Pool;
+use crate::device::{Call, Device, DeviceError, FileSpace, Memory, NoFiles, Observer, Unseen};
+use plimsoll_core::{Bytes, DType, Space};
+use plimsoll_program::op::Queue;
+use plimsoll_program::{Index, Op, OpKind, Operand, Placement, Program, ProgramSet, TensorId, order};
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::c_void;
+use std::rc::Rc;
+use std::sync::Arc;
+
+/// How messages call this device.
+const DEVICE: &str = "a single gpu";
+
+/// What it takes to open a GPU.
+pub struct Opening<'a> {
+    /// The driver.
+    pub driver: &'a Arc<Driver>,
+    /// cuBLASLt.
+    pub products: &'a Arc<products::Library>,
+    /// NVRTC and its cache.
+    pub compiler: &'a Compiler,
+    /// The GPU's number among the visible ones.
+    pub ordinal: u32,
+    /// What the run computes in: f32 or bf16.
+    pub precision: DType,
+    /// Threads of the processor, for ops that the host does.
+    pub threads: usize,
+    /// The algorithms of products that were chosen before, from plan or checkpoint.
+    pub algorithms: Option<&'a Algorithms>,
+    /// What was free on the GPU before this process had a context on it, where NVML says so.
+    pub free_before: Option<Bytes>,
+}
+
+/// Bytes that a GPU holds for us beside the arena, measured after everything was started once.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Charges {
+    /// The context; not known where nobody said what was free before.
+    pub context: Option<Bytes>,
+    /// Modules, cuBLASLt, local memory of kernels: what came after the context.
+    pub libraries: Bytes,
+    /// What is mapped beyond the arena's own bytes.
+    pub rounding: Bytes,
+}
+
+/// An opened GPU.
+pub struct Opened {
+    /// Ready to run Programs; its arena is unwritten.
+    pub device: Box<dyn Device>,
+    /// What it is.
+    pub gpu: Gpu,
+    /// What it holds beside the arena.
+    pub charges: Charges,
+    /// The algorithms of its products, to be kept with plan and checkpoint.
+    pub algorithms: Algorithms,
+    /// Whether some of them were chosen now: a run that goes on may then differ in bits.
+    pub chosen_anew: bool,
+}
+
+/// Opens a GPU: takes its arena, whole and at once, loads the kernels, chooses the algorithms of products, starts
+/// everything once and measures what that holds.
+///
+/// # Errors
+/// What the GPU refuses; [`CudaError::Refused`] where the arena is larger than what is free.
+pub fn open(opening: &Opening, set: ProgramSet, placement: Placement) -> Result<Opened, DeviceError> {
+    let real = match opening.precision {
+        DType::F32 => Real::F32,
+        DType::Bf16 => Real::Bf16,
+        _ => return Err(DeviceError::Unsupported { op: "this precision", device: DEVICE }),
+    };
+    let context = Context::open(opening.driver, opening.ordinal)?;
+    let (free_with_context, _) = context.memory()?;
+    let machine = Machine::take(&context, &placement)?;
+    // Zeros are valid tokens, positions and lengths.
+    machine.fill_all(0)?;
+    let products = Products::new(opening.products, &context, opening.algorithms)?;
+    let is_on_host = |program: &Program| program.trace().any(|(op, _)| op.queue == Queue::Host);
+    let pool = set.programs.iter().any(is_on_host).then(|| Pool::new(opening.threads)).transpose()?;
+    let plan = Plan { set, placement, real };
+    let mut device =
+        CudaDevice { prepared: BTreeMap::new(), products, kernels: Kernels::default(), plan, machine, pool };
+    device.load_kernels(opening.compiler)?;
+    device.choose_algorithms()?;
+    device.rehearse()?;
+    let (free_after, _) = context.memory()?;
+    device.machine.fill_pattern()?;
+    device.prepare_all()?;
+    device.machine.context.synchronize()?;
+    let held = device.machine.held();
+    let minus = |from: Bytes, bytes: Bytes| Bytes(from.0.saturating_sub(bytes.0));
+    let charges = Charges {
+        context: opening.free_before.map(|before| minus(before, free_with_context)),
+        libraries: minus(minus(free_with_context, free_after), held),
+        rounding: minus(held, device.machine.bytes(Space::Device)),
+    };
+    let (algorithms, chosen_anew) = device.products.algorithms();
+    let gpu = context.gpu().clone();
+    Ok(Opened { device: Box::new(device), gpu, charges, algorithms, chosen_anew })
+}
+
+/// Loaded modules, and the kernels in them.
+#[derive(Default)]
+struct Kernels {
+    functions: BTreeMap<(Unit, &'static str), Function>,
+    modules: BTreeMap<Unit, Module>,
+}
+
+impl Kernels {
+    fn function(&self, launch: &Launch) -> Function {
+        self.functions[&(launch.unit, launch.kernel)]
+    }
+}
+
+/// What runs, and where its tensors stand.
+struct Plan {
+    set: ProgramSet,
+    placement: Placement,
+    real: Real,
+}
+
+/// An iteration of a block: where operands stand in it.
+#[derive(Clone, Copy)]
+struct Frame<'a> {
+    plan: &'a Plan,
+    machine: &'a Machine,
+    variable: i64,
+    micro_batch: i64,
+}
+
+impl Frame<'_> {
+    fn space(&self, operand: &Operand) -> Space {
+        self.plan.set.tensor(operand.tensor).space
+    }
+
+    /// The operand's first byte in its tensor's slot.
+    fn first_byte(&self, operand: &Operand) -> u64 {
+        self.index(operand.offset) as u64 * self.dtype(operand).bytes()
+    }
+
+    /// The operand's first byte in the arena of its space.
+    fn offset(&self, operand: &Operand) -> u64 {
+        let slots = i64::from(self.plan.set.tensor(operand.tensor).slots);
+        let slot = self.index(operand.slot).rem_euclid(slots) as u32;
+        self.plan.placement.offset(operand.tensor, slot) + self.first_byte(operand)
+    }
+
+    /// The shape of a product and its operands, where the op is one.
+    fn product(&self, kind: &OpKind) -> Option<(Shape, Operands)> {
+        let OpKind::Product { a, b, out, bias, residual, workspace, m, n, k, a_transposed, b_transposed, accumulate } =
+            kind
+        else {
+            return None;
+        };
+        let result = self.at(out);
+        let added = match residual {
+            Some(residual) if !accumulate => self.at(residual),
+            _ => result,
+        };
+        let operands = Operands {
+            a: self.at(a),
+            b: self.at(b),
+            added,
+            out: result,
+            bias: bias.as_ref().map_or(0, |bias| self.at(bias)),
+            workspace: self.at(workspace),
+        };
+        let shape = Shape {
+            m: *m,
+            n: *n,
+            k: *k,
+            a_transposed: *a_transposed,
+            b_transposed: *b_transposed,
+            input: self.dtype(a),
+            output: self.dtype(out),
+            bias: bias.is_some(),
+            adds: *accumulate || residual.is_some(),
+            alignment: operands.alignments(),
+            workspace_bytes: self.plan.set.tensor(workspace.tensor).bytes(),
+        };
+        Some((shape, operands))
+    }
+
+    /// The kernels that may follow a product: for a bias that the library does not take along, and for a residual
+    /// where the result is added to what stands there.
+    fn after_product(&self, kind: &OpKind) -> Vec<(AfterProduct, Launch)> {
+        let OpKind::Product { out, bias, residual, m, n, accumulate, .. } = kind else { return Vec::new() };
+        let (of, into) = (self.plan.real, self.at(out));
+        let mut after = Vec::new();
+        if let Some(bias) = bias {
+            let [launch] = launch::add_bias(of, self.at(bias), into, *m, *n);
+            after.push((AfterProduct::Bias, launch));
+        }
+        if let Some(residual) = residual.filter(|_| *accumulate) {
+            let [launch] = launch::add(of, self.at(&residual), into, m * n);
+            after.push((AfterProduct::Residual, launch));
+        }
+        after
+    }
+
+    /// Every kernel that the op may start.
+    fn launches(&self, op: &Op) -> Vec<Launch> {
+        if op.queue == Queue::Host {
+            return Vec::new();
+        }
+        match &op.kind {
+            OpKind::Product { .. } => self.after_product(&op.kind).into_iter().map(|(_, launch)| launch).collect(),
+            kind => ops::launches(kind, self).unwrap_or_default(),
+        }
+    }
+
+    /// Ranges of the device's arena that an op touches.
+    fn touched(&self, op: &Op) -> Vec<(Address, u64)> {
+        let elements_of = |id: TensorId| self.plan.set.tensor(id).elements();
+        let accesses = op.accesses(&elements_of);
+        let on_device = accesses.iter().filter(|access| self.space(&access.operand) == Space::Device);
+        on_device
+            .map(|access| {
+                let bytes = access.elements * self.dtype(&access.operand).bytes();
+                (self.machine.address(self.offset(&access.operand), bytes), bytes)
+            })
+            .collect()
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum AfterProduct {
+    Bias,
+    Residual,
+}
+
+impl Places for Frame<'_> {
+    fn real(&self) -> Real {
+        self.plan.real
+    }
+
+    fn at(&self, operand: &Operand) -> Address {
+        assert_eq!(self.space(operand), Space::Device, "bug: a kernel touches the device's memory only");
+        self.machine.address(self.offset(operand), 0)
+    }
+
+    fn dtype(&self, operand: &Operand) -> DType {
+        self.plan.set.tensor(operand.tensor).dtype
+    }
+
+    fn index(&self, index: Index) -> i64 {
+        index.at(self.variable, self.micro_batch)
+    }
+}
+
+/// A place in one of the arenas, or in a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Place {
+    Device(Address),
+    /// Byte of the host's arena.
+    Host(u64),
+    /// Byte of a file-space tensor.
+    File(TensorId, u64),
+}
+
+/// What is put on a queue.
+enum Work {
+    Kernel(Function, Launch),
+    Product(Shape, Operands),
+    /// Bytes from one place to another.
+    Copy {
+        from: Place,
+        to: Place,
+        bytes: u64,
+    },
+    /// An op of the host's processor.
+    OnHost {
+        op: Op,
+        variable: i64,
+    },
+}
+
+impl Work {
+    /// Whether the host does it itself, and now: all that it depends on has to be over.
+    fn is_done_by_host(&self) -> bool {
+        match self {
+            Work::Kernel(..) | Work::Product(..) => false,
+            Work::OnHost { .. } => true,
+            Work::Copy { from, to, .. } => !matches!((from, to), (Place::Device(_), _) | (_, Place::Device(_))),
+        }
+    }
+}
+
+/// Ops that are put on their queue as one.
+struct Step {
+    /// Number of the first op.
+    first: u32,
+    /// How many ops it is.
+    count: u32,
+    queue: Queue,
+    /// Events that have to be over before.
+    awaits: Vec<usize>,
+    works: Vec<Work>,
+    /// The event that is over afterwards.
+    gives: Option<usize>,
+}
+
+/// A Program, ready to be put on queues.
+struct Prepared {
+    steps: Vec<Step>,
+    /// Whether it has ops on other queues than that of computation.
+    forks: bool,
+    /// Whether the host itself does something in it.
+    on_host: bool,
+    /// Up to where it gives scratch to ops, in the device's arena.
+    scratch_end: u64,
+}
+
+/// Updates that may share launches: those with the same numbers.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Together {
+    AdamW { scalars: Address, betas: [f64; 2], eps: f64 },
+    Sgd { scalars: Address, momentum: f64 },
+}
+
+impl Together {
+    fn of(op: &Op, places: &impl Places) -> Option<Together> {
+        match &op.kind {
+            _ if op.queue != Queue::Compute => None,
+            OpKind::AdamW { scalars, betas, eps, .. } => {
+                Some(Together::AdamW { scalars: places.at(scalars), betas: *betas, eps: *eps })
+            }
+            OpKind::Sgd { scalars, momentum, .. } => {
+                Some(Together::Sgd { scalars: places.at(scalars), momentum: *momentum })
+            }
+            _ => None,
+        }
+    }
+
+    fn launches(self, tensors: &[Updated]) -> Vec<Launch> {
+        match self {
+            Together::AdamW { scalars, betas, eps } => launch::adamw(tensors, scalars, betas, eps),
+            Together::Sgd { scalars, momentum } => launch::sgd(tensors, scalars, momentum),
+        }
+    }
+}
+
+/// By op: the number of the op that it is started with, which is its own or that of the first of its group.
+fn leaders(together: &[Option<Together>]) -> Vec<u32> {
+    let mut leaders: Vec<u32> = Vec::with_capacity(together.len());
+    for (index, group) in together.iter().enumerate() {
+        let follows = index > 0 && group.is_some() && *group == together[index - 1];
+        leaders.push(if follows { leaders[index - 1] } else { index as u32 + 1 });
+    }
+    leaders
+}
+
+/// A GPU with the Programs of a run. Fields are dropped in order, and what uses memory goes before it.
+struct CudaDevice {
+    /// By Program and, where it matters, micro-batch.
+    prepared: BTreeMap<(usize, u32), Rc<Prepared>>,
+    products: Products,
+    kernels: Kernels,
+    plan: Plan,
+    machine: Machine,
+    /// For ops of the host's processor, where there are any.
+    pool: Option<Pool>,
+}
+
+impl Drop for CudaDevice {
+    fn drop(&mut self) {
+        // Modules and libraries go only when nothing runs in them, and from a context that is current.
+        let _ = self.machine.context.enter().and_then(|()| self.machine.context.synchronize());
+    }
+}
+
+impl CudaDevice {
+    fn frame(&self, variable: i64, micro_batch: u32) -> Frame<'_> {
+        Frame { plan: &self.plan, machine: &self.machine, variable, micro_batch: i64::from(micro_batch) }
+    }
+
+    // ---- opening ----
+
+    /// Compiles and loads every kernel that an op of any Program starts.
+    fn load_kernels(&mut self, compiler: &Compiler) -> Result<(), DeviceError> {
+        let mut shared_bytes: BTreeMap<(Unit, &'static str), u32> = BTreeMap::new();
+        for program in &self.plan.set.programs {
+            for (op, variable) in program.trace() {
+                for launch in self.frame(variable, 0).launches(op) {
+                    let most = shared_bytes.entry((launch.unit, launch.kernel)).or_default();
+                    *most = launch.shared_bytes.max(*most);
+                }
+            }
+        }
+        let units: BTreeSet<Unit> = shared_bytes.keys().map(|(unit, _)| *unit).collect();
+        let units: Vec<Unit> = units.into_iter().collect();
+        let context = &self.machine.context;
+        let cubins = compiler.cubins(&units, context.gpu().architecture)?;
+        for (unit, cubin) in units.into_iter().zip(cubins) {
+            self.kernels.modules.insert(unit, Module::load(context, &cubin)?);
+        }
+        for ((unit, kernel), bytes) in shared_bytes {
+            let function = self.kernels.modules[&unit].function(kernel, bytes)?;
+            self.kernels.functions.insert((unit, kernel), function);
+        }
+        Ok(())
+    }
+
+    /// Chooses an algorithm for every distinct product, on an arena that holds nothing yet.
+    fn choose_algorithms(&mut self) -> Result<(), CudaError> {
+        for program in &self.plan.set.programs {
+            for (op, variable) in program.trace() {
+                let frame = Frame { plan: &self.plan, machine: &self.machine, variable, micro_batch: 0 };
+                if let Some((shape, operands)) = frame.product(&op.kind) {
+                    let stream = self.machine.queues.compute();
+                    // SAFETY: ranges of the arena, as large as the plan says (`passes::check`); nothing else is at work.
+                    unsafe { self.products.prepare(shape, &operands, stream) }?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Starts every kernel and every product once, on zeros.
+    fn rehearse(&mut self) -> Result<(), DeviceError> {
+        let mut known_kernels = BTreeSet::new();
+        let mut known_products = BTreeSet::new();
+        for index in 0..self.plan.set.programs.len() {
+            let trace: Vec<(Op, i64)> =
+                self.plan.set.programs[index].trace().map(|(op, variable)| (op.clone(), variable)).collect();
+            for (op, variable) in trace {
+                let works = self.works(&op, variable, 0)?;
+                let mut is_new = false;
+                for work in &works {
+                    is_new |= match work {
+                        Work::Kernel(_, launch) => known_kernels.insert((launch.unit, launch.kernel)),
+                        Work::Product(shape, _) => known_products.insert(*shape),
+                        Work::Copy { .. } | Work::OnHost { .. } => false,
+                    };
+                }
+                if is_new {
+                    for (at, bytes) in self.frame(variable, 0).touched(&op) {
+                        // SAFETY: a range of the arena, in the order of the queue that the op is started on.
+                        unsafe { self.machine.queues.compute().fill(at, 0, bytes & !1) }?;
+                    }
+                    for work in &works {
+                        self.start(work, Queue::Compute, 0, &mut NoFiles)?;
+                    }
+                }
+            }
+        }
+        Ok(self.machine.context.synchronize()?)
+    }
+
+    // ---- preparing ----
+
+    /// What an op is on this device.
+    fn works(&self, op: &Op, variable: i64, micro_batch: u32) -> Result<Vec<Work>, DeviceError> {
+        if op.queue == Queue::Host {
+            return Ok(vec![Work::OnHost { op: op.clone(), variable }]);
+        }
+        let frame = self.frame(variable, micro_batch);
+        let kernel = |launch: Launch| Work::Kernel(self.kernels.function(&launch), launch);
+        let copy = |from: &Operand, to: &Operand, elements: u64| {
+            let place = |operand: &Operand| match frame.space(operand) {
+                Space::Device => Place::Device(frame.at(operand)),
+                Space::Host => Place::Host(frame.offset(operand)),
+                Space::File => Place::File(operand.tensor, frame.first_byte(operand)),
+            };
+            vec![Work::Copy { from: place(from), to: place(to), bytes: elements * frame.dtype(from).bytes() }]
+        };
+        Ok(match &op.kind {
+            kind @ OpKind::Product { .. } => {
+                let (shape, operands) = frame.product(kind).expect("a product");
+                let mut works = vec![Work::Product(shape, operands)];
+                let after = frame.after_product(kind).into_iter();
+                let needed =
+                    after.filter(|(what, _)| *what == AfterProduct::Residual || self.products.bias_by_kernel(&shape));
+                works.extend(needed.map(|(_, launch)| kernel(launch)));
+                works
+            }
+            OpKind::Cast { from, to, elements } if frame.dtype(from) == frame.dtype(to) => copy(from, to, *elements),
+            OpKind::TransferStart { from, to, elements, .. } => copy(from, to, *elements),
+            // Its queue has come here when the copy is done.
+            OpKind::TransferWait { .. } => Vec::new(),
+            kind => {
+                let unsupported = || DeviceError::Unsupported { op: op.name(), device: DEVICE };
+                ops::launches(kind, &frame).ok_or_else(unsupported)?.into_iter().map(kernel).collect()
+            }
+        })
+    }
+
+    /// A Program as steps, each with the events that it waits for and gives.
+    fn prepare(&self, index: usize, micro_batch: u32) -> Result<Prepared, DeviceError> {
+        let Plan { set, placement, .. } = &self.plan;
+        let program = &set.programs[index];
+        let trace: Vec<(&Op, i64)> = program.trace().collect();
+        let frame = |variable| self.frame(variable, micro_batch);
+        let together: Vec<Option<Together>> =
+            trace.iter().map(|&(op, variable)| Together::of(op, &frame(variable))).collect();
+        let leaders = leaders(&together);
+        // The host has done its own ops when it comes to the next one.
+        let mut waits = order::waits(set, program, placement);
+        waits.retain(|wait| trace[wait.on as usize - 1].0.queue != Queue::Host);
+        let Signals { gives, mut awaits, .. } = queues::signals(&waits, |op| leaders[op as usize - 1]);
+        let mut steps: Vec<Step> = Vec::new();
+        for (number, &(op, variable)) in (1..).zip(&trace) {
+            if leaders[number as usize - 1] != number {
+                steps.last_mut().expect("its leader stands before it").count += 1;
+                continue;
+            }
+            let works = self.works(op, variable, micro_batch)?;
+            let awaits = awaits.remove(&number).unwrap_or_default();
+            steps.push(Step {
+                first: number,
+                count: 1,
+                queue: op.queue,
+                awaits,
+                works,
+                gives: gives.get(&number).copied(),
+            });
+        }
+        for step in steps.iter_mut().filter(|step| step.count > 1) {
+            let members = step.first as usize - 1..(step.first + step.count) as usize - 1;
+            let updated = |&(op, variable): &(&Op, i64)| ops::updated(&op.kind, &frame(variable)).expect("an update");
+            let tensors: Vec<Updated> = trace[members.clone()].iter().map(updated).collect();
+            let group = together[members.start].expect("a group");
+            let kernel = |launch: Launch| Work::Kernel(self.kernels.function(&launch), launch);
+            step.works = group.launches(&tensors).into_iter().map(kernel).collect();
+        }
+        Ok(Prepared {
+            forks: trace.iter().any(|(op, _)| !matches!(op.queue, Queue::Compute | Queue::Host)),
+            on_host: steps.iter().flat_map(|step| &step.works).any(Work::is_done_by_host),
+            scratch_end: self.scratch_end(&trace),
+            steps,
+        })
+    }
+
+    /// Where the topmost scratch of these ops ends.
+    fn scratch_end(&self, trace: &[(&Op, i64)]) -> u64 {
+        let ends = trace.iter().flat_map(|&(op, variable)| {
+            let frame = self.frame(variable, 0);
+            let elements_of = |id: TensorId| self.plan.set.tensor(id).elements();
+            let scratch = |operand: &Operand| {
+                let tensor = self.plan.set.tensor(operand.tensor);
+                tensor.category == plimsoll_core::Category::Workspace && tensor.space == Space::Device
+            };
+            let accesses = op.accesses(&elements_of);
+            let ends: Vec<u64> = accesses
+                .iter()
+                .filter(|access| scratch(&access.operand))
+                .map(|access| frame.offset(&access.operand) + access.elements * frame.dtype(&access.operand).bytes())
+                .collect();
+            ends
+        });
+        ends.max().unwrap_or(0)
+    }
+
+    /// Whether operands of a Program stand elsewhere for other micro-batches.
+    fn depends_on_micro_batch(program: &Program) -> bool {
+        program.trace().any(|(op, _)| {
+            op.accesses(&|_| 1)
+                .iter()
+                .any(|access| access.operand.slot.micro_batch != 0 || access.operand.offset.micro_batch != 0)
+        })
+    }
+
+    /// Prepares every Program for its first micro-batch.
+    fn prepare_all(&mut self) -> Result<(), DeviceError> {
+        (0..self.plan.set.programs.len()).try_for_each(|index| self.prepared(index, 0).map(drop))
+    }
+
+    /// A Program, prepared now or before.
+    fn prepared(&mut self, index: usize, micro_batch: u32) -> Result<Rc<Prepared>, DeviceError> {
+        let depends = micro_batch != 0 && CudaDevice::depends_on_micro_batch(&self.plan.set.programs[index]);
+        let key = (index, if depends { micro_batch } else { 0 });
+        if let Some(known) = self.prepared.get(&key) {
+            return Ok(known.clone());
+        }
+        let prepared = Rc::new(self.prepare(key.0, key.1)?);
+        let events = prepared.steps.iter().filter_map(|step| step.gives).max().map_or(0, |most| most + 1);
+        self.machine.queues.make_events(events)?;
+        self.prepared.insert(key, prepared.clone());
+        Ok(prepared)
+    }
+
+    // ---- running ----
+
+    /// Puts a piece of work on a queue, or does it, where it is the host's. Queues without a stream have none of the
+    /// device's work.
+    fn start(
+        &mut self,
+        work: &Work,
+        queue: Queue,
+        micro_batch: u32,
+        files: &mut dyn FileSpace,
+    ) -> Result<(), DeviceError> {
+        let host = self.machine.host();
+        let Machine { queues, staging, .. } = &mut self.machine;
+        let stream = queues.stream(queue).unwrap_or_else(|| queues.compute());
+        let file_error = |tensor: &str| {
+            let tensor = tensor.to_owned();
+            move |source| DeviceError::File { tensor, source }
+        };
+        // SAFETY (of all copies and launches below): addresses are ranges of the arenas as the plan has them, whose
+        // tensors are as large as their ops say (`passes::check`); what is at work at the same time touches other
+        // ranges, because steps wait for each other as hazards demand; the host waits for what it touches itself.
+        match work {
+            Work::Kernel(function, launch) => {
+                let pointers: Vec<*const c_void> = launch.arguments.iter().map(launch::Argument::pointer).collect();
+                // SAFETY: as above; arguments are in the order of the kernel's signature (tested against its source).
+                unsafe { stream.launch(*function, launch.grid, launch.block, launch.shared_bytes, &pointers) }?;
+            }
+            // SAFETY: as above.
+            Work::Product(shape, operands) => unsafe { self.products.run(shape, operands, stream) }?,
+            Work::OnHost { op, variable } => {
+                let pool = self.pool.as_ref().expect("there is a pool where there are ops of the host");
+                let Plan { set, placement, .. } = &self.plan;
+                let (spaces, micro_batch) = (self.machine.spaces(), i64::from(micro_batch));
+                let run: RunOp = runner(DType::F32);
+                let site = Site { spaces, pool, set, placement, variable: *variable, micro_batch };
+                pool.enter(|| run(site, op, files))?;
+            }
+            Work::Copy { from, to, bytes } => match (*from, *to, *bytes) {
+                // SAFETY: as above.
+                (Place::Device(from), Place::Device(to), bytes) => unsafe { stream.copy(to, from, bytes) }?,
+                // SAFETY: as above.
+                (Place::Host(from), Place::Device(to), bytes) => {
+                    unsafe { stream.copy_in(to, host.at(from, bytes), bytes) }?
+                }
+                // SAFETY: as above.
+                (Place::Device(from), Place::Host(to), bytes) => {
+                    unsafe { stream.copy_out(host.at(to, bytes), from, bytes) }?
+                }
+                (Place::File(tensor, first), Place::Device(to), bytes) => {
+                    let name = &self.plan.set.tensor(tensor).name;
+                    let give = |files: &mut dyn FileSpace, offset: u64, part: &mut [u8]| {
+                        files.read(name, first + offset, part).map_err(file_error(name))
+                    };
+                    // SAFETY: as above.
+                    unsafe { staging.send(stream, to, bytes, files, give) }?;
+                }
+                (Place::Device(from), Place::File(tensor, first), bytes) => {
+                    let name = &self.plan.set.tensor(tensor).name;
+                    // SAFETY: as above.
+                    unsafe { staging.receive_into_file(stream, from, bytes, name, first, files) }?;
+                }
+                (Place::File(tensor, first), Place::Host(to), bytes) => {
+                    let name = &self.plan.set.tensor(tensor).name;
+                    // SAFETY: as above; the range was waited for.
+                    let into = unsafe { std::slice::from_raw_parts_mut(host.at(to, bytes), bytes as usize) };
+                    files.read(name, first, into).map_err(file_error(name))?;
+                }
+                (Place::Host(from), Place::File(tensor, first), bytes) => {
+                    let name = &self.plan.set.tensor(tensor).name;
+                    // SAFETY: as above; the range was waited for.
+                    let from = unsafe { std::slice::from_raw_parts(host.at(from, bytes), bytes as usize) };
+                    files.write(name, first, from).map_err(file_error(name))?;
+                }
+                (Place::Host(from), Place::Host(to), bytes) => {
+                    let (from, to) = (host.at(from, bytes), host.at(to, bytes));
+                    // SAFETY: as above; both ranges were waited for.
+                    unsafe { std::ptr::copy(from, to, bytes as usize) };
+                }
+                (Place::File(..), Place::File(..), _) => {
+                    return Err(DeviceError::Unsupported { op: "copy of a file", device: DEVICE });
+                }
+            },
+        }
+        Ok(())
+    }
+
+    /// What a step waits for: its queue, or, where the host does the work, the host.
+    fn wait_before(&self, step: &Step) -> Result<(), CudaError> {
+        let queues = &self.machine.queues;
+        let by_host = step.works.iter().any(Work::is_done_by_host);
+        let waiting = if by_host { Queue::Host } else { step.queue };
+        step.awaits.iter().try_for_each(|event| queues.wait(waiting, *event))?;
+        match queues.stream(step.queue) {
+            Some(stream) if by_host => stream.synchronize(),
+            _ => Ok(()),
+        }
+    }
+
+    /// Ops of a Program from `call.from` on, as steps. Where the observer refuses an op, everything before it is
+    /// started, and nothing after.
+    fn run_steps(
+        &mut self,
+        prepared: &Prepared,
+        program: &Program,
+        call: Call,
+        files: &mut dyn FileSpace,
+        observer: &mut dyn Observer,
+    ) -> Result<(), DeviceError> {
+        if prepared.forks {
+            self.machine.queues.fork()?;
+        }
+        if prepared.on_host {
+            self.machine.queues.compute().synchronize()?;
+        }
+        let mut trace = (1..).zip(program.trace());
+        let mut members: Vec<(u32, &Op, i64)> = Vec::new();
+        for step in &prepared.steps {
+            members.clear();
+            members.extend(trace.by_ref().take(step.count as usize).map(|(tick, (op, variable))| (tick, op, variable)));
+            members.retain(|(tick, ..)| *tick >= call.from);
+            if members.is_empty() {
+                continue;
+            }
+            let mut refused = None;
+            for (index, &(tick, op, _)) in members.iter().enumerate() {
+                if let Err(error) = observer.before(tick, op, &mut Unseen) {
+                    refused = Some(error);
+                    members.truncate(index);
+                    break;
+                }
+            }
+            if members.is_empty() {
+                return refused.map_or(Ok(()), Err);
+            }
+            self.wait_before(step)?;
+            if members.len() == step.count as usize {
+                for work in &step.works {
+                    self.start(work, step.queue, call.micro_batch, files)?;
+                }
+            } else {
+                // A part of a group, op by op: the same bits.
+                for &(_, op, variable) in &members {
+                    for work in self.works(op, variable, call.micro_batch)? {
+                        self.start(&work, step.queue, call.micro_batch, files)?;
+                    }
+                }
+            }
+            if let Some(event) = step.gives {
+                self.machine.queues.signal(step.queue, event)?;
+            }
+            members.iter().for_each(|&(tick, op, _)| observer.after(tick, op, &mut Unseen));
+            if let Some(error) = refused {
+                return Err(error);
+            }
+        }
+        if prepared.forks {
+            self.machine.queues.join()?;
+        }
+        Ok(())
+    }
+
+    /// Ops of a Program from `call.from` on, each over before the next begins, all on one queue.
+    fn run_singly(
+        &mut self,
+        program: &Program,
+        call: Call,
+        files: &mut dyn FileSpace,
+        observer: &mut dyn Observer,
+    ) -> Result<(), DeviceError> {
+        self.machine.context.synchronize()?;
+        for (tick, (op, variable)) in (1..).zip(program.trace()).skip_while(|(tick, _)| *tick < call.from) {
+            observer.before(tick, op, &mut self.machine)?;
+            let works = self.works(op, variable, call.micro_batch)?;
+            if works.iter().any(Work::is_done_by_host) {
+                self.machine.context.synchronize()?;
+            }
+            for work in &works {
+                self.start(work, Queue::Compute, call.micro_batch, files)?;
+            }
+            self.machine.context.synchronize()?;
+            self.machine.staging.flush(files)?;
+            self.machine.check()?;
+            observer.after(tick, op, &mut self.machine);
+        }
+        Ok(())
+    }
+}
+
+impl Device for CudaDevice {
+    fn run_observed(
+        &mut self,
+        call: Call,
+        files: &mut dyn FileSpace,
+        observer: &mut dyn Observer,
+    ) -> Result<(), DeviceError> {
+        self.machine.check()?;
+        self.machine.context.enter()?;
+        let missing = || DeviceError::NoProgram { program: call.program.to_owned() };
+        let index = self.plan.set.program_index(call.program).ok_or_else(missing)?;
+        let prepared = self.prepared(index, call.micro_batch)?;
+        self.machine.scratch_end = self.machine.scratch_end.max(prepared.scratch_end);
+        let program = self.plan.set.programs[index].clone();
+        let done = if observer.one_at_a_time() {
+            self.run_singly(&program, call, files, observer)
+        } else {
+            self.run_steps(&prepared, &program, call, files, observer)
+        };
+        let Err(error) = done else {
+            self.machine.staging.flush(files)?;
+            return Ok(());
+        };
+        // What was started ends before anybody hears of it. What a refused op's predecessors gave to files is written,
+        // unless files are what failed.
+        self.machine.context.synchronize()?;
+        if matches!(error, DeviceError::File { .. }) {
+            self.machine.staging.forget();
+        } else {
+            self.machine.staging.flush(files)?;
+        }
+        Err(error)
+    }
+
+    fn write(&mut self, tensor: TensorId, slot: u32, bytes: &[u8]) {
+        let (known, first) = (self.plan.set.tensor(tensor), self.plan.placement.offset(tensor, slot));
+        assert!(bytes.len() as u64 <= known.bytes(), "{} is smaller", known.name);
+        let written = self.machine.write(known.space, first, bytes);
+        self.machine.keep(written);
+    }
+
+    /// A device that is lost gives NaN, and the next Program says that it is lost.
+    fn read(&mut self, tensor: TensorId, slot: u32, bytes: &mut [u8]) {
+        let (known, first) = (self.plan.set.tensor(tensor), self.plan.placement.offset(tensor, slot));
+        assert!(bytes.len() as u64 <= known.bytes(), "{} is smaller", known.name);
+        let read = self.machine.read(known.space, first, bytes);
+        if self.machine.keep(read).is_none() {
+            bytes.fill(0xff);
+        }
+    }
+
+    fn memory(&mut self) -> &mut dyn Memory {
+        &mut self.machine
+    }
+}

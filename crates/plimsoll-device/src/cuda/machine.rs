@@ -1,0 +1,295 @@
+//! One GPU with what it holds: its arena, the pinned arena of its host side, queues and staging; and how all that is
+//! looked at from outside. What runs on it is the executor's.
+
+use super::arena::DeviceArena;
+use super::driver::{Address, Context, CudaError};
+use super::queues::Queues;
+use super::staging::Staging;
+use crate::device::{DeviceError, Memory, NoFiles};
+use crate::spaces::Spaces;
+use plimsoll_core::{Bytes, Space};
+use plimsoll_program::Placement;
+use std::borrow::Cow;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// What an arena holds before anything is written: NaN in every float type, and an index out of every range. It is
+/// not what [`Memory::poison`] writes.
+const PATTERN: u16 = 0x7ff5;
+/// Two bytes that are NaN in every float type.
+const POISON: u16 = 0x7ff4;
+
+/// The arena on the host's side: where the processor computes and the GPU copies.
+struct Host {
+    context: Arc<Context>,
+    /// The device's part of these is empty.
+    spaces: Spaces,
+    pinned: Option<*mut u8>,
+}
+
+impl Host {
+    fn take(context: &Arc<Context>, bytes: u64) -> Result<Host, DeviceError> {
+        let spaces = Spaces::map(&Placement { host_bytes: bytes, ..Placement::default() })?;
+        let mut host = Host { context: context.clone(), spaces, pinned: None };
+        host.pin()?;
+        Ok(host)
+    }
+
+    fn bytes(&self) -> u64 {
+        self.spaces.bytes(Space::Host).0
+    }
+
+    /// Pins the pages that the arena's bytes lie in, all of which are its own.
+    fn pin(&mut self) -> Result<(), CudaError> {
+        if self.bytes() == 0 {
+            return Ok(());
+        }
+        let page = page_bytes();
+        let base = self.spaces.of(Space::Host).base();
+        let before = base as usize % page;
+        let length = (before + self.bytes() as usize).next_multiple_of(page);
+        let first = base.wrapping_sub(before);
+        // SAFETY: the arena's mapping is made of whole pages, all of them between its guard pages, and stays until
+        // the arena is resized or dropped: both unpin first.
+        unsafe { self.context.pin(first, length) }?;
+        self.pinned = Some(first);
+        Ok(())
+    }
+
+    fn unpin(&mut self) -> Result<(), CudaError> {
+        // SAFETY: pinned by `pin`; callers see to it that nothing is being copied.
+        self.pinned.take().map_or(Ok(()), |first| unsafe { self.context.unpin(first) })
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        // Copies from and to these pages have to end before they go.
+        let _ = self.context.enter().and_then(|()| self.context.synchronize()).and_then(|()| self.unpin());
+    }
+}
+
+fn page_bytes() -> usize {
+    // SAFETY: asks for a constant.
+    unsafe { libc::sysconf(libc::_SC_PAGESIZE) as usize }
+}
+
+/// Where the host's arena lies, as long as it is not resized.
+#[derive(Clone, Copy, Debug)]
+pub struct HostRange {
+    base: *mut u8,
+    bytes: u64,
+}
+
+impl HostRange {
+    /// A place in it.
+    ///
+    /// # Panics
+    /// Where it does not lie in it.
+    pub fn at(self, offset: u64, bytes: u64) -> *mut u8 {
+        assert!(offset + bytes <= self.bytes, "bug: {bytes} bytes at {offset} do not lie in the host's arena");
+        self.base.wrapping_add(offset as usize)
+    }
+}
+
+/// A GPU that is held.
+pub struct Machine {
+    /// First of the fields that hold memory, so that it is idle when they are dropped.
+    pub context: Arc<Context>,
+    /// Streams and events.
+    pub queues: Queues,
+    /// The way to ordinary memory and files.
+    pub staging: Staging,
+    arena: DeviceArena,
+    host: Host,
+    /// Scratch up to here was given to ops that have run: libraries need not write it to its end.
+    pub scratch_end: u64,
+    /// What went wrong where it could not be told: everything after says so.
+    failed: Option<CudaError>,
+}
+
+impl Machine {
+    /// Takes both arenas, whole and at once, staging and queues.
+    ///
+    /// # Errors
+    /// What GPU or host refuse.
+    pub fn take(context: &Arc<Context>, placement: &Placement) -> Result<Machine, DeviceError> {
+        let queues = Queues::new(context)?;
+        let staging = Staging::new(context)?;
+        let host = Host::take(context, placement.host_bytes)?;
+        let arena = DeviceArena::take(context, placement.arena_bytes)?;
+        Ok(Machine { context: context.clone(), queues, staging, arena, host, scratch_end: 0, failed: None })
+    }
+
+    /// The address of a place in the device's arena.
+    pub fn address(&self, offset: u64, bytes: u64) -> Address {
+        self.arena.address(offset, bytes)
+    }
+
+    /// What the device holds for the arena.
+    pub fn held(&self) -> Bytes {
+        self.arena.held()
+    }
+
+    /// The arena of the host, for copies.
+    pub fn host(&self) -> HostRange {
+        HostRange { base: self.host.spaces.of(Space::Host).base(), bytes: self.host.bytes() }
+    }
+
+    /// The arena of the host, for ops of the processor.
+    pub fn spaces(&self) -> &Spaces {
+        &self.host.spaces
+    }
+
+    /// What went wrong before, if anything did.
+    ///
+    /// # Errors
+    /// That.
+    pub fn check(&self) -> Result<(), CudaError> {
+        self.failed.clone().map_or(Ok(()), Err)
+    }
+
+    /// Fills the whole arena of the device with a pattern of two bytes.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn fill_all(&self, value: u16) -> Result<(), CudaError> {
+        let bytes = self.held().0;
+        // SAFETY: all of the arena and nothing else, in the order of the queue that everything joins.
+        if bytes == 0 { Ok(()) } else { unsafe { self.queues.compute().fill(self.arena.base(), value, bytes & !1) } }
+    }
+
+    /// Fills the arena with what shows whether it was written.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn fill_pattern(&mut self) -> Result<(), CudaError> {
+        self.scratch_end = 0;
+        self.fill_all(PATTERN)
+    }
+
+    /// Copies into the arenas between Programs.
+    pub fn write(&mut self, space: Space, first: u64, bytes: &[u8]) -> Result<(), DeviceError> {
+        self.context.enter()?;
+        if space == Space::Host {
+            self.context.synchronize()?;
+            self.host.spaces.fill(space, first, bytes);
+            return Ok(());
+        }
+        let to = self.address(first, bytes.len() as u64);
+        let give = |_: &mut dyn crate::device::FileSpace, offset: u64, part: &mut [u8]| {
+            part.copy_from_slice(&bytes[offset as usize..][..part.len()]);
+            Ok(())
+        };
+        // SAFETY: inside the arena; Programs join the queue of computation at their ends and begin after it.
+        unsafe { self.staging.send(self.queues.compute(), to, bytes.len() as u64, &mut NoFiles, give) }
+    }
+
+    /// Copies out of the arenas between Programs, and waits for it.
+    pub fn read(&mut self, space: Space, first: u64, into: &mut [u8]) -> Result<(), CudaError> {
+        self.context.enter()?;
+        if space == Space::Host {
+            self.context.synchronize()?;
+            let range = first..first + into.len() as u64;
+            into.copy_from_slice(&self.host.spaces.look(space, range));
+            return Ok(());
+        }
+        let from = self.address(first, into.len() as u64);
+        // SAFETY: as in `write`; between Programs nothing waits for a file.
+        unsafe { self.staging.receive(self.queues.compute(), from, into) }
+    }
+
+    /// Keeps an error for whoever asks next; what a caller without a way to fail gets instead is its own business.
+    pub fn keep<T>(&mut self, result: Result<T, impl Into<DeviceError>>) -> Option<T> {
+        match result.map_err(Into::into) {
+            Ok(value) => Some(value),
+            Err(DeviceError::Cuda(error)) => {
+                self.failed.get_or_insert(error);
+                None
+            }
+            Err(other) => panic!("bug: {other}"),
+        }
+    }
+
+    /// The end of the topmost part of the device's arena that was written, looked for from above.
+    fn device_high_water(&mut self) -> Result<u64, CudaError> {
+        const PART: u64 = 8 << 20;
+        let pattern = PATTERN.to_ne_bytes();
+        let mut part = vec![0; PART as usize];
+        let mut end = self.arena.bytes();
+        while end > 0 {
+            let start = (end - 1) / PART * PART;
+            let found = &mut part[..(end - start) as usize];
+            self.read(Space::Device, start, found)?;
+            // Parts begin at even places.
+            if let Some(last) = found.chunks(2).rposition(|pair| *pair != pattern[..pair.len()]) {
+                return Ok((start + 2 * last as u64 + 2).min(end));
+            }
+            end = start;
+        }
+        Ok(0)
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        // Nothing may be at work in what is dropped now.
+        let _ = self.context.enter().and_then(|()| self.context.synchronize());
+    }
+}
+
+impl Memory for Machine {
+    fn bytes(&self, space: Space) -> Bytes {
+        if space == Space::Host { Bytes(self.host.bytes()) } else { Bytes(self.arena.bytes()) }
+    }
+
+    /// What cannot be read is NaN.
+    fn look(&mut self, space: Space, range: Range<u64>) -> Cow<'_, [u8]> {
+        let mut bytes = vec![0xff; (range.end - range.start) as usize];
+        let read = self.read(space, range.start, &mut bytes);
+        self.keep(read);
+        Cow::Owned(bytes)
+    }
+
+    fn fill(&mut self, space: Space, first: u64, bytes: &[u8]) {
+        let written = self.write(space, first, bytes);
+        self.keep(written);
+    }
+
+    fn poison(&mut self, space: Space, range: Range<u64>) {
+        if space == Space::Host {
+            let idle = self.context.synchronize();
+            self.keep(idle);
+            return self.host.spaces.poison(space, range);
+        }
+        // Floats begin at even places.
+        let (first, end) = (range.start.next_multiple_of(2), range.end & !1);
+        if first < end {
+            let to = self.address(first, end - first);
+            // SAFETY: inside the arena, while no op runs.
+            let filled = unsafe { self.queues.compute().fill(to, POISON, end - first) };
+            self.keep(filled);
+        }
+    }
+
+    fn high_water(&mut self, space: Space) -> Bytes {
+        if space == Space::Host {
+            return self.host.spaces.high_water(space);
+        }
+        let found = self.device_high_water();
+        Bytes(self.keep(found).unwrap_or(0).max(self.scratch_end))
+    }
+
+    fn strayed(&mut self, space: Space) -> bool {
+        if space == Space::Host {
+            return self.host.spaces.strayed(space);
+        }
+        // What is held beyond the arena's bytes still has to hold the pattern.
+        let (first, end) = (self.arena.bytes().next_multiple_of(2), self.held().0);
+        let mut beyond = vec![0; (end - first) as usize & !1];
+        let from = self.arena.base() + first;
+        // SAFETY: held, and no op runs.
+        let read = unsafe { self.staging.receive(self.queues.compute(), from, &mut beyond) };
+        self.keep(read).is_some() && beyond.chunks_exact(2).any(|pair| *pair != PATTERN.to_ne_bytes())
+    }
+}
