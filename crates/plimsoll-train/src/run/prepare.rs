@@ -2,6 +2,7 @@
 
 use super::engine::Engine;
 use super::spaces::ModelSource;
+use super::trouble::Trouble;
 use crate::data::{self, DataSpec, Dataset, Loader};
 use crate::resolve::{Model, Resolved, Work, write_example};
 use crate::run_file::{Init, RunFile};
@@ -101,7 +102,7 @@ pub fn dataset(run: &RunFile, model: &Model, patterns: &[String], threads: usize
 ///
 /// # Errors
 /// Files that cannot be read, or hold no numbers.
-pub fn load_weights(engine: &mut Engine, model: &Model, run: &RunFile) -> Result<(), Failure> {
+pub(super) fn load_weights(engine: &mut Engine, model: &Model, run: &RunFile) -> Result<(), Trouble> {
     let pretrained = model.dir.as_ref().filter(|_| run.model.init == Init::Pretrained);
     match pretrained.and_then(|dir| dir.weights.as_ref()) {
         Some(weights) => engine.move_files("load", &mut ModelSource::new(weights))?,

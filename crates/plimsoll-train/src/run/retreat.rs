@@ -144,7 +144,7 @@ impl Trainer {
             return Ok(());
         }
         let message = format!("step {}: {refused}; {TRIES} tries made no progress", self.step_now());
-        Err(Failure::stopped(message).hint("the step was dropped; the newest checkpoint stands"))
+        Err(Failure::stopped(message).hint("the newest checkpoint stands"))
     }
 
     /// The fastest plan under a load line, if there is one; with `same_bits` first among those that change no bit.
@@ -222,7 +222,7 @@ impl Trainer {
             let message = format!("{line} is not enough: the least that would do is {needs}; the run keeps its plan");
             return Ok((false, message));
         };
-        let faster = answer.plan.predicted.step_seconds < self.plan.predicted.step_seconds * WORTH;
+        let faster = answer.plan.predicted.step_seconds < self.plan.predicted.step_seconds;
         let before = (self.line.budget, self.line.bytes);
         (self.line.budget, self.line.bytes) = (budget, line);
         self.line.home = answer.plan.recipe.clone();

@@ -1,0 +1,185 @@
+//! Memory that is refused while a run is under way costs a rung and nothing else: no step, no sample, no bit
+//! where the rung is an identical one. The load line can be moved. What goes on for ever ends, resumable.
+
+mod common;
+
+use common::{Place, SMALL, Shape};
+use serde_json::Value;
+use std::collections::BTreeMap;
+
+/// Few steps, each as quick as it can be.
+const QUICK: Shape = Shape { steps: 8, threads: "1", ..SMALL };
+
+/// The weights and the optimizer's state at the end of a run.
+fn outcome(place: &Place, run: &str, steps: u32) -> BTreeMap<String, Vec<u8>> {
+    let state = place.files(&format!("{run}/checkpoints/step-{steps}"));
+    let model = place.files(&format!("{run}/model"));
+    let tensors =
+        state.into_iter().chain(model).filter(|(path, _)| path.extension().is_some_and(|e| e == "safetensors"));
+    let tensors: BTreeMap<String, Vec<u8>> = tensors.map(|(path, bytes)| (path.display().to_string(), bytes)).collect();
+    assert_eq!(tensors.len(), 2, "{:?}", tensors.keys());
+    tensors
+}
+
+/// A run in a folder of its own, with more words on its command line.
+fn train(place: &Place, run: &str, more: &[&str]) -> Value {
+    let dir = format!("run.dir={run}");
+    let args = [&["train", "run.toml", "--quiet", "--set", &dir], more].concat();
+    place.succeed(&args);
+    place.json(&format!("{run}/result.json"))
+}
+
+/// Steps, losses and counts of tokens, in order: what was trained on.
+fn losses(place: &Place, run: &str) -> Vec<(u64, f64, u64)> {
+    let events = place.events(run);
+    let steps = events.iter().filter(|event| event["event"] == "step");
+    let number = |event: &Value, key: &str| event[key].as_u64().unwrap();
+    steps
+        .map(|event| (number(event, "step"), event["loss"].as_f64().unwrap(), number(event, "labelled_tokens")))
+        .collect()
+}
+
+#[test]
+fn a_refusal_at_any_program_leaves_every_bit_where_the_rung_is_identical() {
+    let place = Place::new(&QUICK);
+    let pinned = ["--set", "recipe.micro_batch=4"];
+    let plain = train(&place, "plain", &pinned);
+    assert_eq!(plain["retreats"], Value::Array(vec![]));
+    let expected = outcome(&place, "plain", QUICK.steps);
+    // Both halves of the run, every Program, its first op and one in its middle.
+    let places = [
+        "0:load",
+        "0:load:3",
+        "0:fresh",
+        "1",
+        "2:begin",
+        "3:forward",
+        "3:forward:product",
+        "3:backward",
+        "3:backward:20",
+        "3:norm",
+        "3:norm:2",
+        "3:update",
+        "3:update:5",
+        "4:save",
+        "4:checkpoint",
+        "4:checkpoint:9",
+        "8:evaluate",
+        "8:evaluate:7",
+        "8:save:4",
+        "8:prefill",
+        "8:decode",
+    ];
+    for (number, at) in places.iter().enumerate() {
+        let run = format!("run-{number}");
+        let result = train(&place, &run, &[&pinned[..], &["--inject-oom", at]].concat());
+        let retreats = result["retreats"].as_array().unwrap();
+        // Samples are drawn by whole prompts: whether one token is decoded alone depends on them.
+        assert!(!retreats.is_empty() || ["8:decode", "4:save"].contains(at), "{at}: nothing was refused");
+        assert!(retreats.iter().all(|retreat| retreat["class"] == "identical"), "{at}: {retreats:?}");
+        assert_eq!(outcome(&place, &run, QUICK.steps), expected, "{at}");
+        assert_eq!(losses(&place, &run), losses(&place, "plain"), "{at}");
+    }
+}
+
+#[test]
+fn an_update_that_is_refused_in_its_middle_goes_on_with_the_tensors_that_are_left() {
+    let place = Place::new(&QUICK);
+    let expected = (train(&place, "plain", &[]), outcome(&place, "plain", QUICK.steps)).1;
+    let all: Vec<String> = (1..=QUICK.steps).map(|step| format!("{step}:update:{}", 1 + step)).collect();
+    let words: Vec<&str> = all.iter().flat_map(|at| ["--inject-oom", at]).collect();
+    let result = train(&place, "refused", &words);
+    assert_eq!(result["retreats"].as_array().unwrap().len() as u32, QUICK.steps);
+    assert!(result["retreats"].as_array().unwrap().iter().all(|r| r["from"] == r["to"]), "an update takes no memory");
+    assert_eq!(outcome(&place, "refused", QUICK.steps), expected);
+}
+
+#[test]
+fn refusals_by_chance_end_done_or_resumable_with_the_same_samples() {
+    let place = Place::new(&QUICK);
+    train(&place, "plain", &[]);
+    let labelled = |run: &str| losses(&place, run).iter().map(|step| (step.0, step.2)).collect::<Vec<_>>();
+    for seed in 1..=6 {
+        let run = format!("chance-{seed}");
+        let (dir, set) = (format!("run.dir={run}"), format!("train.seed={seed}"));
+        let mut args = vec!["train", "run.toml", "--quiet", "--set", &dir, "--set", &set, "--inject-oom", "random:0.2"];
+        let mut done = place.run(&args);
+        if done.code == Some(4) {
+            args = vec!["train", "--resume", &run, "--quiet"];
+            done = place.run(&args);
+        }
+        assert_eq!(done.code, Some(0), "{}", done.stderr);
+        let last = losses(&place, &run).pop().unwrap();
+        assert_eq!(last.0, u64::from(QUICK.steps));
+        if seed == 1 {
+            let steps = labelled(&run);
+            assert!(labelled("plain").iter().all(|step| steps.contains(step)), "{steps:?}");
+        }
+    }
+}
+
+#[test]
+fn a_device_that_refuses_for_ever_ends_the_run_and_it_goes_on_later() {
+    let place = Place::new(&QUICK);
+    train(&place, "plain", &[]);
+    let expected = outcome(&place, "plain", QUICK.steps);
+    let words: Vec<&str> = [["--inject-oom", "6:update"]; 12].concat();
+    let refused = place.refuse(4, &[&["train", "run.toml", "--quiet"], &words[..]].concat());
+    assert!(refused.contains("step 6") && refused.contains("made no progress"), "{refused}");
+    assert!(refused.contains("plimsoll train --resume ") && refused.contains("/run\n"), "{refused}");
+    place.succeed(&["train", "--resume", "run", "--quiet"]);
+    assert_eq!(outcome(&place, "run", QUICK.steps), expected);
+}
+
+#[test]
+fn a_refused_move_to_another_plan_leaves_the_present_one() {
+    let place = Place::new(&QUICK);
+    train(&place, "plain", &["--set", "recipe.micro_batch=4"]);
+    let words = ["--set", "recipe.micro_batch=4", "--inject-oom", "3:backward:5", "--inject-oom", "3:re-plan"];
+    let result = train(&place, "refused", &words);
+    let retreats = result["retreats"].as_array().unwrap();
+    assert_eq!(retreats.len(), 1, "{retreats:?}");
+    assert_eq!(retreats[0]["from"], retreats[0]["to"]);
+    assert_eq!(outcome(&place, "refused", QUICK.steps), outcome(&place, "plain", QUICK.steps));
+}
+
+#[test]
+fn the_load_line_of_a_run_moves_down_and_up_while_it_is_under_way() {
+    let long = Shape { steps: 4000, sequence: 32, batch_sequences: 32, hidden: 64, save_every: 0, threads: "1" };
+    let place = Place::new(&long);
+    let mut running = place.start(&["train", "run.toml", "--quiet"]);
+    let steps = |place: &Place| losses(place, "run").len();
+    assert!(running.until(|| steps(&place) > 3));
+    let plan = place.json("run/plan.json");
+    let device = &plan["devices"][0];
+    let bytes = |value: &Value| value.as_u64().unwrap();
+    let (peak, arena) = (bytes(&device["peak_bytes"]), bytes(&device["arena_bytes"]));
+    let line = peak - arena / 4;
+    place.succeed(&["budget", "run", &line.to_string()]);
+    let now = place.json("run/plan.json");
+    assert!(bytes(&now["devices"][0]["peak_bytes"]) <= line, "{now}");
+    assert_eq!(bytes(&now["devices"][0]["budget_bytes"]), line);
+    // Too little: the run says what would do, and goes on.
+    let refused = place.refuse(3, &["budget", "run", "1MiB"]);
+    assert!(refused.contains("the least that would do is"), "{refused}");
+    let before = steps(&place);
+    assert!(running.until(|| steps(&place) > before + 3));
+    place.succeed(&["budget", "run", &(2 * peak).to_string()]);
+    assert_eq!(bytes(&place.json("run/plan.json")["devices"][0]["arena_bytes"]), arena);
+    running.signal("INT");
+    let done = running.end();
+    assert_eq!(done.code, Some(4), "{}", done.stderr);
+    let result = place.json("run/result.json");
+    let retreats = result["retreats"].as_array().unwrap();
+    assert_eq!(retreats.len(), 2, "{retreats:?}");
+    assert!(retreats[0]["why"].as_str().unwrap().starts_with("the load line was moved to"));
+    assert!(place.refuse(2, &["budget", "run", "1GiB"]).contains("no run is under way here"));
+}
+
+#[test]
+fn a_place_that_is_none_is_told() {
+    let place = Place::new(&QUICK);
+    let refused = place.refuse(2, &["train", "run.toml", "--inject-oom", "3:sideways"]);
+    assert!(refused.contains("there is no Program `sideways`") && refused.contains("re-plan"), "{refused}");
+    assert!(place.refuse(2, &["train", "run.toml", "--inject-oom", "soon"]).contains("STEP[:PROGRAM[:OP]]"));
+}
