@@ -4,7 +4,7 @@
 use crate::text::{columns, flops, percent};
 use plimsoll_core::Bytes;
 use plimsoll_device::bench::{Bench, DeviceBench};
-use plimsoll_device::probe::{self, Cache, Found, Load, Machine};
+use plimsoll_device::probe::{self, Cache, Found, Gpu, Load, Machine};
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
 use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::Stylize;
@@ -27,7 +27,7 @@ pub fn table(machine: &Machine) -> String {
             found.memory_total_bytes.to_string(),
             found.memory_free_bytes.to_string(),
             found.takes.budget_bytes.to_string(),
-            found.takes.threads.to_string(),
+            if found.gpu.is_some() { "-".to_owned() } else { found.takes.threads.to_string() },
         ]
     }));
     let mut text = columns(&rows, "");
@@ -35,7 +35,7 @@ pub fn table(machine: &Machine) -> String {
         text += &format!("\n{}: {}\n", found.name, found.takes.why);
         text += &format!("{}: {}\n", found.name, abilities(found));
     }
-    text += &format!("{}\n", machine.nvidia);
+    text += &format!("\n{}\n", machine.nvidia);
     text
 }
 
@@ -45,8 +45,13 @@ fn titles(titles: &[&str]) -> Vec<String> {
 
 /// What a device is made of, in one line.
 fn abilities(found: &Found) -> String {
+    let mut parts = vec![found.model.clone()];
+    if let Some(gpu) = &found.gpu {
+        parts.extend(abilities_of_gpu(gpu));
+        return parts.join("; ");
+    }
     let threads = if found.threads == 1 { "thread" } else { "threads" };
-    let mut parts = vec![found.model.clone(), format!("{} hardware {threads}", found.threads)];
+    parts.push(format!("{} hardware {threads}", found.threads));
     if !found.features.is_empty() {
         parts.push(found.features.join(" "));
     }
@@ -55,6 +60,30 @@ fn abilities(found: &Found) -> String {
         parts.push(format!("caches {}", found.caches.iter().map(cache).collect::<Vec<_>>().join(", ")));
     }
     parts.join("; ")
+}
+
+/// Its architecture, its link, who holds its memory, and how it is now.
+fn abilities_of_gpu(gpu: &Gpu) -> Vec<String> {
+    let mut parts = vec![format!("{} {}", gpu.family, gpu.compute_capability)];
+    if let Some(pcie) = &gpu.pcie {
+        let now = match (pcie.generation_now, pcie.lanes_now) {
+            now if now == (pcie.generation, pcie.lanes) => String::new(),
+            (generation, lanes) => format!(" (now {generation}.0 × {lanes})"),
+        };
+        parts.push(format!("PCIe {}.0 × {}{now}", pcie.generation, pcie.lanes));
+    }
+    if let Some(held) = gpu.held_bytes.filter(|held| *held > Bytes::ZERO) {
+        let who = gpu.processes.iter().map(|process| {
+            let name = process.name.as_deref().unwrap_or("process");
+            let bytes = process.held_bytes.map_or(String::new(), |bytes| format!(" {bytes}"));
+            format!("{name} ({}){bytes}", process.pid)
+        });
+        let who: Vec<String> = who.collect();
+        let seen = if who.is_empty() { String::new() } else { format!(": {}", who.join(", ")) };
+        parts.push(format!("{held} held by others{seen}"));
+    }
+    parts.extend(Some(gpu.condition.describe()).filter(|text| !text.is_empty()));
+    parts
 }
 
 /// The devices for a program: a JSON object.
@@ -155,15 +184,29 @@ fn lines(moment: &mut impl FnMut() -> Moment) -> io::Result<()> {
 
 /// A device at one moment, in one line.
 fn line(found: &Found, busy: Option<f64>) -> String {
+    let condition = found.gpu.as_ref().map(|gpu| gpu.condition.describe()).filter(|text| !text.is_empty());
     format!(
-        "{}: {} free of {}, {} busy, would take {} and {} threads",
+        "{}: {} free of {}, {} busy, would take {}{}",
         found.name,
         found.memory_free_bytes,
         found.memory_total_bytes,
-        share_of_time(busy),
-        found.takes.budget_bytes,
-        found.takes.threads
+        share_of_time(busy_of(found, busy)),
+        would_take(found, " and "),
+        condition.map_or(String::new(), |condition| format!("; {condition}"))
     )
+}
+
+/// The share of the last second that a device worked; `cpu` is the processor's.
+fn busy_of(found: &Found, cpu: Option<f64>) -> Option<f64> {
+    found.gpu.as_ref().map_or(cpu, |gpu| gpu.condition.busy)
+}
+
+/// What would be taken of a device, with its threads where it has any.
+fn would_take(found: &Found, and: &str) -> String {
+    match &found.gpu {
+        Some(_) => found.takes.budget_bytes.to_string(),
+        None => format!("{}{and}{} threads", found.takes.budget_bytes, found.takes.threads),
+    }
 }
 
 fn share_of_time(busy: Option<f64>) -> String {
@@ -212,10 +255,11 @@ const WIDTHS: [Constraint; 5] = [
 
 fn draw(frame: &mut Frame, moment: &Moment) {
     let devices = &moment.machine.devices;
+    let notes_text = notes_of(&moment.machine);
     let [head, body, notes, keys] = Layout::vertical([
         Constraint::Length(1),
         Constraint::Length(devices.len() as u16),
-        Constraint::Length(2),
+        Constraint::Length(1 + notes_text.lines().count() as u16),
         Constraint::Length(1),
     ])
     .areas(frame.area());
@@ -227,19 +271,31 @@ fn draw(frame: &mut Frame, moment: &Moment) {
             draw_device(frame, row, found, moment.busy);
         }
     }
-    frame.render_widget(Paragraph::new(format!("\n{}", moment.machine.nvidia)), notes);
+    frame.render_widget(Paragraph::new(format!("\n{notes_text}")), notes);
     frame.render_widget(Paragraph::new("q quits").dim(), keys);
+}
+
+/// What stands below the live table: how the GPUs are, or why there are none.
+fn notes_of(machine: &Machine) -> String {
+    let gpus = machine.devices.iter().filter_map(|found| Some((&found.name, found.gpu.as_ref()?)));
+    let lines: Vec<String> = gpus
+        .map(|(name, gpu)| match &gpu.unusable {
+            Some(why) => format!("{name}: not used: {why}"),
+            None => format!("{name}: {}", gpu.condition.describe()),
+        })
+        .collect();
+    if lines.is_empty() { machine.nvidia.to_string() } else { lines.join("\n") }
 }
 
 fn draw_device(frame: &mut Frame, row: Rect, found: &Found, busy: Option<f64>) {
     let [name, load, used, free, takes] = Layout::horizontal(WIDTHS).spacing(2).areas(row);
     frame.render_widget(found.name.as_str(), name);
-    frame.render_widget(share_of_time(busy), load);
+    frame.render_widget(share_of_time(busy_of(found, busy)), load);
     let (total, held) = (found.memory_total_bytes, found.memory_total_bytes.saturating_sub(found.memory_free_bytes));
     let share = if total == Bytes::ZERO { 0.0 } else { held.0 as f64 / total.0 as f64 };
     frame.render_widget(Gauge::default().ratio(share.clamp(0.0, 1.0)).label(format!("{held} of {total}")), used);
     frame.render_widget(found.memory_free_bytes.to_string(), free);
-    frame.render_widget(format!("{}, {} threads", found.takes.budget_bytes, found.takes.threads), takes);
+    frame.render_widget(would_take(found, ", "), takes);
 }
 
 #[cfg(test)]
@@ -247,7 +303,9 @@ mod tests {
     use super::*;
     use plimsoll_core::{DType, DeviceKind};
     use plimsoll_device::bench::{MemoryRate, ProductRate, Sum, SumRate};
-    use plimsoll_device::probe::{Nvidia, Takes};
+    use plimsoll_device::cuda::libraries::Library;
+    use plimsoll_device::cuda::nvml::{Condition, Pcie, Process};
+    use plimsoll_device::probe::{LibraryState, Nvidia, Takes};
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
     use ratatui::crossterm::event::KeyEvent;
@@ -272,8 +330,87 @@ mod tests {
                 threads: 3,
                 why: "all of it (the machine); 80% of 4 physical cores".to_owned(),
             },
+            gpu: None,
         };
-        Machine { devices: vec![cpu], nvidia: Nvidia { library: None, version: None } }
+        Machine { devices: vec![cpu], nvidia: nvidia(None) }
+    }
+
+    /// A machine with the driver of this version alone, or with nothing.
+    fn nvidia(driver: Option<&str>) -> Nvidia {
+        let libraries = Library::ALL.map(|library| {
+            let here = driver.filter(|_| library == Library::Driver);
+            LibraryState {
+                library,
+                path: here.map(|_| "/lib/libcuda.so.1".into()),
+                version: here.map(str::to_owned),
+                place: here.map(|_| "system"),
+                missing: None,
+                cure: Some("pip install it".to_owned()),
+            }
+        });
+        let cuda = driver.map(|_| "12.4".to_owned());
+        Nvidia { driver: driver.map(str::to_owned), cuda, trouble: None, libraries: libraries.into(), on_bus: 0 }
+    }
+
+    /// The laptop with a GPU that another program uses.
+    fn workstation() -> Machine {
+        let mut machine = laptop();
+        let condition = Condition { temperature_celsius: Some(61), busy: Some(0.5), ..Condition::default() };
+        let gpu = Gpu {
+            family: "Ampere",
+            compute_capability: "8.6".to_owned(),
+            uuid: "00112233-4455-6677-8899-aabbccddeeff".to_owned(),
+            bus: "00000000:01:00.0".to_owned(),
+            held_bytes: Some(Bytes::gib(3)),
+            reserved_bytes: Some(Bytes::gib(1)),
+            processes: vec![Process { pid: 7, name: Some("python".to_owned()), held_bytes: Some(Bytes::gib(3)) }],
+            pcie: Some(Pcie { generation: 4, lanes: 16, generation_now: 1, lanes_now: 16 }),
+            condition,
+            unusable: None,
+        };
+        machine.devices.push(Found {
+            name: "cuda:0".to_owned(),
+            kind: DeviceKind::Cuda,
+            model: "Example GPU".to_owned(),
+            memory_total_bytes: Bytes::gib(24),
+            memory_free_bytes: Bytes::gib(20),
+            memory_bound_by: "NVML".to_owned(),
+            cores: 82,
+            threads: 0,
+            features: Vec::new(),
+            caches: Vec::new(),
+            takes: Takes { budget_bytes: Bytes::gib(18), threads: 0, why: "90% of what is free".to_owned() },
+            gpu: Some(gpu),
+        });
+        machine.nvidia = nvidia(Some("550.54.14"));
+        machine
+    }
+
+    #[test]
+    fn a_gpu_is_shown_with_who_holds_it_and_every_library_with_where_it_is() {
+        let expected = "\
+device  cores     memory       free  would take  threads
+cpu         4  16.00 GiB  12.00 GiB   12.00 GiB        3
+cuda:0     82  24.00 GiB  20.00 GiB   18.00 GiB        -
+
+cpu: all of it (the machine); 80% of 4 physical cores
+cpu: Example 4000; 8 hardware threads; avx2 fma; caches L1 48.00 KiB, L3 8.00 MiB
+
+cuda:0: 90% of what is free
+cuda:0: Example GPU; Ampere 8.6; PCIe 4.0 × 16 (now 1.0 × 16); 3.00 GiB held by others: python (7) 3.00 GiB; 61 °C
+
+NVIDIA driver 550.54.14 (CUDA 12.4): /lib/libcuda.so.1
+NVML not found (free memory and temperatures stay unknown): pip install it
+NVRTC not found: pip install it
+cuBLASLt not found: pip install it
+NCCL not found (not used in this version): pip install it
+";
+        assert_eq!(table(&workstation()), expected);
+        let gpu = line(&workstation().devices[1], Some(0.9));
+        assert_eq!(gpu, "cuda:0: 20.00 GiB free of 24.00 GiB, 50 % busy, would take 18.00 GiB; 61 °C");
+        let value: serde_json::Value = serde_json::from_str(&json(&workstation())).unwrap();
+        assert_eq!(value["devices"][1]["gpu"]["compute_capability"], "8.6");
+        assert_eq!(value["nvidia"]["libraries"][2]["library"], "nvrtc");
     }
 
     #[test]
@@ -284,6 +421,7 @@ cpu         4  16.00 GiB  12.00 GiB   12.00 GiB        3
 
 cpu: all of it (the machine); 80% of 4 physical cores
 cpu: Example 4000; 8 hardware threads; avx2 fma; caches L1 48.00 KiB, L3 8.00 MiB
+
 NVIDIA driver not found
 ";
         assert_eq!(table(&laptop()), expected);
@@ -296,7 +434,8 @@ NVIDIA driver not found
         assert_eq!(value["devices"][0]["kind"], "cpu");
         assert_eq!(value["devices"][0]["memory_free_bytes"], 12u64 << 30);
         assert_eq!(value["devices"][0]["takes"]["threads"], 3);
-        assert_eq!(value["nvidia"]["library"], serde_json::Value::Null);
+        assert_eq!(value["devices"][0].get("gpu"), None);
+        assert_eq!(value["nvidia"]["driver"], serde_json::Value::Null);
     }
 
     fn measured(threads: u32, f32_flops: f64) -> DeviceBench {

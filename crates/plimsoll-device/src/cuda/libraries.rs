@@ -219,6 +219,12 @@ impl Surroundings {
         Surroundings { root: "/".into(), variables, folder: env::current_dir().unwrap_or_default() }
     }
 
+    /// A machine laid out in a folder, with no variables.
+    #[cfg(test)]
+    pub(crate) fn of(root: &Path) -> Surroundings {
+        Surroundings { root: root.to_path_buf(), variables: BTreeMap::new(), folder: root.join("work") }
+    }
+
     fn variable(&self, name: &str) -> Option<&OsStr> {
         self.variables.get(name).map(OsString::as_os_str).filter(|value| !value.is_empty())
     }
@@ -455,7 +461,7 @@ impl Libraries {
         Libraries::find_in(Surroundings::here())
     }
 
-    fn find_in(surroundings: Surroundings) -> Libraries {
+    pub(crate) fn find_in(surroundings: Surroundings) -> Libraries {
         let places = surroundings.places();
         let mut found: Vec<Found> = Vec::new();
         for (place, folders) in &places {

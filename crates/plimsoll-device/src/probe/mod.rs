@@ -1,7 +1,7 @@
 //! What hardware is here, what of it is free for this process, and what Plimsoll would take of it and why.
 //!
-//! Everything is read from `/proc` and `/sys` under a root that tests replace; nothing is opened or run. How fast a
-//! device is, is measured in [`crate::bench`].
+//! Most is read from `/proc` and `/sys` under a root that tests replace; GPUs are listed by their driver, without taking
+//! memory on any. How fast a device is, is measured in [`crate::bench`].
 
 mod cgroup;
 mod cpu;
@@ -10,7 +10,7 @@ mod nvidia;
 
 pub use cpu::{Cache, Cpu, Load, TooManyThreads, auto_pace, auto_threads};
 pub use memory::{Limit, Memory};
-pub use nvidia::Nvidia;
+pub use nvidia::{Gpu, LibraryState, Nvidia};
 
 use plimsoll_core::{Budget, Bytes, DeviceKind};
 use serde::Serialize;
@@ -19,9 +19,9 @@ use std::path::Path;
 /// The machine as this process sees it.
 #[derive(Clone, Debug, Serialize)]
 pub struct Machine {
-    /// The devices that a run can use.
+    /// The processor, then every GPU, those that cannot be used included.
     pub devices: Vec<Found>,
-    /// Whether NVIDIA's driver is here.
+    /// NVIDIA's driver and libraries.
     pub nvidia: Nvidia,
 }
 
@@ -40,9 +40,9 @@ pub struct Found {
     pub memory_free_bytes: Bytes,
     /// What says how much is free.
     pub memory_bound_by: String,
-    /// Physical cores that this process may use.
+    /// Physical cores that this process may use; a GPU's multiprocessors.
     pub cores: u32,
-    /// Hardware threads that this process may use.
+    /// Hardware threads that this process may use; 0 for a GPU.
     pub threads: u32,
     /// Instruction sets that matter to the kernels.
     pub features: Vec<String>,
@@ -50,6 +50,9 @@ pub struct Found {
     pub caches: Vec<Cache>,
     /// What Plimsoll would take when told nothing.
     pub takes: Takes,
+    /// What only GPUs have.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gpu: Option<Gpu>,
 }
 
 /// What Plimsoll would take of a device, and why.
@@ -57,7 +60,7 @@ pub struct Found {
 pub struct Takes {
     /// The load line.
     pub budget_bytes: Bytes,
-    /// Threads that compute.
+    /// Threads that compute; 0 for a GPU.
     pub threads: u32,
     /// Why that much.
     pub why: String,
@@ -65,12 +68,8 @@ pub struct Takes {
 
 /// What is on this machine.
 pub fn machine() -> Machine {
-    Machine { devices: devices(), nvidia: Nvidia::read(Path::new("/")) }
-}
-
-/// The devices of this machine that a run can use.
-pub fn devices() -> Vec<Found> {
-    vec![found_cpu(Cpu::read(), Memory::read())]
+    let (nvidia, gpus) = nvidia::read();
+    Machine { devices: [vec![found_cpu(Cpu::read(), Memory::read())], gpus].concat(), nvidia }
 }
 
 fn found_cpu(cpu: Cpu, memory: Memory) -> Found {
@@ -95,6 +94,7 @@ fn found_cpu(cpu: Cpu, memory: Memory) -> Found {
         features: cpu.features,
         caches: cpu.caches,
         takes: Takes { budget_bytes: Budget::DEVICE.of(memory.free), threads, why },
+        gpu: None,
     }
 }
 
