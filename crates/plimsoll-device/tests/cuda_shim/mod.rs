@@ -167,7 +167,7 @@ impl Tensor {
 /// Memory, and the kernels that work on it.
 pub struct Gpu {
     /// Elements by which tensors are shifted from where packs could be read.
-    shift: usize,
+    pub shift: usize,
     tensors: HashMap<Address, Tensor>,
 }
 

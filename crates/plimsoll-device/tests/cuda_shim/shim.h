@@ -15,7 +15,10 @@
 #include <ucontext.h>
 
 #include <utility>
+#include <vector>
 
+// Sources leave out what only a GPU's compiler understands: it is at the end of this file.
+#define PLIMSOLL_SHIM
 #define __device__
 #define __global__
 #define __grid_constant__
@@ -37,17 +40,32 @@ constexpr unsigned CANARY = 0xfedcba98u, POISON = 0xffffffffu;
 
 enum State { FRESH, READY, AT_BARRIER, AT_WARP, DONE };
 
+// What a lane can give to the others at once.
+struct Gift {
+    unsigned long long at[4];
+};
+
 struct Fibre {
     jmp_buf place;
     State state;
-    unsigned long long value;  // given to the other lanes
-    unsigned long long what;   // the kind of exchange, which all lanes must agree on
-    int vote;                  // at a barrier
+    Gift gift;
+    unsigned long long what;  // the kind of exchange, which all lanes must agree on
+    int vote;                 // at a barrier
+};
+
+// An asynchronous copy under way; zeros where there is no `from`.
+struct Copy {
+    void* to;
+    const void* from;
+    unsigned bytes;
 };
 
 struct Block {
     Fibre fibres[THREADS_MAX];
-    unsigned long long exchanged[THREADS_MAX];
+    Gift exchanged[THREADS_MAX];
+    std::vector<Copy> copies[THREADS_MAX];
+    bool copies_are_late;
+    unsigned long long meetings;  // of the lanes of any warp
     int any;
     unsigned current;
     jmp_buf scheduler;
@@ -67,6 +85,7 @@ inline void wait(State state) {
 
 inline void enter() {
     block->body(block->closure);
+    if (!block->copies[block->current].empty()) block->error = "a thread ends before its copies";
     block->fibres[block->current].state = DONE;
     _longjmp(block->scheduler, 1);
 }
@@ -96,9 +115,10 @@ inline bool all_are(unsigned first, unsigned end, State state) {
 // Lets a warp go on whose lanes all wait for each other.
 inline void release_warp(unsigned first) {
     if (!all_are(first, first + WARP, AT_WARP)) return;
+    block->meetings++;
     for (unsigned i = first; i < first + WARP; i++) {
         if (block->fibres[i].what != block->fibres[first].what) block->error = "lanes meet in different exchanges";
-        block->exchanged[i] = block->fibres[i].value;
+        block->exchanged[i] = block->fibres[i].gift;
         block->fibres[i].state = READY;
     }
 }
@@ -134,7 +154,10 @@ inline bool run_warp(unsigned first, bool reverse) {
 // can be. A barrier or an exchange that not all threads reach leaves nobody to run: an error, also where
 // hardware would forgive.
 inline void run_block(unsigned threads, bool reverse) {
-    for (unsigned i = 0; i < threads; i++) block->fibres[i].state = FRESH;
+    for (unsigned i = 0; i < threads; i++) {
+        block->fibres[i].state = FRESH;
+        block->copies[i].clear();
+    }
     while (!block->error && !all_are(0, threads, DONE)) {
         bool progress = false;
         for (unsigned turn = 0; turn < threads; turn += WARP)
@@ -173,6 +196,7 @@ template <class Call> int run_grid(const unsigned* grid, unsigned threads, unsig
         return 1;
     }
     block->error = nullptr;
+    block->copies_are_late = !reverse;
     block->body = [](void* closure) { (*(Call*)closure)(); };
     block->closure = &call;
     blockDim = {threads, 1, 1};
@@ -206,16 +230,22 @@ int launch(void (*kernel)(A...), const unsigned* grid, unsigned threads, unsigne
     return launch_with(kernel, grid, threads, shared_bytes, arguments, reverse, std::index_sequence_for<A...>());
 }
 
-// Gives `value` to the warp; afterwards everybody's values are in block->exchanged.
-template <class T> unsigned long long* exchange(unsigned mask, T value, unsigned long long what) {
-    static_assert(sizeof(T) <= 8, "at most eight bytes");
+// Gives `value` to the warp; what is returned is everybody's, by lane, until the next exchange.
+template <class T> const Gift* exchange(unsigned mask, T value, unsigned long long what) {
+    static_assert(sizeof(T) <= sizeof(Gift), "more than a lane can give");
     if (mask != 0xffffffffu) block->error = "an exchange between some lanes only";
     Fibre& fibre = block->fibres[block->current];
-    fibre.value = 0;
-    memcpy(&fibre.value, &value, sizeof(T));
+    fibre.gift = Gift();
+    memcpy(&fibre.gift, &value, sizeof(T));
     fibre.what = what;
     wait(AT_WARP);
     return block->exchanged + threadIdx.x / WARP * WARP;
+}
+
+template <class T> T given(const Gift* all, unsigned lane) {
+    T value;
+    memcpy(&value, all + lane, sizeof(T));
+    return value;
 }
 
 inline int barrier(int vote) {
@@ -230,16 +260,14 @@ inline void __syncthreads() { shim::barrier(0); }
 inline int __syncthreads_or(int vote) { return shim::barrier(vote != 0); }
 
 template <class T> T __shfl_xor_sync(unsigned mask, T value, int step) {
-    unsigned long long* all = shim::exchange(mask, value, 1000 + step);
-    T other;
-    memcpy(&other, all + (threadIdx.x % shim::WARP ^ step), sizeof(T));
-    return other;
+    const shim::Gift* all = shim::exchange(mask, value, 1000 + step);
+    return shim::given<T>(all, threadIdx.x % shim::WARP ^ step);
 }
 
 inline unsigned __ballot_sync(unsigned mask, int vote) {
-    unsigned long long* all = shim::exchange(mask, (unsigned)(vote != 0), 1);
+    const shim::Gift* all = shim::exchange(mask, (unsigned)(vote != 0), 1);
     unsigned votes = 0;
-    for (unsigned lane = 0; lane < shim::WARP; lane++) votes |= (unsigned)all[lane] << lane;
+    for (unsigned lane = 0; lane < shim::WARP; lane++) votes |= shim::given<unsigned>(all, lane) << lane;
     return votes;
 }
 
@@ -258,3 +286,139 @@ inline unsigned __float_as_uint(float x) {
 }
 
 template <class T> T min(T a, T b) { return b < a ? b : a; }
+template <class T> T max(T a, T b) { return a < b ? b : a; }
+
+// ---- what tensor.cuh says in PTX, from its description in the PTX ISA ----
+//
+// "Matrix Fragments for mma.m16n8k16 with floating point type", "ldmatrix", "cp.async". Matrices are
+// put together from all lanes' fragments element by element and multiplied whole.
+
+namespace shim {
+
+inline float of_bf16(unsigned bits) { return __uint_as_float(bits << 16); }
+
+// The nearest bf16, of two equally near ones the even one.
+inline unsigned to_bf16(float x) {
+    unsigned bits = __float_as_uint(x);
+    if (x != x) return 0x7fffu;
+    unsigned low = bits & 0xffffu, high = bits >> 16;
+    return low > 0x8000u || (low == 0x8000u && (high & 1u)) ? high + 1 : high;
+}
+
+struct Fragments {
+    unsigned a[4], b[2];
+};
+
+// Row and column of element i (two to a register) of a lane's fragment of A, B and C.
+struct Place {
+    unsigned row, column;
+};
+
+inline Place place_in_a(unsigned lane, unsigned i) {
+    unsigned group = lane >> 2, thread = lane % 4;
+    bool upper = i < 2 || (4 <= i && i < 6);
+    return {upper ? group : group + 8, thread * 2 + (i & 1) + (i < 4 ? 0 : 8)};
+}
+
+inline Place place_in_b(unsigned lane, unsigned i) {
+    unsigned group = lane >> 2, thread = lane % 4;
+    return {thread * 2 + (i & 1) + (i < 2 ? 0 : 8), group};
+}
+
+inline Place place_in_c(unsigned lane, unsigned i) {
+    unsigned group = lane >> 2, thread = lane % 4;
+    return {i < 2 ? group : group + 8, thread * 2 + (i & 1)};
+}
+
+inline unsigned half_of(unsigned word, unsigned i) { return i & 1 ? word >> 16 : word & 0xffffu; }
+
+// Lanes 8i to 8i + 7 give the rows of matrix i; to[i] is this lane's fragment of it.
+inline void load_four(const void* row, unsigned (&to)[4], bool transposed) {
+    if ((unsigned long long)row % 16) block->error = "a row of a matrix that is not aligned to 16 bytes";
+    const Gift* all = exchange(0xffffffffu, row, transposed ? 3 : 2);
+    unsigned lane = threadIdx.x % WARP;
+    for (unsigned i = 0; i < 4; i++) {
+        unsigned halves[2];
+        for (unsigned j = 0; j < 2; j++) {
+            unsigned first = lane / 4, second = lane % 4 * 2 + j;
+            unsigned from = transposed ? second : first, column = transposed ? first : second;
+            unsigned short element;
+            memcpy(&element, given<const char*>(all, i * 8 + from) + column * 2, 2);
+            halves[j] = element;
+        }
+        to[i] = halves[0] | halves[1] << 16;
+    }
+}
+
+// In one order of threads a copy's bytes come when they are waited for, in the other at once: who does
+// not wait reads old bytes in the one, who copies to what is still read destroys it in the other.
+inline void land(const Copy& copy) {
+    if (copy.from)
+        memcpy(copy.to, copy.from, copy.bytes);
+    else
+        memset(copy.to, 0, copy.bytes);
+}
+
+inline void begin_copy(void* to, const void* from, unsigned bytes, bool real) {
+    if (((unsigned long long)to | (unsigned long long)from) % bytes) block->error = "a copy that is not aligned to its size";
+    Copy copy = {to, real ? from : nullptr, bytes};
+    if (block->copies_are_late)
+        block->copies[block->current].push_back(copy);
+    else
+        land(copy);
+}
+
+}  // namespace shim
+
+namespace shim {
+
+// Both sides of a product as the lanes gave them; put together once for all lanes of the warp that meet.
+struct Sides {
+    unsigned long long meeting;
+    float a[16][16], b[16][8];
+};
+
+inline const Sides& sides(const Gift* all) {
+    static thread_local Sides sides;
+    if (sides.meeting == block->meetings) return sides;
+    sides.meeting = block->meetings;
+    for (unsigned lane = 0; lane < WARP; lane++) {
+        Fragments of = given<Fragments>(all, lane);
+        for (unsigned i = 0; i < 8; i++) {
+            Place at = place_in_a(lane, i);
+            sides.a[at.row][at.column] = of_bf16(half_of(of.a[i / 2], i));
+        }
+        for (unsigned i = 0; i < 4; i++) {
+            Place at = place_in_b(lane, i);
+            sides.b[at.row][at.column] = of_bf16(half_of(of.b[i / 2], i));
+        }
+    }
+    return sides;
+}
+
+}  // namespace shim
+
+inline void mma(float (&sums)[4], const unsigned (&left)[4], unsigned right0, unsigned right1) {
+    shim::Fragments mine = {{left[0], left[1], left[2], left[3]}, {right0, right1}};
+    const shim::Sides& sides = shim::sides(shim::exchange(0xffffffffu, mine, 4));
+    for (unsigned i = 0; i < 4; i++) {
+        shim::Place at = shim::place_in_c(threadIdx.x % shim::WARP, i);
+        double sum = sums[i];
+        for (unsigned k = 0; k < 16; k++) sum += (double)sides.a[at.row][k] * (double)sides.b[k][at.column];
+        sums[i] = (float)sum;
+    }
+}
+
+inline void load_matrices(const void* row, unsigned (&to)[4]) { shim::load_four(row, to, false); }
+inline void load_transposed(const void* row, unsigned (&to)[4]) { shim::load_four(row, to, true); }
+
+inline void copy_pack(void* to, const void* from, bool real) { shim::begin_copy(to, from, 16, real); }
+inline void copy_word(void* to, const void* from, bool real) { shim::begin_copy(to, from, 4, real); }
+
+inline void copies_landed() {
+    for (const shim::Copy& copy : shim::block->copies[threadIdx.x]) shim::land(copy);
+    shim::block->copies[threadIdx.x].clear();
+}
+
+inline unsigned narrow_both(float low, float high) { return shim::to_bf16(low) | shim::to_bf16(high) << 16; }
+inline float power_of_two(float x) { return exp2f(x); }

@@ -267,6 +267,25 @@ fn backward_tiles(head_dim: u64) -> u64 {
     (32 + 32 + 64) * tile_row(head_dim) + 32 * 68
 }
 
+/// Whether attention goes over tensor cores: they take bf16, whole matrices, and addresses of whole packs.
+fn on_tensor_cores(of: Real, shape: Heads, addresses: &[Address]) -> bool {
+    let packs = addresses.iter().all(|address| address.is_multiple_of(16));
+    of == Real::Bf16 && Family::TensorAttention.takes(shape.head_dim) && packs
+}
+
+/// Threads of a block on tensor cores.
+const TENSOR_THREADS: u32 = 128;
+
+/// Queries or keys that a block owns on tensor cores.
+fn tensor_rows(head_dim: u64) -> u64 {
+    if head_dim <= 64 { 128 } else { 64 }
+}
+
+/// Shared floats of so many rows of tiles on tensor cores.
+fn tensor_tiles(rows: u64, head_dim: u64) -> u64 {
+    rows * (head_dim + 8) / 2
+}
+
 /// `out[N, H·E]` and `stats[B,H,T]` of `qkv[N,C]`.
 pub fn attention(
     of: Real,
@@ -278,9 +297,15 @@ pub fn attention(
     sequence: u64,
     shape: Heads,
 ) -> [Launch; 1] {
-    let unit = Unit::new(Family::Attention, of, shape.head_dim);
     let mut arguments = vec![at(qkv), at(document_start), at(out), at(stats)];
     arguments.extend([n(sequence), n(shape.heads), n(shape.kv_heads)]);
+    if on_tensor_cores(of, shape, &[qkv, out]) {
+        let unit = Unit::new(Family::TensorAttention, of, shape.head_dim);
+        let blocks = sequence.div_ceil(tensor_rows(shape.head_dim));
+        let grid = launch(unit, "tensor_attention", blocks, TENSOR_THREADS, arguments).by(shape.heads, batch);
+        return [grid.sharing(tensor_tiles(128, shape.head_dim))];
+    }
+    let unit = Unit::new(Family::Attention, of, shape.head_dim);
     let grid = launch(unit, "attention", sequence.div_ceil(64), 256, arguments).by(shape.heads, batch);
     [grid.sharing(forward_tiles(shape.head_dim))]
 }
@@ -294,17 +319,28 @@ pub fn attention_grad(
     batch: u64,
     sequence: u64,
     shape: Heads,
-) -> [Launch; 3] {
-    let unit = Unit::new(Family::Attention, of, shape.head_dim);
+) -> Vec<Launch> {
     let rows = batch * sequence;
+    let sizes = [n(sequence), n(shape.heads), n(shape.kv_heads)];
+    let gradient =
+        |inputs: &[Address]| -> Vec<Argument> { inputs.iter().copied().map(at).chain(sizes.clone()).collect() };
+    let keys = gradient(&[qkv, dout, stats, scratch, document_start, dqkv]);
+    if on_tensor_cores(of, shape, &[qkv, out, dout, dqkv]) {
+        let unit = Unit::new(Family::TensorAttention, of, shape.head_dim);
+        let owned = tensor_rows(shape.head_dim);
+        let (blocks, floats) = (sequence.div_ceil(owned), tensor_tiles(2 * owned + 4 * 32, shape.head_dim));
+        let queries = gradient(&[qkv, out, dout, stats, scratch, document_start, dqkv]);
+        let queries = launch(unit, "tensor_attention_grad_queries", blocks, TENSOR_THREADS, queries);
+        let keys = launch(unit, "tensor_attention_grad_keys", shape.kv_heads, TENSOR_THREADS, keys);
+        return vec![queries.by(shape.heads, batch).sharing(floats), keys.by(batch, blocks).sharing(floats + 6 * 32)];
+    }
+    let unit = Unit::new(Family::Attention, of, shape.head_dim);
     let delta = vec![at(out), at(dout), at(scratch), n(rows), n(sequence), n(shape.heads)];
-    let mut arguments = vec![at(qkv), at(dout), at(stats), at(scratch), at(document_start), at(dqkv)];
-    arguments.extend([n(sequence), n(shape.heads), n(shape.kv_heads)]);
     let tiled = |kernel, heads: u64| {
-        let grid = launch(unit, kernel, sequence.div_ceil(32), 128, arguments.clone()).by(heads, batch);
+        let grid = launch(unit, kernel, sequence.div_ceil(32), 128, keys.clone()).by(heads, batch);
         grid.sharing(backward_tiles(shape.head_dim))
     };
-    [
+    vec![
         launch(unit, "attention_delta", (rows * shape.heads).div_ceil(8), 256, delta),
         tiled("attention_grad_queries", shape.heads),
         tiled("attention_grad_keys", shape.kv_heads),
@@ -319,9 +355,15 @@ pub fn cached_attention(
     rows: u64,
     shape: Heads,
 ) -> [Launch; 1] {
-    let unit = Unit::new(Family::Attention, of, shape.head_dim);
     let mut arguments = vec![at(qkv), at(keys), at(values), at(scalars), at(out)];
     arguments.extend([n(rows), n(shape.heads), n(shape.kv_heads)]);
+    if on_tensor_cores(of, shape, &[qkv, keys, values, out]) {
+        let unit = Unit::new(Family::TensorAttention, of, shape.head_dim);
+        let blocks = rows.div_ceil(tensor_rows(shape.head_dim));
+        let grid = launch(unit, "tensor_cached_attention", blocks, TENSOR_THREADS, arguments).by(shape.heads, 1);
+        return [grid.sharing(tensor_tiles(128, shape.head_dim))];
+    }
+    let unit = Unit::new(Family::Attention, of, shape.head_dim);
     let grid = launch(unit, "cached_attention", rows.div_ceil(64), 256, arguments).by(shape.heads, 1);
     [grid.sharing(forward_tiles(shape.head_dim))]
 }

@@ -11,6 +11,8 @@ pub mod ops;
 
 /// What stands before every family's source.
 const COMMON: &str = include_str!("common.cuh");
+/// What stands between that and a source for tensor cores.
+const TENSOR: &str = include_str!("tensor.cuh");
 /// What NVRTC is told beside the architecture. No fast math: divisions and roots round as the CPU's do.
 pub const OPTIONS: [&str; 1] = ["--std=c++17"];
 /// The largest head that attention is compiled for.
@@ -40,11 +42,12 @@ pub enum Family {
     Optimizer,
     Rope,
     SwiGlu,
+    TensorAttention,
 }
 
 impl Family {
     /// All of them.
-    pub const ALL: [Family; 11] = [
+    pub const ALL: [Family; 12] = [
         Family::Attention,
         Family::Cast,
         Family::CrossEntropy,
@@ -56,6 +59,7 @@ impl Family {
         Family::Optimizer,
         Family::Rope,
         Family::SwiGlu,
+        Family::TensorAttention,
     ];
 
     /// The file's name without its extension, the file, and the kernels in it.
@@ -111,6 +115,16 @@ impl Family {
             ),
             Family::Rope => ("rope", include_str!("rope.cu"), &["rope", "rope_table"]),
             Family::SwiGlu => ("swiglu", include_str!("swiglu.cu"), &["swiglu", "swiglu_grad"]),
+            Family::TensorAttention => (
+                "attention_tensor",
+                include_str!("attention_tensor.cu"),
+                &[
+                    "tensor_attention",
+                    "tensor_cached_attention",
+                    "tensor_attention_grad_queries",
+                    "tensor_attention_grad_keys",
+                ],
+            ),
         }
     }
 
@@ -121,7 +135,21 @@ impl Family {
 
     /// Whether its kernels depend on the type of activations.
     fn has_real(self) -> bool {
-        !matches!(self, Family::Cast | Family::Init | Family::Optimizer)
+        !matches!(self, Family::Cast | Family::Init | Family::Optimizer | Family::TensorAttention)
+    }
+
+    /// Whether its kernels depend on the head dimension.
+    fn has_head_dim(self) -> bool {
+        matches!(self, Family::Attention | Family::TensorAttention)
+    }
+
+    /// Whether there are kernels for heads of so many elements. Tensor cores take whole matrices.
+    pub fn takes(self, head_dim: u64) -> bool {
+        match self {
+            Family::Attention => head_dim <= HEAD_DIM_MAX,
+            Family::TensorAttention => head_dim <= HEAD_DIM_MAX && head_dim.is_multiple_of(16),
+            _ => true,
+        }
     }
 }
 
@@ -137,11 +165,7 @@ impl Unit {
     /// The unit that holds a family's kernels for a type of activations and a head dimension, where
     /// the family depends on them.
     pub fn new(family: Family, real: Real, head_dim: u64) -> Unit {
-        Unit {
-            family,
-            real: family.has_real().then_some(real),
-            head_dim: (family == Family::Attention).then_some(head_dim),
-        }
+        Unit { family, real: family.has_real().then_some(real), head_dim: family.has_head_dim().then_some(head_dim) }
     }
 
     /// Every unit of the families for these head dimensions, each once.
@@ -149,7 +173,8 @@ impl Unit {
         let mut units = Vec::new();
         for family in Family::ALL {
             for real in [Real::F32, Real::Bf16] {
-                units.extend(head_dims.iter().map(|&head_dim| Unit::new(family, real, head_dim)));
+                let taken = head_dims.iter().filter(|&&head_dim| family.takes(head_dim));
+                units.extend(taken.map(|&head_dim| Unit::new(family, real, head_dim)));
             }
         }
         units.sort();
@@ -177,7 +202,11 @@ impl Unit {
             Real::Bf16 => "#define REAL bf16\n",
         });
         let head_dim = self.head_dim.map_or(String::new(), |head_dim| format!("#define HEAD_DIM {head_dim}\n"));
-        format!("{real}{head_dim}#line 1 \"common.cuh\"\n{COMMON}#line 1 \"{name}.cu\"\n{source}")
+        let tensor = match self.family {
+            Family::TensorAttention => format!("#line 1 \"tensor.cuh\"\n{TENSOR}"),
+            _ => String::new(),
+        };
+        format!("{real}{head_dim}#line 1 \"common.cuh\"\n{COMMON}{tensor}#line 1 \"{name}.cu\"\n{source}")
     }
 }
 

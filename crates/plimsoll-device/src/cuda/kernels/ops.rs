@@ -55,7 +55,7 @@ pub fn launches(kind: &OpKind, places: &impl Places) -> Option<Vec<Launch>> {
         }
         OpKind::AttentionGrad { qkv, out, dout, stats, document_start, dqkv, workspace, batch, sequence, shape } => {
             let inputs = [qkv, out, dout, stats, document_start].map(at);
-            launch::attention_grad(of, inputs, at(dqkv), at(workspace), *batch, *sequence, *shape).to_vec()
+            launch::attention_grad(of, inputs, at(dqkv), at(workspace), *batch, *sequence, *shape)
         }
         OpKind::CachedAttention { qkv, keys, values, scalars, out, workspace: _, rows, capacity: _, shape } => {
             launch::cached_attention(of, [qkv, keys, values, scalars].map(at), at(out), *rows, *shape).to_vec()

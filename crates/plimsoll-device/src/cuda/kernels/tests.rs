@@ -68,7 +68,7 @@ fn the_table_names_every_kernel_of_every_file() {
         let declared = source.matches("extern \"C\" __global__").count();
         assert_eq!(declared, kernels.len(), "{name}.cu");
         assert_eq!(source.contains("REAL"), family.has_real(), "{name}.cu");
-        assert_eq!(source.contains("HEAD_DIM"), family == Family::Attention, "{name}.cu");
+        assert_eq!(source.contains("HEAD_DIM"), family.has_head_dim(), "{name}.cu");
         for kernel in kernels {
             assert!(!parameters(source, kernel).is_empty());
         }
@@ -78,7 +78,8 @@ fn the_table_names_every_kernel_of_every_file() {
 #[test]
 fn every_kernel_is_launched_with_the_arguments_that_it_declares() {
     let mut launched = BTreeSet::new();
-    for launch in launches(Real::Bf16, 100, SHAPE) {
+    let odd = Heads { head_dim: 6, ..SHAPE };
+    for launch in [launches(Real::Bf16, 100, SHAPE), launches(Real::Bf16, 100, odd)].concat() {
         launched.insert(launch.kernel);
         let declared = parameters(launch.unit.family().row().1, launch.kernel);
         let given: Vec<&str> = launch
@@ -108,8 +109,8 @@ fn every_kernel_is_launched_with_the_arguments_that_it_declares() {
 #[test]
 fn launches_stay_within_what_every_gpu_has() {
     for rows in [1, 100, 65_535, 1 << 20] {
-        for head_dim in [2, 6, 64, 80, HEAD_DIM_MAX] {
-            for launch in launches(Real::F32, rows, Heads { head_dim, ..SHAPE }) {
+        for (head_dim, of) in [2, 6, 64, 80, HEAD_DIM_MAX].map(|e| [(e, Real::F32), (e, Real::Bf16)]).concat() {
+            for launch in launches(of, rows, Heads { head_dim, ..SHAPE }) {
                 let name = launch.kernel;
                 assert!(launch.grid.iter().all(|&blocks| blocks > 0), "{name}");
                 assert!(launch.grid[0] <= 0x7fff_ffff && launch.grid[1..].iter().all(|&y| y <= 65_535), "{name}");
