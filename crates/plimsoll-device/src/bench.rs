@@ -10,8 +10,9 @@ use crate::device::DeviceError;
 use crate::op_rates;
 use crate::probe::{self, Cpu};
 use crate::process::Scheduled;
+use half::bf16;
 use plimsoll_core::{Bytes, DType, Failure, OpRates};
-use plimsoll_program::workspace;
+use plimsoll_program::workspace::Kernels;
 use serde::{Deserialize, Serialize};
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -147,7 +148,7 @@ pub fn devices(duration: Duration, mut stage: impl FnMut(&str)) -> Result<Bench,
     let each = duration / counts.len() as u32;
     let devices: Vec<DeviceBench> = counts
         .iter()
-        .map(|&threads| measure_cpu(&cpu, threads, &[DType::F32, DType::F64], each, &mut stage))
+        .map(|&threads| measure_cpu(&cpu, threads, &[DType::F32, DType::Bf16, DType::F64], each, &mut stage))
         .collect::<Result<_, _>>()?;
     // The CPU is the only device of this machine yet: all at once is the CPU with all the threads it would get.
     let whole = devices.last().expect("at least one thread");
@@ -163,8 +164,8 @@ pub fn devices(duration: Duration, mut stage: impl FnMut(&str)) -> Result<Bench,
     Ok(Bench { plimsoll: env!("CARGO_PKG_VERSION").to_owned(), seconds: start.elapsed().as_secs_f64(), devices, all })
 }
 
-/// Measures the CPU with `threads` threads in about `duration`, products in each of `dtypes` (f32 and f64 exist here;
-/// others are left out).
+/// Measures the CPU with `threads` threads in about `duration`, products in each of `dtypes` (f32, bf16 and f64
+/// exist here; others are left out).
 ///
 /// # Errors
 /// Where memory or threads are refused.
@@ -190,7 +191,8 @@ pub fn measure_cpu(
         match dtype {
             DType::F32 => products.push(product_rate::<f32>(&pool, dtype, share)?),
             DType::F64 => products.push(product_rate::<f64>(&pool, dtype, share)?),
-            DType::Bf16 | DType::F16 | DType::I32 | DType::U8 => {}
+            DType::Bf16 => products.push(product_rate::<bf16>(&pool, dtype, share)?),
+            DType::F16 | DType::I32 | DType::U8 => {}
         }
     }
     stage(&format!("cpu, {threads} thread{plural}: memory"));
@@ -233,18 +235,17 @@ fn product_rate<T: Real>(pool: &Pool, dtype: DType, duration: Duration) -> Resul
     let largest = |size: fn(&Form) -> usize| ROUND.iter().map(size).max().unwrap_or(0);
     let (a, b, out) = (largest(|f| f.m * f.k), largest(|f| f.k * f.n), largest(|f| f.m * f.n));
     let lanes = pool.threads() as u64;
-    let scratch =
-        ROUND.iter().map(|f| workspace::cpu::product(lanes, f.m as u64, f.n as u64, f.k as u64)).max().unwrap_or(0);
-    let scratch = scratch as usize;
-    let arena = Arena::map(((a + b + out + scratch) * size_of::<T>()) as u64)?;
-    let at = |elements: usize| (elements * size_of::<T>()) as u64;
+    let kernels = Kernels::Cpu { threads: lanes };
+    let scratch = ROUND.iter().map(|f| kernels.product(dtype, f.m as u64, f.n as u64, f.k as u64)).max().unwrap_or(0);
+    let at = |elements: usize| (elements * size_of::<T>()).next_multiple_of(64) as u64;
+    let arena = Arena::map(at(a + b + out) + scratch * size_of::<T::Wide>() as u64)?;
     // SAFETY: four ranges side by side, none overlapping another, and no other slices of this arena exist.
     let (left, right, result, scratch) = unsafe {
         (
             arena.slice_mut::<T>(0, a),
-            arena.slice_mut::<T>(at(a), b),
-            arena.slice_mut::<T>(at(a + b), out),
-            arena.slice_mut::<T>(at(a + b + out), scratch),
+            arena.slice_mut::<T>((a * size_of::<T>()) as u64, b),
+            arena.slice_mut::<T>(((a + b) * size_of::<T>()) as u64, out),
+            arena.slice_mut::<T::Wide>(at(a + b + out), scratch as usize),
         )
     };
     // Numbers of both signs and no zeros: some processors are faster on zeros, which would be a lie.
@@ -384,17 +385,18 @@ mod tests {
     fn every_figure_is_measured_and_of_a_plausible_size() {
         let cpu = Cpu::read();
         let mut stages = Vec::new();
-        let types = [DType::F32, DType::Bf16];
+        let types = [DType::F32, DType::Bf16, DType::F16];
         let measured =
             measure_cpu(&cpu, 1, &types, Duration::from_millis(20), &mut |stage| stages.push(stage.to_owned()))
                 .unwrap();
         assert_eq!(stages.last().unwrap(), "cpu, 1 thread: the ops of a step");
-        // There are no bf16 products here, so there is no figure for them.
-        assert_eq!(measured.products.len(), 1);
-        let rate = measured.products[0];
-        assert!(rate.best_flops >= rate.median_flops && rate.best_flops >= rate.sustained_flops);
-        // Any processor of this century, and none of it.
-        assert!((1e8..1e15).contains(&rate.median_flops), "{rate:?}");
+        // There are no f16 products here, so there is no figure for them.
+        assert_eq!(measured.products.iter().map(|rate| rate.dtype).collect::<Vec<_>>(), [DType::F32, DType::Bf16]);
+        for rate in &measured.products {
+            assert!(rate.best_flops >= rate.median_flops && rate.best_flops >= rate.sustained_flops);
+            // Any processor of this century, and none of it.
+            assert!((1e8..1e15).contains(&rate.median_flops), "{rate:?}");
+        }
         let memory = measured.memory;
         for rate in [memory.read, memory.write, memory.copy, memory.triad] {
             assert!((1e7..1e14).contains(&rate), "{memory:?}");

@@ -49,7 +49,7 @@ fn cpu_cached(folder: Option<&Path>, cpu: &Cpu, threads: u32, duration: Duration
     if let Some(known) = folder.and_then(|folder| read(folder).into_iter().find(|known| known.key == key)) {
         return Ok(Calibration { rates: known.rates, source: Source::Cached });
     }
-    let measured = bench::measure_cpu(cpu, threads, &[DType::F32], duration, &mut |_| {})?;
+    let measured = bench::measure_cpu(cpu, threads, &[DType::F32, DType::Bf16], duration, &mut |_| {})?;
     if let Some(folder) = folder {
         keep_measured(folder, cpu, std::slice::from_ref(&measured));
     }

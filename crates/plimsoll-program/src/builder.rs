@@ -96,7 +96,7 @@ impl Builder {
     /// A matrix product with its scratch.
     pub fn product(&mut self, product: Product) -> Op {
         let Product { a, b, out, bias, residual, m, n, k, a_transposed, b_transposed, accumulate } = product;
-        let workspace = self.scratch_beside(out, "product", self.kernels.product(m, n, k));
+        let workspace = self.scratch_beside(out, "product", self.kernels.product(self.precision, m, n, k));
         OpKind::Product { a, b, out, bias, residual, workspace, m, n, k, a_transposed, b_transposed, accumulate }.into()
     }
 }

@@ -213,7 +213,7 @@ impl<'a> Tape<'a> {
             }
             OpKind::Attention { qkv, document_start, out, stats, batch, sequence, shape, .. } => {
                 let dout = self.of_output(*out);
-                let elements = self.builder.kernels.attention_grad(*batch, *sequence, *shape);
+                let elements = self.builder.kernels.attention_grad(self.builder.precision, *batch, *sequence, *shape);
                 let scratch = self.builder.scratch_beside(*out, "gradient", elements);
                 let (dqkv, accumulate) = self.contribute(*qkv);
                 assert!(!accumulate, "queries, keys and values are used by attention alone");

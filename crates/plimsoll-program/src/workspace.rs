@@ -5,7 +5,7 @@
 //! the GPU, so that a plan on paper is the plan on the machine.
 
 use crate::op::Heads;
-use plimsoll_core::{DeviceKind, DeviceSpec};
+use plimsoll_core::{DType, DeviceKind, DeviceSpec};
 
 /// Whose kernels run the ops: scratch is a function of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -29,8 +29,9 @@ impl Kernels {
     }
 
     /// `product`: out[m, n] from an inner size of k.
-    pub fn product(self, m: u64, n: u64, k: u64) -> u64 {
+    pub fn product(self, precision: DType, m: u64, n: u64, k: u64) -> u64 {
         match self {
+            Kernels::Cpu { threads } if precision == DType::Bf16 => cpu::pairs_product(threads, m, n, k),
             Kernels::Cpu { threads } => cpu::product(threads, m, n, k),
             Kernels::Cuda => cuda::product(),
         }
@@ -60,25 +61,34 @@ impl Kernels {
     }
 
     /// `attention` over sequences of so many tokens.
-    pub fn attention(self, sequence: u64, shape: Heads) -> u64 {
+    pub fn attention(self, precision: DType, sequence: u64, shape: Heads) -> u64 {
         match self {
-            Kernels::Cpu { threads } => cpu::attention(threads, sequence, shape.head_dim),
+            Kernels::Cpu { threads } => {
+                cpu::attention(threads, sequence, shape.head_dim)
+                    + cpu::attention_sums(precision, threads, shape.head_dim)
+            }
             Kernels::Cuda => 0,
         }
     }
 
     /// `attention_grad`.
-    pub fn attention_grad(self, batch: u64, sequence: u64, shape: Heads) -> u64 {
+    pub fn attention_grad(self, precision: DType, batch: u64, sequence: u64, shape: Heads) -> u64 {
         match self {
-            Kernels::Cpu { threads } => cpu::attention_grad(threads, sequence, shape.head_dim),
+            Kernels::Cpu { threads } => {
+                cpu::attention_grad(threads, sequence, shape.head_dim)
+                    + cpu::attention_grad_sums(precision, threads, sequence, shape.head_dim)
+            }
             Kernels::Cuda => cuda::attention_grad(batch, sequence, shape.heads),
         }
     }
 
     /// `cached_attention` of `rows` new tokens over at most `capacity` keys.
-    pub fn cached_attention(self, rows: u64, capacity: u64, shape: Heads) -> u64 {
+    pub fn cached_attention(self, precision: DType, rows: u64, capacity: u64, shape: Heads) -> u64 {
         match self {
-            Kernels::Cpu { threads } => cpu::cached_attention(threads, rows, capacity, shape.head_dim),
+            Kernels::Cpu { threads } => {
+                cpu::cached_attention(threads, rows, capacity, shape.head_dim)
+                    + cpu::attention_sums(precision, threads, shape.head_dim)
+            }
             Kernels::Cuda => 0,
         }
     }
@@ -94,6 +104,8 @@ impl Kernels {
 
 /// The CPU's kernels (`plimsoll-device`, `cpu/kernels`). `lanes` is the number of threads that work at once.
 pub mod cpu {
+    use plimsoll_core::DType;
+
     /// Columns of the packed right-hand side of a product are padded to a multiple of this.
     pub const PRODUCT_PANEL: u64 = 64;
     /// Rows of the left-hand side go through the registers in groups of this many.
@@ -122,6 +134,57 @@ pub mod cpu {
         right + lanes * left
     }
 
+    /// Elements of f32 that hold the sums of a bf16 product whose inner size has several slices, at most.
+    pub const PAIRS_SUMS: u64 = 1 << 20;
+
+    /// How a product of bf16 is cut, pairs of which have the size of an f32.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct Pairs {
+        /// Of a slice of k: even.
+        pub depth: u64,
+        /// Rows of the left-hand side that one task packs.
+        pub rows: u64,
+        /// Columns of the right-hand side that are packed at once.
+        pub columns: u64,
+        /// Rows whose sums of slices stand in scratch at once, where there are several slices.
+        pub rows_at_once: u64,
+        /// Whether there are.
+        pub sliced: bool,
+    }
+
+    impl Pairs {
+        /// Of out[m, n] from an inner size of k.
+        pub fn of(m: u64, n: u64, k: u64) -> Pairs {
+            let depth = 2 * product_depth(k.div_ceil(2));
+            let columns = n.clamp(1, PRODUCT_COLUMNS);
+            let rows = m.clamp(1, PRODUCT_ROWS);
+            // Whole tasks of rows.
+            let rows_at_once = (PAIRS_SUMS / columns / PRODUCT_ROWS * PRODUCT_ROWS).min(m).max(1);
+            Pairs { depth, rows, columns, rows_at_once, sliced: k > depth }
+        }
+
+        /// Elements of f32 that the packed slice of the right-hand side takes.
+        pub fn right(self) -> u64 {
+            self.columns.next_multiple_of(PRODUCT_PANEL) * self.depth / 2
+        }
+
+        /// Those of a block of left-hand rows.
+        pub fn left(self) -> u64 {
+            self.rows.next_multiple_of(PRODUCT_GROUP) * self.depth / 2
+        }
+
+        /// Those of the sums of slices.
+        pub fn sums(self) -> u64 {
+            if self.sliced { self.rows_at_once * self.columns } else { 0 }
+        }
+    }
+
+    /// `product` of bf16: as that of f32, in pairs, and the sums of slices.
+    pub fn pairs_product(lanes: u64, m: u64, n: u64, k: u64) -> u64 {
+        let pairs = Pairs::of(m, n, k);
+        pairs.right() + lanes * pairs.left() + pairs.sums()
+    }
+
     /// Rows summed by one task where rows are added up: biases, the weights of norms. A function of
     /// the rows alone, so that the sum is the same for any number of threads.
     pub fn rows_per_sum(rows: u64) -> u64 {
@@ -148,6 +211,17 @@ pub mod cpu {
     /// probabilities and their gradients, and four numbers for each query.
     pub fn attention_grad(lanes: u64, sequence: u64, head_dim: u64) -> u64 {
         lanes * ATTENTION_QUERIES * (2 * head_dim + 2 * sequence.min(ATTENTION_KEYS) + 4)
+    }
+
+    /// What `attention` needs besides where it does not compute in the precision itself: per lane the outputs of a block.
+    pub fn attention_sums(precision: DType, lanes: u64, head_dim: u64) -> u64 {
+        if precision == precision.wide() { 0 } else { lanes * ATTENTION_QUERIES * head_dim }
+    }
+
+    /// What `attention_grad` needs besides: per lane the gradients of a block of queries, and those of all keys and
+    /// values of a head.
+    pub fn attention_grad_sums(precision: DType, lanes: u64, sequence: u64, head_dim: u64) -> u64 {
+        if precision == precision.wide() { 0 } else { lanes * head_dim * (ATTENTION_QUERIES + 2 * sequence) }
     }
 
     /// `cached_attention` of `rows` new tokens over at most `capacity` keys: as `attention`.

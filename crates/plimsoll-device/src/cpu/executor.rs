@@ -105,6 +105,7 @@ pub(crate) fn runner(precision: DType) -> RunOp {
     match precision {
         DType::F32 => run::<f32>,
         DType::F64 => run::<f64>,
+        DType::Bf16 => run::<half::bf16>,
         other => panic!("the CPU does not compute in {other}"),
     }
 }
@@ -156,20 +157,37 @@ impl<'a, T: Real> Frame<'a, T> {
         self.of_mut(operand, elements)
     }
 
+    /// Sums, statistics and masters are in the wide type.
+    fn read_wide(&self, operand: &Operand, elements: u64) -> &'a [T::Wide] {
+        self.of(operand, elements)
+    }
+
+    fn write_wide(&self, operand: &Operand, elements: u64) -> &'a mut [T::Wide] {
+        self.of_mut(operand, elements)
+    }
+
+    fn is(&self, operand: &Operand, dtype: DType) -> bool {
+        self.site.set.tensor(operand.tensor).dtype == dtype
+    }
+
+    fn is_wide(&self, operand: &Operand) -> bool {
+        self.is(operand, T::Wide::DTYPE)
+    }
+
     fn integers(&self, operand: &Operand, elements: u64) -> &'a [i32] {
         self.of(operand, elements)
     }
 
-    fn whole(&self, operand: &Operand) -> &'a mut [T] {
-        self.write(operand, self.site.set.tensor(operand.tensor).elements())
+    fn whole(&self, operand: &Operand) -> &'a mut [T::Wide] {
+        self.write_wide(operand, self.site.set.tensor(operand.tensor).elements())
     }
 
     /// The scratch of an op. Which lane gets how many tasks is a matter of chance, and some scratch may
     /// stay unwritten; its last element is stamped, so that what the op holds is what is measured.
-    fn scratch(&self, operand: &Operand) -> &'a mut [T] {
+    fn scratch(&self, operand: &Operand) -> &'a mut [T::Wide] {
         let scratch = self.whole(operand);
         if let Some(last) = scratch.last_mut() {
-            *last = T::ZERO;
+            *last = T::Wide::ZERO;
         }
         scratch
     }
@@ -178,8 +196,8 @@ impl<'a, T: Real> Frame<'a, T> {
         self.of_mut(operand, self.site.set.tensor(operand.tensor).elements())
     }
 
-    fn scalar(&self, operand: &Operand, which: Scalar) -> T {
-        self.read(operand, which as u64 + 1)[which as usize]
+    fn scalar(&self, operand: &Operand, which: Scalar) -> T::Wide {
+        self.read_wide(operand, which as u64 + 1)[which as usize]
     }
 
     fn count(&self, operand: &Operand, which: Scalar) -> usize {
@@ -217,7 +235,12 @@ impl<'a, T: Real> Frame<'a, T> {
                     residual: residual.filter(|_| !in_place).map(|residual| self.read(&residual, m * n)),
                     accumulate: *accumulate || in_place,
                 };
-                kernels::product(pool, product, self.write(out, m * n), self.scratch(workspace));
+                let scratch = self.scratch(workspace);
+                if self.is_wide(out) {
+                    kernels::product(pool, product, self.write_wide(out, m * n), scratch);
+                } else {
+                    kernels::product(pool, product, self.write(out, m * n), scratch);
+                }
             }
             OpKind::Embed { tokens, table, out, rows, hidden, vocab } => {
                 let table = self.read(table, vocab * hidden);
@@ -231,22 +254,22 @@ impl<'a, T: Real> Frame<'a, T> {
             }
             OpKind::EmbedGrad { tokens, dout, dtable, rows, hidden, vocab } => {
                 let dout = self.read(dout, rows * hidden);
-                let dtable = self.write(dtable, vocab * hidden);
+                let dtable = self.write_wide(dtable, vocab * hidden);
                 kernels::embed_grad(pool, self.integers(tokens, *rows), dout, *hidden as usize, dtable);
             }
             OpKind::RmsNorm { x, weight, out, rstd, rows, dim, eps } => {
                 let (x, weight) = (self.read(x, rows * dim), self.read(weight, *dim));
-                kernels::rms_norm(pool, x, weight, *eps, self.write(out, rows * dim), self.write(rstd, *rows));
+                kernels::rms_norm(pool, x, weight, *eps, self.write(out, rows * dim), self.write_wide(rstd, *rows));
             }
             OpKind::RmsNormGrad { x, weight, rstd, dout, dx, dweight, workspace, rows, dim, accumulate } => {
                 kernels::rms_norm_grad(
                     pool,
                     self.read(x, rows * dim),
                     self.read(weight, *dim),
-                    self.read(rstd, *rows),
+                    self.read_wide(rstd, *rows),
                     self.read(dout, rows * dim),
                     self.write(dx, rows * dim),
-                    self.write(dweight, *dim),
+                    self.write_wide(dweight, *dim),
                     *accumulate,
                     self.scratch(workspace),
                 );
@@ -261,7 +284,7 @@ impl<'a, T: Real> Frame<'a, T> {
                     self.read(k_weight, shape.head_dim),
                     *eps,
                     self.write(out, columns),
-                    self.write(rstd, rows * shape.rotated()),
+                    self.write_wide(rstd, rows * shape.rotated()),
                 );
             }
             OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dq_weight, dk_weight, workspace, rows, shape } => {
@@ -272,20 +295,20 @@ impl<'a, T: Real> Frame<'a, T> {
                     self.read(x, columns),
                     self.read(q_weight, shape.head_dim),
                     self.read(k_weight, shape.head_dim),
-                    self.read(rstd, rows * shape.rotated()),
+                    self.read_wide(rstd, rows * shape.rotated()),
                     self.write(dx, columns),
-                    self.write(dq_weight, shape.head_dim),
-                    self.write(dk_weight, shape.head_dim),
+                    self.write_wide(dq_weight, shape.head_dim),
+                    self.write_wide(dk_weight, shape.head_dim),
                     self.scratch(workspace),
                 );
             }
             OpKind::Rope { qkv, table, positions, rows, table_rows, shape, inverse } => {
-                let table = self.read(table, table_rows * shape.head_dim);
+                let table = self.read_wide(table, table_rows * shape.head_dim);
                 let qkv = self.write(qkv, rows * shape.columns());
                 kernels::rope(pool, *shape, table, self.integers(positions, *rows), *inverse, qkv);
             }
             OpKind::RopeTable { table, table_rows, head_dim, theta, scaling } => {
-                let table = self.write(table, table_rows * head_dim);
+                let table = self.write_wide(table, table_rows * head_dim);
                 kernels::rope_table(pool, *head_dim as usize, *theta, scaling, table);
             }
             OpKind::Attention { qkv, document_start, out, stats, workspace, batch, sequence, shape } => {
@@ -297,7 +320,7 @@ impl<'a, T: Real> Frame<'a, T> {
                     self.read(qkv, rows * shape.columns()),
                     self.integers(document_start, rows),
                     self.write(out, rows * shape.query_columns()),
-                    self.write(stats, rows * shape.heads),
+                    self.write_wide(stats, rows * shape.heads),
                     self.scratch(workspace),
                 );
             }
@@ -321,7 +344,7 @@ impl<'a, T: Real> Frame<'a, T> {
                     self.read(qkv, rows * shape.columns()),
                     self.read(out, rows * shape.query_columns()),
                     self.read(dout, rows * shape.query_columns()),
-                    self.read(stats, rows * shape.heads),
+                    self.read_wide(stats, rows * shape.heads),
                     self.integers(document_start, rows),
                     self.write(dqkv, rows * shape.columns()),
                     self.scratch(workspace),
@@ -373,7 +396,7 @@ impl<'a, T: Real> Frame<'a, T> {
                 vocab,
                 gradient,
             } => {
-                let (labels, weights) = (self.integers(labels, *rows), self.read(weights, *rows));
+                let (labels, weights) = (self.integers(labels, *rows), self.read_wide(weights, *rows));
                 let correct = correct.map(|correct| self.of_mut::<i32>(&correct, *rows));
                 let (v, scratch) = (*vocab as usize, self.scratch(workspace));
                 let loss = if *gradient {
@@ -386,7 +409,7 @@ impl<'a, T: Real> Frame<'a, T> {
                 self.metrics(metrics)[Metric::LossSum as usize] += loss;
             }
             OpKind::SumRows { x, into, workspace, rows, columns } => {
-                let (into, scratch) = (self.write(into, *columns), self.scratch(workspace));
+                let (into, scratch) = (self.write_wide(into, *columns), self.scratch(workspace));
                 kernels::sum_rows(pool, *rows as usize, *columns as usize, self.read(x, rows * columns), into, scratch);
             }
             OpKind::PickRow { x, scalars, out, rows, columns } => {
@@ -395,32 +418,40 @@ impl<'a, T: Real> Frame<'a, T> {
                 self.write(out, *columns).copy_from_slice(&x[row..row + *columns as usize]);
             }
             OpKind::Add { x, into, elements } => {
-                kernels::add(pool, self.read(x, *elements), self.write(into, *elements));
+                let n = *elements;
+                match (self.is_wide(x), self.is_wide(into)) {
+                    (true, true) => kernels::add(pool, self.read_wide(x, n), self.write_wide(into, n)),
+                    (true, false) => kernels::add(pool, self.read_wide(x, n), self.write(into, n)),
+                    (false, true) => kernels::add(pool, self.read(x, n), self.write_wide(into, n)),
+                    (false, false) => kernels::add(pool, self.read(x, n), self.write(into, n)),
+                }
             }
             OpKind::Fill { into, value, elements } => {
-                if self.site.set.tensor(into.tensor).dtype == DType::F64 {
+                if self.is(into, DType::F64) {
                     kernels::fill(pool, *value, self.of_mut::<f64>(into, *elements));
+                } else if self.is_wide(into) {
+                    kernels::fill(pool, T::Wide::of(*value), self.write_wide(into, *elements));
                 } else {
                     kernels::fill(pool, T::of(*value), self.write(into, *elements));
                 }
             }
             OpKind::SquaredNorm { x, metrics, workspace, elements } => {
                 self.scratch(workspace);
-                let sum = kernels::squared_norm(pool, self.read(x, *elements));
+                let sum = kernels::squared_norm(pool, self.read_wide(x, *elements));
                 self.metrics(metrics)[Metric::NormSquared as usize] += sum;
             }
             OpKind::ClipFactor { metrics, scalars } => {
                 let norm = self.metrics(metrics)[Metric::NormSquared as usize].sqrt();
                 let clip = self.scalar(scalars, Scalar::ClipNorm).wide();
                 let factor = if clip > 0.0 { (clip / (norm + 1e-6)).min(1.0) } else { 1.0 };
-                self.whole(scalars)[Scalar::ClipFactor as usize] = T::of(factor);
+                self.whole(scalars)[Scalar::ClipFactor as usize] = T::Wide::of(factor);
             }
             OpKind::AdamW { weight, gradient, first, second, scalars, elements, betas, eps, decay } => {
                 let step = kernels::AdamW {
                     rate: self.scalar(scalars, Scalar::LearningRate),
                     betas: *betas,
-                    eps: T::of(*eps),
-                    decay: T::of(*decay),
+                    eps: T::Wide::of(*eps),
+                    decay: T::Wide::of(*decay),
                     bias_corrections: [
                         self.scalar(scalars, Scalar::BiasCorrection1),
                         self.scalar(scalars, Scalar::BiasCorrection2),
@@ -428,23 +459,28 @@ impl<'a, T: Real> Frame<'a, T> {
                     clip: self.scalar(scalars, Scalar::ClipFactor),
                 };
                 let n = *elements;
-                let (weight, gradient) = (self.write(weight, n), self.read(gradient, n));
-                kernels::adamw(pool, step, weight, gradient, self.write(first, n), self.write(second, n));
+                let (weight, gradient) = (self.write_wide(weight, n), self.read_wide(gradient, n));
+                kernels::adamw(pool, step, weight, gradient, self.write_wide(first, n), self.write_wide(second, n));
             }
             OpKind::Sgd { weight, gradient, momentum_buffer, scalars, elements, momentum, decay } => {
                 let step = kernels::Sgd {
                     rate: self.scalar(scalars, Scalar::LearningRate),
-                    momentum: T::of(*momentum),
-                    decay: T::of(*decay),
+                    momentum: T::Wide::of(*momentum),
+                    decay: T::Wide::of(*decay),
                     clip: self.scalar(scalars, Scalar::ClipFactor),
                 };
-                let buffer = momentum_buffer.map(|buffer| self.write(&buffer, *elements));
-                kernels::sgd(pool, step, self.write(weight, *elements), self.read(gradient, *elements), buffer);
+                let n = *elements;
+                let buffer = momentum_buffer.map(|buffer| self.write_wide(&buffer, n));
+                kernels::sgd(pool, step, self.write_wide(weight, n), self.read_wide(gradient, n), buffer);
             }
             OpKind::Cast { from, to, elements } => self.cast(from, to, *elements),
             OpKind::InitNormal { into, seed, number, first, std, elements } => {
                 let first = first.at(self.site.variable, self.site.micro_batch) as u64;
-                kernels::normal(pool, *seed, *number, first, *std, self.write(into, *elements));
+                if self.is_wide(into) {
+                    kernels::normal(pool, *seed, *number, first, *std, self.write_wide(into, *elements));
+                } else {
+                    kernels::normal(pool, *seed, *number, first, *std, self.write(into, *elements));
+                }
             }
             OpKind::TransferStart { from, to, elements, .. } => self.transfer(from, to, *elements, files)?,
             // Copies on the CPU are done when they have started.
@@ -458,22 +494,25 @@ impl<'a, T: Real> Frame<'a, T> {
 
     fn cast(&self, from: &Operand, to: &Operand, elements: u64) {
         let (source, target) = (self.site.set.tensor(from.tensor).dtype, self.site.set.tensor(to.tensor).dtype);
-        let computing = if size_of::<T>() == 8 { DType::F64 } else { DType::F32 };
-        // One side is always in the precision that the run computes in.
-        let done = if target == computing {
-            kernels::from_bytes(
-                self.site.pool,
-                source,
-                self.of(from, elements * source.bytes()),
-                self.write(to, elements),
-            )
-        } else {
-            kernels::to_bytes(
-                self.site.pool,
-                target,
-                self.read(from, elements),
-                self.of_mut(to, elements * target.bytes()),
-            )
+        let bytes = || self.of(from, elements * source.bytes());
+        // One side is always a type that the run computes in.
+        let done = match (source == T::Wide::DTYPE, target == T::DTYPE) {
+            (true, true) => {
+                kernels::round::<T>(self.site.pool, self.read_wide(from, elements), self.write(to, elements));
+                Ok(())
+            }
+            (_, true) => kernels::from_bytes(self.site.pool, source, bytes(), self.write(to, elements)),
+            _ if target == T::Wide::DTYPE => {
+                kernels::from_bytes(self.site.pool, source, bytes(), self.write_wide(to, elements))
+            }
+            (true, _) => {
+                let to = self.of_mut(to, elements * target.bytes());
+                kernels::to_bytes(self.site.pool, target, self.read_wide(from, elements), to)
+            }
+            _ => {
+                let to = self.of_mut(to, elements * target.bytes());
+                kernels::to_bytes(self.site.pool, target, self.read(from, elements), to)
+            }
         };
         done.expect("casts are between floats, and ranges have the same length");
     }

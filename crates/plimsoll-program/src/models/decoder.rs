@@ -441,7 +441,7 @@ impl<'a> Decoder<'a> {
         let document_start = Operand::whole(inputs.document_start);
         let mut attention = |b: &mut Builder, qkv: Operand, out: Operand| {
             let stats = b.statistic(&format!("{prefix}attention_stats"), &[batch, shape.heads, sequence], layers);
-            let elements = kernels.attention(sequence, shape);
+            let elements = kernels.attention(b.precision, sequence, shape);
             let scratch = b.scratch(&format!("{prefix}attention_workspace"), elements, layers);
             let op = OpKind::Attention {
                 qkv,
@@ -730,7 +730,7 @@ impl<'a> Decoder<'a> {
             let prefix = format!("{name}.");
             let inputs = self.inputs(&prefix, rows);
             let mut attention = |b: &mut Builder, qkv: Operand, out: Operand| {
-                let elements = kernels.cached_attention(rows, capacity, shape);
+                let elements = kernels.cached_attention(b.precision, rows, capacity, shape);
                 let scratch = b.scratch(&format!("{prefix}attention_workspace"), elements, layers);
                 let append = OpKind::AppendCache { qkv, keys, values, scalars, rows, capacity, shape };
                 let attend = OpKind::CachedAttention {

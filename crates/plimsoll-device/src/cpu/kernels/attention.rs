@@ -8,16 +8,20 @@
 //! "FlashAttention"): S = K·Qᵀ, P = e^(S − max so far), out = rescaled out + Pᵀ·V.
 //! Backward, from stats = ln Σ e^S: P = e^(S − stats), dV += P·dO, dP = V·dOᵀ,
 //! dS = P · (dP − δ) / √E with δ = Σ out · dO, dK += dS·Q, dQ += dSᵀ·K.
+//!
+//! In bf16, S and dP are products of pairs, whose operands are what is stored; P and dS stay in f32, and so
+//! do sums over blocks of keys or queries, which then stand in scratch until they are rounded once.
 
 use super::Heads;
+use super::elementwise::round_to;
 use super::product::{Depth, FEW_ROWS, Left, Target, dots_1, small_product};
-use super::simd::{Real, get, get_or, put, strips, transpose, vectorised};
+use super::simd::{Float, Real, get, get_or, put, strips, transpose, vectorised};
 use crate::cpu::pool::{Pool, Shared};
-use plimsoll_program::workspace;
+use plimsoll_program::workspace::Kernels;
 use plimsoll_program::workspace::cpu::{ATTENTION_KEYS, ATTENTION_QUERIES};
 
 /// Queries in a block.
-const QUERIES: usize = ATTENTION_QUERIES as usize;
+pub(super) const QUERIES: usize = ATTENTION_QUERIES as usize;
 /// Keys in a block.
 const KEYS: usize = ATTENTION_KEYS as usize;
 /// Fewer new tokens than this meet the cache one by one.
@@ -66,11 +70,11 @@ struct Cache<'a, T> {
     row: usize,
 }
 
-/// A lane's scratch, cut up.
+/// A lane's scratch, cut up. Where T is its own wide type, sums need no place in it.
 struct Scratch<'a, T> {
-    /// [E, Q]: the queries, transposed and scaled.
+    /// [E, Q]: the queries, as right-hand operands.
     queries: &'a mut [T],
-    /// [E, Q]: the output's gradients, transposed. Empty in the forward direction.
+    /// [E, Q]: the output's gradients, as right-hand operands. Empty in the forward direction.
     douts: &'a mut [T],
     /// [keys, Q]: scores, then probabilities.
     scores: &'a mut [T],
@@ -81,10 +85,17 @@ struct Scratch<'a, T> {
     sum: &'a mut [T],
     factor: &'a mut [T],
     start: &'a mut [T],
+    /// [Q, E]: the sums of the outputs, or of the queries' gradients.
+    sums: &'a mut [T],
+    /// [T, E] each: the sums of the gradients of keys and of values. Empty in the forward direction.
+    key_sums: &'a mut [T],
+    value_sums: &'a mut [T],
 }
 
 impl<'a, T> Scratch<'a, T> {
-    fn cut(lane: &'a mut [T], head: usize, keys: usize, gradient: bool) -> Self {
+    /// `tokens` is the length of the sequence in the backward direction.
+    fn cut(lane: &'a mut [T], head: usize, keys: usize, tokens: Option<usize>, apart: bool) -> Self {
+        let gradient = tokens.is_some();
         let twice = |size: usize| if gradient { size } else { 0 };
         let (queries, rest) = lane.split_at_mut(QUERIES * head);
         let (douts, rest) = rest.split_at_mut(twice(QUERIES * head));
@@ -93,7 +104,12 @@ impl<'a, T> Scratch<'a, T> {
         let (largest, rest) = rest.split_at_mut(QUERIES);
         let (sum, rest) = rest.split_at_mut(QUERIES);
         let (factor, rest) = rest.split_at_mut(QUERIES);
-        Scratch { queries, douts, scores, dscores, largest, sum, factor, start: &mut rest[..QUERIES] }
+        let (start, rest) = rest.split_at_mut(QUERIES);
+        let (sums, rest) = rest.split_at_mut(if apart { QUERIES * head } else { 0 });
+        let each = if apart { tokens.unwrap_or(0) * head } else { 0 };
+        let (key_sums, rest) = rest.split_at_mut(each);
+        let value_sums = &mut rest[..each];
+        Scratch { queries, douts, scores, dscores, largest, sum, factor, start, sums, key_sums, value_sums }
     }
 }
 
@@ -113,7 +129,7 @@ impl Block<'_> {
     }
 
     /// The first visible keys into lanes; lanes beyond `count` see everything.
-    fn lanes<T: Real>(&self, start: &mut [T]) {
+    fn lanes<T: Float>(&self, start: &mut [T]) {
         start.fill(T::ZERO);
         for (lane, &value) in start.iter_mut().zip(self.starts) {
             *lane = T::of(f64::from(value));
@@ -122,7 +138,7 @@ impl Block<'_> {
 
     /// Scores [keys, Q] of the keys from `from` on become −∞ where the query does not see the key.
     /// Only keys before some document's start, and those on the diagonal, need a look.
-    fn hide<T: Real>(&self, scores: &mut [T], from: usize, start: &[T]) {
+    fn hide<T: Float>(&self, scores: &mut [T], from: usize, start: &[T]) {
         let keys = scores.len() / QUERIES;
         let last_start = self.starts.iter().max().map_or(0, |&start| start as usize);
         let begun = last_start.saturating_sub(from).min(keys);
@@ -152,21 +168,20 @@ impl Block<'_> {
         head: usize,
         rows: *const T,
         row: usize,
-        right: &[T],
-        to: &mut [T],
+        right: &[T::Wide],
+        to: &mut [T::Wide],
     ) {
         const HALF: usize = QUERIES / 2;
         let whole = (self.first + HALF).saturating_sub(from).min(keys);
         let target = Target::new(to.as_mut_ptr(), QUERIES, false);
-        small_product(whole, QUERIES, head, Depth::Whole, Left::rows(rows, row), right.as_ptr(), QUERIES, target);
+        T::score(whole, QUERIES, head, rows, row, right.as_ptr(), target);
         for scores in to[whole * QUERIES..keys * QUERIES].chunks_exact_mut(QUERIES) {
-            scores[..HALF].fill(T::ZERO);
+            scores[..HALF].fill(T::Wide::ZERO);
         }
         let (rows, target) = (rows.wrapping_add(whole * row), &mut to[whole * QUERIES..]);
         if whole < keys {
             let target = Target::new(target[HALF..].as_mut_ptr(), QUERIES, false);
-            let right = right[HALF..].as_ptr();
-            small_product(keys - whole, HALF, head, Depth::Whole, Left::rows(rows, row), right, QUERIES, target);
+            T::score(keys - whole, HALF, head, rows, row, right[HALF..].as_ptr(), target);
         }
     }
 }
@@ -181,15 +196,15 @@ pub fn attention<T: Real>(
     qkv: &[T],
     document_start: &[i32],
     out: &mut [T],
-    stats: &mut [T],
-    scratch: &mut [T],
+    stats: &mut [T::Wide],
+    scratch: &mut [T::Wide],
 ) {
     let c = Columns::of(shape);
     let rows = document_start.len();
     assert!(sequence > 0 && rows.is_multiple_of(sequence) && qkv.len() == rows * c.all);
     assert!(out.len() == rows * c.keys && stats.len() == rows * c.heads);
     let keys = sequence.min(KEYS);
-    let lane_size = workspace::cpu::attention(1, sequence as u64, c.head as u64) as usize;
+    let lane_size = Kernels::Cpu { threads: 1 }.attention(T::DTYPE, sequence as u64, shape) as usize;
     let scratch = Shared::new(&mut scratch[..pool.threads() * lane_size]);
     let (out, stats) = (Shared::new(out), Shared::new(stats));
     let blocks = sequence.div_ceil(QUERIES);
@@ -221,7 +236,7 @@ pub fn attention<T: Real>(
             c.head,
             (to, c.keys),
             Some(stats),
-            Scratch::cut(lane, c.head, keys, false),
+            Scratch::cut(lane, c.head, keys, None, !T::IS_WIDE),
         );
     });
 }
@@ -235,14 +250,16 @@ fn forward<T: Real>(
     cache: Cache<T>,
     head: usize,
     (out, out_row): (*mut T, usize),
-    stats: Option<&mut [T]>,
-    s: Scratch<T>,
+    stats: Option<&mut [T::Wide]>,
+    s: Scratch<T::Wide>,
 ) {
     let count = block.count;
-    lay_out(queries, query_row, count, head, scale_of(head), s.queries);
+    let (sums, sums_row) = if T::IS_WIDE { (out.cast(), out_row) } else { (s.sums.as_mut_ptr(), head) };
+    T::lay_out(queries, query_row, count, head, scale_of(head), s.queries);
+    let scale = T::rest_of_scale(scale_of(head));
     block.lanes(s.start);
-    s.largest.fill(T::LOWEST);
-    s.sum.fill(T::ZERO);
+    s.largest.fill(T::Wide::LOWEST);
+    s.sum.fill(T::Wide::ZERO);
     let (least, end) = (block.least(), block.first + count);
     let mut from = least;
     while from < end {
@@ -252,19 +269,22 @@ fn forward<T: Real>(
         block.scores(from, keys, head, k.as_ptr(), cache.row, s.queries, s.scores);
         let scores = &mut s.scores[..keys * QUERIES];
         block.hide(scores, from, s.start);
-        soften(scores, s.largest, s.sum, s.factor);
+        soften(scores, scale, s.largest, s.sum, s.factor);
         if from > least {
-            scale_rows(out, out_row, count, head, s.factor);
+            scale_rows(sums, sums_row, count, head, s.factor);
         }
-        let to = Target::new(out, out_row, from > least);
+        let to = Target::new(sums, sums_row, from > least);
         let (depth, p) = (block.keys_of_query(from), Left::columns(scores.as_ptr(), QUERIES));
-        small_product(count, head, keys, depth, p, v.as_ptr(), cache.row, to);
+        small_product::<T::Wide, T>(count, head, keys, depth, p, v.as_ptr(), cache.row, to);
         from += keys;
     }
     for (factor, sum) in s.factor.iter_mut().zip(&*s.sum) {
-        *factor = T::ONE / *sum;
+        *factor = T::Wide::ONE / *sum;
     }
-    scale_rows(out, out_row, count, head, s.factor);
+    scale_rows(sums, sums_row, count, head, s.factor);
+    if !T::IS_WIDE {
+        round_rows(s.sums, count, head, out, out_row);
+    }
     if let Some(stats) = stats {
         for (lane, to) in stats.iter_mut().enumerate() {
             *to = s.largest[lane] + s.sum[lane].ln();
@@ -281,17 +301,17 @@ pub fn attention_grad<T: Real>(
     qkv: &[T],
     out: &[T],
     dout: &[T],
-    stats: &[T],
+    stats: &[T::Wide],
     document_start: &[i32],
     dqkv: &mut [T],
-    scratch: &mut [T],
+    scratch: &mut [T::Wide],
 ) {
     let c = Columns::of(shape);
     let rows = document_start.len();
     assert!(sequence > 0 && rows.is_multiple_of(sequence) && qkv.len() == rows * c.all && dqkv.len() == rows * c.all);
     assert!(out.len() == rows * c.keys && dout.len() == rows * c.keys && stats.len() == rows * c.heads);
     let keys = sequence.min(KEYS);
-    let lane_size = workspace::cpu::attention_grad(1, sequence as u64, c.head as u64) as usize;
+    let lane_size = Kernels::Cpu { threads: 1 }.attention_grad(T::DTYPE, 1, sequence as u64, shape) as usize;
     let scratch = Shared::new(&mut scratch[..pool.threads() * lane_size]);
     let dqkv = Shared::new(dqkv);
     let group = c.heads / c.kv_heads;
@@ -300,14 +320,18 @@ pub fn attention_grad<T: Real>(
         let (b, kv) = (task / c.kv_heads, task % c.kv_heads);
         // SAFETY: each lane has its own part.
         let lane = unsafe { scratch.part(lane * lane_size..(lane + 1) * lane_size) };
-        let mut s = Scratch::cut(lane, c.head, keys, true);
+        let mut s = Scratch::cut(lane, c.head, keys, Some(sequence), !T::IS_WIDE);
+        s.key_sums.fill(T::Wide::ZERO);
+        s.value_sums.fill(T::Wide::ZERO);
         let first_row = b * sequence;
         let at = |row: usize, column: usize| (first_row + row) * c.all + column;
         let (k_column, v_column) = (c.keys + kv * c.head, c.values + kv * c.head);
-        for row in 0..sequence {
-            for column in [k_column, v_column] {
-                // SAFETY: this head's keys and values of this sequence are this task's own.
-                unsafe { dqkv.part(at(row, column)..at(row, column) + c.head) }.fill(T::ZERO);
+        if T::IS_WIDE {
+            for row in 0..sequence {
+                for column in [k_column, v_column] {
+                    // SAFETY: this head's keys and values of this sequence are this task's own.
+                    unsafe { dqkv.part(at(row, column)..at(row, column) + c.head) }.fill(T::ZERO);
+                }
             }
         }
         for head in kv * group..(kv + 1) * group {
@@ -334,10 +358,17 @@ pub fn attention_grad<T: Real>(
                 );
             }
         }
+        if !T::IS_WIDE {
+            for (sums, column) in [(&s.key_sums, k_column), (&s.value_sums, v_column)] {
+                // SAFETY: inside dqkv; this task's own columns of this sequence's rows.
+                let to = unsafe { dqkv.start().add(at(0, column)) };
+                round_rows(sums, sequence, c.head, to, c.all);
+            }
+        }
     });
 }
 
-/// One block of queries of one head: writes its part of dq, adds to dk and dv.
+/// One block of queries of one head: writes its part of dq, adds to dk and dv, or to their sums.
 fn backward<T: Real>(
     block: Block,
     c: &Columns,
@@ -345,17 +376,23 @@ fn backward<T: Real>(
     cache: Cache<T>,
     out: &[T],
     dout: &[T],
-    stats: &[T],
+    stats: &[T::Wide],
     [dq, dk, dv]: [*mut T; 3],
-    s: &mut Scratch<T>,
+    s: &mut Scratch<T::Wide>,
 ) {
     let (count, head) = (block.count, c.head);
-    lay_out(queries, c.all, count, head, scale_of(head), s.queries);
-    lay_out(dout, c.keys, count, head, T::ONE, s.douts);
+    let [(q_sums, q_row), (k_sums, k_row), (v_sums, v_row)] = if T::IS_WIDE {
+        [dq, dk, dv].map(|to| (to.cast::<T::Wide>(), c.all))
+    } else {
+        [&mut *s.sums, &mut *s.key_sums, &mut *s.value_sums].map(|sums| (sums.as_mut_ptr(), head))
+    };
+    T::lay_out(queries, c.all, count, head, scale_of(head), s.queries);
+    T::lay_out(dout, c.keys, count, head, T::Wide::ONE, s.douts);
+    let rest = T::rest_of_scale(scale_of(head));
     block.lanes(s.start);
-    s.largest.fill(T::ZERO);
+    s.largest.fill(T::Wide::ZERO);
     s.largest[..count].copy_from_slice(stats);
-    s.sum.fill(T::ZERO);
+    s.sum.fill(T::Wide::ZERO);
     for (lane, delta) in s.sum[..count].iter_mut().enumerate() {
         *delta = dot(&out[lane * c.keys..][..head], &dout[lane * c.keys..][..head]);
     }
@@ -370,16 +407,28 @@ fn backward<T: Real>(
         block.scores(from, keys, head, v, cache.row, s.douts, s.dscores);
         let (p, ds) = (&mut s.scores[..keys * QUERIES], &mut s.dscores[..keys * QUERIES]);
         block.hide(p, from, s.start);
-        score_gradients(p, ds, s.largest, s.sum, scale_of(head));
-        // SAFETY: rows from.. of dk and dv are inside them.
-        let (dk, dv) = unsafe { (dk.add(from * c.all), dv.add(from * c.all)) };
-        let add = |to| Target::new(to, c.all, true);
-        let (depth, rows) = (block.queries_of_key(from), |x: &[T]| Left::rows(x.as_ptr(), QUERIES));
-        small_product(keys, head, count, depth, rows(p), dout.as_ptr(), c.keys, add(dv));
-        small_product(keys, head, count, depth, rows(ds), queries.as_ptr(), c.all, add(dk));
-        let (depth, to) = (block.keys_of_query(from), Target::new(dq, c.all, from > least));
-        small_product(count, head, keys, depth, Left::columns(ds.as_ptr(), QUERIES), k, cache.row, to);
+        score_gradients(p, rest, ds, s.largest, s.sum, scale_of(head));
+        // SAFETY: rows from.. of the sums are inside them.
+        let (dk, dv) = unsafe { (k_sums.add(from * k_row), v_sums.add(from * v_row)) };
+        let (depth, rows) = (block.queries_of_key(from), |x: &[T::Wide]| Left::rows(x.as_ptr(), QUERIES));
+        small_product::<T::Wide, T>(
+            keys,
+            head,
+            count,
+            depth,
+            rows(p),
+            dout.as_ptr(),
+            c.keys,
+            Target::new(dv, v_row, true),
+        );
+        let to = Target::new(dk, k_row, true);
+        small_product::<T::Wide, T>(keys, head, count, depth, rows(ds), queries.as_ptr(), c.all, to);
+        let (depth, to) = (block.keys_of_query(from), Target::new(q_sums, q_row, from > least));
+        small_product::<T::Wide, T>(count, head, keys, depth, Left::columns(ds.as_ptr(), QUERIES), k, cache.row, to);
         from += keys;
+    }
+    if !T::IS_WIDE {
+        round_rows(s.sums, count, head, dq, c.all);
     }
 }
 
@@ -405,13 +454,14 @@ pub fn cached_attention<T: Real>(
     values: &[T],
     start: usize,
     out: &mut [T],
-    scratch: &mut [T],
+    scratch: &mut [T::Wide],
 ) {
     let c = Columns::of(shape);
     let (rows, width) = (qkv.len() / c.all, c.kv_heads * c.head);
     let capacity = keys.len() / width;
     assert!(start + rows <= capacity && values.len() == keys.len() && out.len() == rows * c.keys);
-    let lane_size = workspace::cpu::cached_attention(1, rows as u64, capacity as u64, c.head as u64) as usize;
+    let one = Kernels::Cpu { threads: 1 };
+    let lane_size = one.cached_attention(T::DTYPE, rows as u64, capacity as u64, shape) as usize;
     let scratch = Shared::new(&mut scratch[..pool.threads() * lane_size]);
     let out = Shared::new(out);
     let each = if rows < FEW { 1 } else { QUERIES };
@@ -428,31 +478,32 @@ pub fn cached_attention<T: Real>(
         if rows < FEW {
             // SAFETY: each task has a head of a token of its own.
             let to = unsafe { out.part(at..at + c.head) };
-            one_query(&queries[..c.head], cache, start + first + 1, to, lane);
+            let s = Scratch::cut(lane, c.head, capacity.min(KEYS), None, !T::IS_WIDE);
+            one_query(&queries[..c.head], cache, start + first + 1, to, s);
         } else {
             // SAFETY: inside the output; each task has rows and columns of its own.
             let to = unsafe { out.start().add(at) };
             let block = Block { first: start + first, count, starts: &[] };
-            let s = Scratch::cut(lane, c.head, capacity.min(KEYS), false);
+            let s = Scratch::cut(lane, c.head, capacity.min(KEYS), None, !T::IS_WIDE);
             forward(block, queries, c.all, cache, c.head, (to, c.keys), None, s);
         }
     });
 }
 
 /// One query over the first `seen` keys.
-fn one_query<T: Real>(query: &[T], cache: Cache<T>, seen: usize, out: &mut [T], lane: &mut [T]) {
+fn one_query<T: Real>(query: &[T], cache: Cache<T>, seen: usize, out: &mut [T], s: Scratch<T::Wide>) {
     let head = query.len();
-    let most = (lane.len() / QUERIES - head - 4) * QUERIES;
-    let scale = scale_of::<T>(head);
-    let (mut largest, mut sum) = (T::LOWEST, T::ZERO);
-    out.fill(T::ZERO);
+    let scale = scale_of::<T::Wide>(head);
+    let (mut largest, mut sum) = (T::Wide::LOWEST, T::Wide::ZERO);
+    let sums = if T::IS_WIDE { bytemuck::cast_slice_mut(out) } else { &mut s.sums[..head] };
+    sums.fill(T::Wide::ZERO);
     let mut from = 0;
     while from < seen {
-        let keys = (seen - from).min(most);
-        let scores = &mut lane[..keys];
+        let keys = (seen - from).min(s.scores.len());
+        let scores = &mut s.scores[..keys];
         let mut new = largest;
         for (i, four) in scores.chunks_mut(4).enumerate() {
-            let mut sums = [[T::ZERO; 4]; FEW_ROWS];
+            let mut sums = [[T::Wide::ZERO; 4]; FEW_ROWS];
             dots_1(head, query, &cache.keys[(from + 4 * i) * cache.row..], cache.row, four.len(), &mut sums);
             for (score, sum) in four.iter_mut().zip(sums[0]) {
                 *score = sum * scale;
@@ -460,24 +511,28 @@ fn one_query<T: Real>(query: &[T], cache: Cache<T>, seen: usize, out: &mut [T], 
             }
         }
         let factor = (largest - new).exp();
-        multiply(out, factor);
+        multiply(sums, factor);
         sum = sum * factor + weights(scores, new);
         largest = new;
         let values = &cache.values[from * cache.row..(from + keys - 1) * cache.row + head];
-        let to = Target::new(out.as_mut_ptr(), head, true);
-        small_product(1, head, keys, Depth::Whole, Left::rows(scores.as_ptr(), keys), values.as_ptr(), cache.row, to);
+        let to = Target::new(sums.as_mut_ptr(), head, true);
+        let p = Left::rows(scores.as_ptr(), keys);
+        small_product::<T::Wide, T>(1, head, keys, Depth::Whole, p, values.as_ptr(), cache.row, to);
         from += keys;
     }
-    multiply(out, T::ONE / sum);
+    multiply(sums, T::Wide::ONE / sum);
+    if !T::IS_WIDE {
+        round_rows(s.sums, 1, head, out.as_mut_ptr(), head);
+    }
 }
 
 /// 1 / √E
-fn scale_of<T: Real>(head: usize) -> T {
+fn scale_of<T: Float>(head: usize) -> T {
     T::ONE / T::of(head as f64).sqrt()
 }
 
-/// `to[E, Q]` = scale · the first `count` rows of from, `row` apart; other lanes become zeros.
-fn lay_out<T: Real>(from: &[T], row: usize, count: usize, head: usize, scale: T, to: &mut [T]) {
+/// `Real::lay_out` of f32 and f64: transposed.
+pub(super) fn lay_out<T: Float>(from: &[T], row: usize, count: usize, head: usize, scale: T, to: &mut [T]) {
     if count < QUERIES {
         to.fill(T::ZERO);
     }
@@ -485,17 +540,17 @@ fn lay_out<T: Real>(from: &[T], row: usize, count: usize, head: usize, scale: T,
 }
 
 vectorised! {
-    fn dot<T, V>(a: &[T], b: &[T]) -> T {
-        let mut sum = V::splat(T::ZERO);
+    fn dot<T, V>(a: &[T], b: &[T]) -> T::Wide {
+        let mut sum = V::splat(T::Wide::ZERO);
         strips::<T, V>(a.len(), #[inline(always)] |at, count| {
-            sum = get::<T, V>(a, at, count).mul_add(get(b, at, count), sum);
+            sum = get::<T, V>(a, at, count).mul_add(get::<T, V>(b, at, count), sum);
         });
         sum.sum()
     }
 }
 
 vectorised! {
-    fn multiply<T, V>(x: &mut [T], factor: T) {
+    fn multiply<T: Float, V>(x: &mut [T], factor: T) {
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
             let value: V = get(x, at, count);
             put(x, at, count, value * V::splat(factor));
@@ -505,7 +560,7 @@ vectorised! {
 
 vectorised! {
     /// x = e^(x − largest); returns the sum.
-    fn weights<T, V>(x: &mut [T], largest: T) -> T {
+    fn weights<T: Float, V>(x: &mut [T], largest: T) -> T {
         let mut sum = V::splat(T::ZERO);
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
             let value = (get_or(x, at, count, V::splat(T::MINUS_INFINITY)) - V::splat(largest)).exp();
@@ -519,7 +574,7 @@ vectorised! {
 vectorised! {
     /// `scores[keys, Q]` of key j (from `from` on) and query i (from `first` on) become −∞ unless
     /// `start[i]` <= j <= i.
-    fn hide<T, V>(scores: &mut [T], from: usize, first: usize, start: &[T]) {
+    fn hide<T: Float, V>(scores: &mut [T], from: usize, first: usize, start: &[T]) {
         let hidden = V::splat(T::MINUS_INFINITY);
         let mut places = [T::ZERO; QUERIES];
         for (lane, place) in places.iter_mut().enumerate() {
@@ -536,19 +591,22 @@ vectorised! {
 }
 
 vectorised! {
-    /// `scores[keys, Q]` become e^(score − largest), with the largest score of each lane so far; `sum`
-    /// goes on, and `factor` is what earlier results must be multiplied with.
-    fn soften<T, V>(scores: &mut [T], largest: &mut [T], sum: &mut [T], factor: &mut [T]) {
+    /// `scores[keys, Q]` become e^(rest · score − largest), with the largest of each lane so far; `sum` goes on,
+    /// and `factor` is what earlier results must be multiplied with.
+    fn soften<T: Float, V>(scores: &mut [T], rest: T, largest: &mut [T], sum: &mut [T], factor: &mut [T]) {
+        let rest = V::splat(rest);
         strips::<T, V>(QUERIES, #[inline(always)] |at, count| {
             let old: V = get(largest, at, count);
-            let mut new = old;
+            let mut new = V::splat(T::LOWEST);
             for row in scores.chunks_exact(QUERIES) {
                 new = get::<T, V>(row, at, count).max(new);
             }
+            let new = (new * rest).max(old);
+            let minus = V::splat(T::ZERO) - new;
             let scale = (old - new).exp();
             let mut total = get::<T, V>(sum, at, count) * scale;
             for row in scores.chunks_exact_mut(QUERIES) {
-                let p = (get::<T, V>(row, at, count) - new).exp();
+                let p = get::<T, V>(row, at, count).mul_add(rest, minus).exp();
                 total = total + p;
                 put(row, at, count, p);
             }
@@ -560,12 +618,13 @@ vectorised! {
 }
 
 vectorised! {
-    /// `p[keys, Q]` from scores to probabilities, ds from dP to dS.
-    fn score_gradients<T, V>(p: &mut [T], ds: &mut [T], stats: &[T], delta: &[T], scale: T) {
-        let scale = V::splat(scale);
+    /// `p[keys, Q]` from scores, still to be multiplied with `rest`, to probabilities, ds from dP to dS.
+    fn score_gradients<T: Float, V>(p: &mut [T], rest: T, ds: &mut [T], stats: &[T], delta: &[T], scale: T) {
+        let (rest, scale) = (V::splat(rest), V::splat(scale));
         for (p, ds) in p.chunks_exact_mut(QUERIES).zip(ds.chunks_exact_mut(QUERIES)) {
             strips::<T, V>(QUERIES, #[inline(always)] |at, count| {
-                let probability = (get::<T, V>(p, at, count) - get(stats, at, count)).exp();
+                let minus = V::splat(T::ZERO) - get(stats, at, count);
+                let probability = get::<T, V>(p, at, count).mul_add(rest, minus).exp();
                 put(p, at, count, probability);
                 let d = get::<T, V>(ds, at, count) - get(delta, at, count);
                 put(ds, at, count, probability * d * scale);
@@ -575,9 +634,17 @@ vectorised! {
 }
 
 /// Rows of `out` times their lane's factor.
-fn scale_rows<T: Real>(out: *mut T, out_row: usize, count: usize, head: usize, factor: &[T]) {
+fn scale_rows<T: Float>(out: *mut T, out_row: usize, count: usize, head: usize, factor: &[T]) {
     for (lane, &factor) in factor[..count].iter().enumerate() {
         // SAFETY: `out` is the block's own part of the output: count rows of `head` elements.
         multiply(unsafe { std::slice::from_raw_parts_mut(out.add(lane * out_row), head) }, factor);
+    }
+}
+
+/// The first `count` rows of `sums[.., E]`, rounded, as rows of `to` that are `to_row` apart.
+fn round_rows<T: Real>(sums: &[T::Wide], count: usize, head: usize, to: *mut T, to_row: usize) {
+    for (row, sums) in sums.chunks_exact(head).take(count).enumerate() {
+        // SAFETY: `to` is the caller's own part of a result: count rows of `head` elements.
+        round_to(sums, unsafe { std::slice::from_raw_parts_mut(to.add(row * to_row), head) });
     }
 }

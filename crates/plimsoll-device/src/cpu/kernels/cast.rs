@@ -52,7 +52,7 @@ pub fn from_bytes<T: Real>(pool: &Pool, dtype: DType, bytes: &[u8], to: &mut [T]
         match dtype {
             DType::F64 => read(bytes, range.start, to, |b| T::of(f64::from_le_bytes(b))),
             DType::F32 => read(bytes, range.start, to, |b| T::of(f32::from_le_bytes(b).into())),
-            DType::Bf16 => read(bytes, range.start, to, |b| T::of(bf16::from_le_bytes(b).to_f32().into())),
+            DType::Bf16 => read(bytes, range.start, to, |b| T::of(bf16::from_le_bytes(b).wide())),
             _ => read(bytes, range.start, to, |b| T::of(f16::from_le_bytes(b).to_f32().into())),
         }
     });
@@ -81,7 +81,7 @@ pub fn to_bytes<T: Real>(pool: &Pool, dtype: DType, from: &[T], bytes: &mut [u8]
 /// `x` in 32 bits, where inexact rounded to the neighbour whose last bit is 1: rounding that again
 /// to half as many bits gives what rounding `x` once would (Boldo and Melquiond, "When double
 /// rounding is odd"). `half` drops the low half of an f64 instead.
-fn to_odd(x: f64) -> f32 {
+pub(super) fn to_odd(x: f64) -> f32 {
     let nearest = x as f32;
     if f64::from(nearest) == x || x.is_nan() {
         return nearest;

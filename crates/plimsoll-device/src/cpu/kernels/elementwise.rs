@@ -1,7 +1,7 @@
 //! Element by element: add, copy, fill; and sums over rows.
 
 use super::embed::add_to;
-use super::simd::Real;
+use super::simd::{Float, Real, get, put, strips, vectorised};
 use crate::cpu::pool::{Pool, Shared};
 use plimsoll_program::workspace;
 use std::ops::Range;
@@ -10,7 +10,7 @@ use std::ops::Range;
 const LEAST: usize = 16384;
 
 /// into += x
-pub fn add<T: Real>(pool: &Pool, x: &[T], into: &mut [T]) {
+pub fn add<T: Real, I: Real<Wide = T::Wide>>(pool: &Pool, x: &[T], into: &mut [I]) {
     assert_eq!(x.len(), into.len());
     let shared = Shared::new(into);
     pool.split(x.len(), LEAST, |range, _| {
@@ -40,7 +40,14 @@ pub fn fill<T: Copy + Send + Sync>(pool: &Pool, value: T, to: &mut [T]) {
 }
 
 /// `into[n]` += the sum of the rows of `x[m, n]`. `scratch` has `workspace::cpu::sum_rows` elements.
-pub fn sum_rows<T: Real>(pool: &Pool, rows: usize, columns: usize, x: &[T], into: &mut [T], scratch: &mut [T]) {
+pub fn sum_rows<T: Real>(
+    pool: &Pool,
+    rows: usize,
+    columns: usize,
+    x: &[T],
+    into: &mut [T::Wide],
+    scratch: &mut [T::Wide],
+) {
     assert!(x.len() >= rows * columns && into.len() == columns);
     let sums = partial_sums(pool, rows, columns, scratch, |range, sum| {
         for row in range {
@@ -55,7 +62,7 @@ pub fn sum_rows<T: Real>(pool: &Pool, rows: usize, columns: usize, x: &[T], into
 /// Sums over rows in fixed portions: `work(rows, sum)` adds its rows to a zeroed `sum[width]`. Returns
 /// how many sums stand in `scratch`, one after the other, to be added up in order.
 /// `scratch` has `workspace::cpu::sum_rows(rows, width)` elements.
-pub(super) fn partial_sums<T: Real>(
+pub(super) fn partial_sums<T: Float>(
     pool: &Pool,
     rows: usize,
     width: usize,
@@ -72,4 +79,23 @@ pub(super) fn partial_sums<T: Real>(
         work(portion * each..rows.min((portion + 1) * each), sum);
     });
     portions
+}
+
+/// to = from, rounded to nearest even.
+pub fn round<T: Real>(pool: &Pool, from: &[T::Wide], to: &mut [T]) {
+    assert_eq!(from.len(), to.len());
+    let shared = Shared::new(to);
+    pool.split(from.len(), LEAST, |range, _| {
+        // SAFETY: ranges of one split are disjoint.
+        round_to(&from[range.clone()], unsafe { shared.part(range) });
+    });
+}
+
+vectorised! {
+    /// to = from, rounded.
+    pub(super) fn round_to<T, V>(from: &[T::Wide], to: &mut [T]) {
+        strips::<T, V>(from.len(), #[inline(always)] |at, count| {
+            put(to, at, count, get::<T::Wide, V>(from, at, count));
+        });
+    }
 }

@@ -22,7 +22,7 @@ pub fn embed<T: Real>(pool: &Pool, tokens: &[i32], table: &[T], hidden: usize, o
 
 /// `dtable[V, D]` += the rows of `dout[N, D]`, each where its token points. A task owns columns and
 /// takes the tokens in order, so that the sum never depends on the threads.
-pub fn embed_grad<T: Real>(pool: &Pool, tokens: &[i32], dout: &[T], hidden: usize, dtable: &mut [T]) {
+pub fn embed_grad<T: Real>(pool: &Pool, tokens: &[i32], dout: &[T], hidden: usize, dtable: &mut [T::Wide]) {
     let vocab = dtable.len() / hidden.max(1);
     let table = Shared::new(dtable);
     pool.run(hidden.div_ceil(STRIP), |task, _| {
@@ -39,9 +39,9 @@ pub fn embed_grad<T: Real>(pool: &Pool, tokens: &[i32], dout: &[T], hidden: usiz
 
 vectorised! {
     /// into += x
-    pub(super) fn add_to<T, V>(into: &mut [T], x: &[T]) {
+    pub(super) fn add_to<T: Real, V, X>(into: &mut [T], x: &[X]) {
         strips::<T, V>(into.len(), #[inline(always)] |at, count| {
-            let sum = get::<T, V>(into, at, count) + get(x, at, count);
+            let sum = get::<T, V>(into, at, count) + get::<X, V>(x, at, count);
             put(into, at, count, sum);
         });
     }

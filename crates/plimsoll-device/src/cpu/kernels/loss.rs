@@ -1,8 +1,9 @@
 //! Cross entropy over rows of logits, with its gradient in place.
 //!
-//! `nll = ln Σ e^(x − max) + max − x[label]`; d nll / dx = softmax(x) − onehot(label).
+//! `nll = ln Σ e^(x − max) + max − x[label]`; d nll / dx = softmax(x) − onehot(label). Exponentials are taken twice,
+//! for the sum and for the gradient: nothing is rounded in between.
 
-use super::simd::{Real, get, get_or, put, strips, vectorised};
+use super::simd::{Float, Real, get, get_or, put, strips, vectorised};
 use crate::cpu::pool::{Pool, Shared};
 
 /// The label of a row that does not count.
@@ -18,16 +19,16 @@ pub fn cross_entropy<T: Real>(
     vocab: usize,
     logits: &[T],
     labels: &[i32],
-    weights: &[T],
+    weights: &[T::Wide],
     correct: Option<&mut [i32]>,
-    scratch: &mut [T],
+    scratch: &mut [T::Wide],
 ) -> f64 {
     assert_eq!(logits.len(), labels.len() * vocab);
     rows(pool, vocab, labels, weights, correct, scratch, |row, label, _| {
         let logits = &logits[row * vocab..(row + 1) * vocab];
-        label.map_or((T::ZERO, false), |label| {
+        label.map_or((T::Wide::ZERO, false), |label| {
             let largest = largest(logits);
-            (exp_sum(logits, largest).ln() + largest - logits[label], is_first(logits, label, largest))
+            (exp_sum(logits, largest).ln() + largest - logits[label].widen(), is_first(logits, label, largest))
         })
     })
 }
@@ -39,10 +40,10 @@ pub fn cross_entropy_grad<T: Real>(
     vocab: usize,
     logits: &mut [T],
     labels: &[i32],
-    weights: &[T],
-    scale: T,
+    weights: &[T::Wide],
+    scale: T::Wide,
     correct: Option<&mut [i32]>,
-    scratch: &mut [T],
+    scratch: &mut [T::Wide],
 ) -> f64 {
     assert_eq!(logits.len(), labels.len() * vocab);
     let logits = Shared::new(logits);
@@ -51,21 +52,25 @@ pub fn cross_entropy_grad<T: Real>(
         let logits = unsafe { logits.part(row * vocab..(row + 1) * vocab) };
         let Some(label) = label else {
             logits.fill(T::ZERO);
-            return (T::ZERO, false);
+            return (T::Wide::ZERO, false);
         };
         let largest = largest(logits);
-        let own = logits[label];
+        let own = logits[label].widen();
         let correct = is_first(logits, label, largest);
-        let sum = exp_in_place(logits, largest);
+        let sum = exp_sum(logits, largest);
         let scale = weight * scale;
-        multiply(logits, scale / sum);
-        logits[label] = logits[label] - scale;
+        let factor = scale / sum;
+        probabilities(logits, largest, factor);
+        // By itself, so that it is rounded once.
+        let mut label_alone = [own];
+        probabilities(&mut label_alone, largest, factor);
+        logits[label] = T::narrow(label_alone[0] - scale);
         (sum.ln() + largest - own, correct)
     })
 }
 
 /// Calls `loss(row, label, weight)` for each row (no label: does not count) and sums up.
-fn rows<T: Real>(
+fn rows<T: Float>(
     pool: &Pool,
     vocab: usize,
     labels: &[i32],
@@ -95,13 +100,13 @@ fn rows<T: Real>(
 }
 
 /// Whether the logit of `label` is the largest, and no earlier one is as large.
-fn is_first<T: Real>(logits: &[T], label: usize, largest: T) -> bool {
-    logits[label] == largest && !logits[..label].contains(&largest)
+fn is_first<T: Real>(logits: &[T], label: usize, largest: T::Wide) -> bool {
+    logits[label].widen() == largest && !logits[..label].iter().any(|logit| logit.widen() == largest)
 }
 
 vectorised! {
-    fn largest<T, V>(x: &[T]) -> T {
-        let least = V::splat(T::MINUS_INFINITY);
+    fn largest<T, V>(x: &[T]) -> T::Wide {
+        let least = V::splat(T::Wide::MINUS_INFINITY);
         let mut most = [least; 4];
         let mut turn = 0;
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
@@ -114,9 +119,9 @@ vectorised! {
 
 vectorised! {
     /// Σ e^(x − shift)
-    fn exp_sum<T, V>(x: &[T], shift: T) -> T {
-        let (shift, nothing) = (V::splat(shift), V::splat(T::MINUS_INFINITY));
-        let mut sum = V::splat(T::ZERO);
+    fn exp_sum<T, V>(x: &[T], shift: T::Wide) -> T::Wide {
+        let (shift, nothing) = (V::splat(shift), V::splat(T::Wide::MINUS_INFINITY));
+        let mut sum = V::splat(T::Wide::ZERO);
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
             sum = sum + (get_or(x, at, count, nothing) - shift).exp();
         });
@@ -125,25 +130,11 @@ vectorised! {
 }
 
 vectorised! {
-    /// x = e^(x − shift); returns the sum.
-    fn exp_in_place<T, V>(x: &mut [T], shift: T) -> T {
-        let (shift, nothing) = (V::splat(shift), V::splat(T::MINUS_INFINITY));
-        let mut sum = V::splat(T::ZERO);
+    /// x = e^(x − shift) · factor
+    fn probabilities<T, V>(x: &mut [T], shift: T::Wide, factor: T::Wide) {
+        let (shift, factor) = (V::splat(shift), V::splat(factor));
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
-            let value = (get_or(x, at, count, nothing) - shift).exp();
-            sum = sum + value;
-            put(x, at, count, value);
-        });
-        sum.sum()
-    }
-}
-
-vectorised! {
-    fn multiply<T, V>(x: &mut [T], factor: T) {
-        let factor = V::splat(factor);
-        strips::<T, V>(x.len(), #[inline(always)] |at, count| {
-            let value: V = get(x, at, count);
-            put(x, at, count, value * factor);
+            put(x, at, count, (get::<T, V>(x, at, count) - shift).exp() * factor);
         });
     }
 }

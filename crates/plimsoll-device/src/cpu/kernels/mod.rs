@@ -1,7 +1,9 @@
 //! What the CPU computes: pure functions over slices, one file per family of ops.
 //!
-//! Kernels are generic over [`Real`] (f32, or f64 for the tests' reference executor), spread their
-//! work over a [`Pool`](super::pool::Pool), and allocate nothing: scratch comes in as a slice whose
+//! Kernels are generic over [`Real`], the type of activations and weights (f32, bf16, or f64 for the
+//! tests' reference executor); what they sum up, statistics, gradients of weights and scratch are in
+//! its wide type, and each result is rounded once. They spread their work over a
+//! [`Pool`](super::pool::Pool), and allocate nothing: scratch comes in as a slice whose
 //! size `plimsoll_program::workspace` says. Results do not depend on the number of threads.
 //! Slices shorter than the shapes say are a bug of the caller, and panic.
 //!
@@ -20,6 +22,7 @@ mod init;
 mod loss;
 mod norm;
 mod optimizer;
+mod pairs;
 mod product;
 mod rope;
 pub(crate) mod simd;
@@ -27,7 +30,7 @@ mod swiglu;
 
 pub use attention::{append_cache, attention, attention_grad, cached_attention};
 pub use cast::{CastError, from_bytes, to_bytes};
-pub use elementwise::{add, copy, fill, sum_rows};
+pub use elementwise::{add, copy, fill, round, sum_rows};
 pub use embed::{embed, embed_grad};
 pub use init::normal;
 pub use loss::{IGNORED, cross_entropy, cross_entropy_grad};
@@ -36,5 +39,5 @@ pub use optimizer::{AdamW, Sgd, adamw, sgd, squared_norm};
 pub use plimsoll_program::op::Heads;
 pub use product::{Product, product};
 pub use rope::{rope, rope_table};
-pub use simd::{Level, Real, level};
+pub use simd::{Float, Level, Real, level};
 pub use swiglu::{swiglu, swiglu_grad, swiglu_grad_in_place};

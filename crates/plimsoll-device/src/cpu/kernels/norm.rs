@@ -5,7 +5,7 @@
 
 use super::elementwise::partial_sums;
 use super::embed::add_to;
-use super::simd::{Real, get, put, strips, vectorised};
+use super::simd::{Float, Real, get, put, strips, vectorised};
 use super::{Heads, attention::Columns};
 use crate::cpu::pool::{Pool, Shared};
 
@@ -14,15 +14,15 @@ const LEAST: usize = 8192;
 
 vectorised! {
     /// out = x · r · weight; returns r.
-    fn norm_row<T, V>(x: &[T], weight: &[T], eps: T, out: &mut [T]) -> T {
-        let mut squares = V::splat(T::ZERO);
+    fn norm_row<T, V>(x: &[T], weight: &[T], eps: T::Wide, out: &mut [T]) -> T::Wide {
+        let mut squares = V::splat(T::Wide::ZERO);
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
             let value: V = get(x, at, count);
             squares = value.mul_add(value, squares);
         });
-        let r = T::ONE / (squares.sum() / T::of(x.len() as f64) + eps).sqrt();
+        let r = T::Wide::ONE / (squares.sum() / T::Wide::of(x.len() as f64) + eps).sqrt();
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
-            put(out, at, count, get::<T, V>(x, at, count) * V::splat(r) * get(weight, at, count));
+            put(out, at, count, get::<T, V>(x, at, count) * V::splat(r) * get::<T, V>(weight, at, count));
         });
         r
     }
@@ -30,20 +30,20 @@ vectorised! {
 
 vectorised! {
     /// dx = (or +=) the gradient; dweight +=.
-    fn norm_row_grad<T, V>(x: &[T], weight: &[T], r: T, dout: &[T], dx: &mut [T], dweight: &mut [T], accumulate: bool) {
-        let mut products = V::splat(T::ZERO);
+    fn norm_row_grad<T, V>(x: &[T], weight: &[T], r: T::Wide, dout: &[T], dx: &mut [T], dweight: &mut [T::Wide], accumulate: bool) {
+        let mut products = V::splat(T::Wide::ZERO);
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
-            let g = get::<T, V>(dout, at, count) * get(weight, at, count);
-            products = g.mul_add(get(x, at, count), products);
+            let g = get::<T, V>(dout, at, count) * get::<T, V>(weight, at, count);
+            products = g.mul_add(get::<T, V>(x, at, count), products);
         });
-        let rate = V::splat(-(r * r * r * (products.sum() / T::of(x.len() as f64))));
+        let rate = V::splat(-(r * r * r * (products.sum() / T::Wide::of(x.len() as f64))));
         let r = V::splat(r);
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
-            let (x, dy): (V, V) = (get(x, at, count), get(dout, at, count));
-            put(dweight, at, count, (dy * x).mul_add(r, get(dweight, at, count)));
-            let mut d = x.mul_add(rate, dy * get(weight, at, count) * r);
+            let (x, dy): (V, V) = (get::<T, V>(x, at, count), get::<T, V>(dout, at, count));
+            put(dweight, at, count, (dy * x).mul_add(r, get::<T::Wide, V>(dweight, at, count)));
+            let mut d = x.mul_add(rate, dy * get::<T, V>(weight, at, count) * r);
             if accumulate {
-                d = d + get(dx, at, count);
+                d = d + get::<T, V>(dx, at, count);
             }
             put(dx, at, count, d);
         });
@@ -52,24 +52,24 @@ vectorised! {
 
 vectorised! {
     /// As `norm_row_grad`, turning dout into dx in place.
-    fn norm_row_grad_in_place<T, V>(x: &[T], weight: &[T], r: T, d: &mut [T], dweight: &mut [T]) {
-        let mut products = V::splat(T::ZERO);
+    fn norm_row_grad_in_place<T, V>(x: &[T], weight: &[T], r: T::Wide, d: &mut [T], dweight: &mut [T::Wide]) {
+        let mut products = V::splat(T::Wide::ZERO);
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
-            let g = get::<T, V>(d, at, count) * get(weight, at, count);
-            products = g.mul_add(get(x, at, count), products);
+            let g = get::<T, V>(d, at, count) * get::<T, V>(weight, at, count);
+            products = g.mul_add(get::<T, V>(x, at, count), products);
         });
-        let rate = V::splat(-(r * r * r * (products.sum() / T::of(x.len() as f64))));
+        let rate = V::splat(-(r * r * r * (products.sum() / T::Wide::of(x.len() as f64))));
         let r = V::splat(r);
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
-            let (x, dy): (V, V) = (get(x, at, count), get(d, at, count));
-            put(dweight, at, count, (dy * x).mul_add(r, get(dweight, at, count)));
-            put(d, at, count, x.mul_add(rate, dy * get(weight, at, count) * r));
+            let (x, dy): (V, V) = (get::<T, V>(x, at, count), get::<T, V>(d, at, count));
+            put(dweight, at, count, (dy * x).mul_add(r, get::<T::Wide, V>(dweight, at, count)));
+            put(d, at, count, x.mul_add(rate, dy * get::<T, V>(weight, at, count) * r));
         });
     }
 }
 
 /// `out[R, D]` = x / rms(x) · weight; `rstd[R]` = 1 / rms.
-pub fn rms_norm<T: Real>(pool: &Pool, x: &[T], weight: &[T], eps: f64, out: &mut [T], rstd: &mut [T]) {
+pub fn rms_norm<T: Real>(pool: &Pool, x: &[T], weight: &[T], eps: f64, out: &mut [T], rstd: &mut [T::Wide]) {
     let (rows, dim) = (rstd.len(), weight.len());
     assert!(x.len() == rows * dim && out.len() == rows * dim);
     let (out, rstd) = (Shared::new(out), Shared::new(rstd));
@@ -78,7 +78,7 @@ pub fn rms_norm<T: Real>(pool: &Pool, x: &[T], weight: &[T], eps: f64, out: &mut
             let part = row * dim..(row + 1) * dim;
             // SAFETY: rows of one split are disjoint.
             let (out, rstd) = unsafe { (out.part(part.clone()), rstd.part(row..row + 1)) };
-            rstd[0] = norm_row(&x[part], weight, T::of(eps), out);
+            rstd[0] = norm_row(&x[part], weight, T::Wide::of(eps), out);
         }
     });
 }
@@ -89,12 +89,12 @@ pub fn rms_norm_grad<T: Real>(
     pool: &Pool,
     x: &[T],
     weight: &[T],
-    rstd: &[T],
+    rstd: &[T::Wide],
     dout: &[T],
     dx: &mut [T],
-    dweight: &mut [T],
+    dweight: &mut [T::Wide],
     accumulate: bool,
-    scratch: &mut [T],
+    scratch: &mut [T::Wide],
 ) {
     let (rows, dim) = (rstd.len(), weight.len());
     assert!(x.len() == rows * dim && dout.len() == rows * dim && dx.len() == rows * dim && dweight.len() == dim);
@@ -122,7 +122,7 @@ pub fn head_norm<T: Real>(
     k_weight: &[T],
     eps: f64,
     out: &mut [T],
-    rstd: &mut [T],
+    rstd: &mut [T::Wide],
 ) {
     let c = Columns::of(shape);
     let normed = c.heads + c.kv_heads;
@@ -139,7 +139,7 @@ pub fn head_norm<T: Real>(
             for (head, r) in rstd.iter_mut().enumerate() {
                 let weight = if head < c.heads { q_weight } else { k_weight };
                 let part = head * c.head..(head + 1) * c.head;
-                *r = norm_row(&x[part.clone()], weight, T::of(eps), &mut out[part]);
+                *r = norm_row(&x[part.clone()], weight, T::Wide::of(eps), &mut out[part]);
             }
             out[c.values..].copy_from_slice(&x[c.values..]);
         }
@@ -154,11 +154,11 @@ pub fn head_norm_grad<T: Real>(
     x: &[T],
     q_weight: &[T],
     k_weight: &[T],
-    rstd: &[T],
+    rstd: &[T::Wide],
     dx: &mut [T],
-    dq_weight: &mut [T],
-    dk_weight: &mut [T],
-    scratch: &mut [T],
+    dq_weight: &mut [T::Wide],
+    dk_weight: &mut [T::Wide],
+    scratch: &mut [T::Wide],
 ) {
     let c = Columns::of(shape);
     let normed = c.heads + c.kv_heads;

@@ -1,6 +1,6 @@
-//! The update of weights, and the norm that clips it.
+//! The update of weights, and the norm that clips it: in the wide type, in which masters, gradients and state are.
 
-use super::simd::{Real, get, put, strips, vectorised};
+use super::simd::{Float, get, put, strips, vectorised};
 use crate::cpu::pool::{Pool, Shared};
 
 /// Elements below which a task is not worth sharing out.
@@ -11,7 +11,7 @@ const PORTIONS: usize = 256;
 const RUN: usize = 2048;
 
 /// Σ x². NaN and infinity carry through.
-pub fn squared_norm<T: Real>(pool: &Pool, x: &[T]) -> f64 {
+pub fn squared_norm<T: Float>(pool: &Pool, x: &[T]) -> f64 {
     let each = x.len().div_ceil(PORTIONS).next_multiple_of(RUN).max(LEAST);
     let portions = x.len().div_ceil(each);
     let mut sums = [0.0f64; PORTIONS];
@@ -26,7 +26,7 @@ pub fn squared_norm<T: Real>(pool: &Pool, x: &[T]) -> f64 {
 }
 
 vectorised! {
-    fn squares<T, V>(x: &[T]) -> T {
+    fn squares<T: Float, V>(x: &[T]) -> T {
         let mut sums = [V::splat(T::ZERO); 4];
         let mut turn = 0;
         strips::<T, V>(x.len(), #[inline(always)] |at, count| {
@@ -58,7 +58,7 @@ pub struct AdamW<T> {
 /// One step of AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization"; the order of
 /// operations of PyTorch): w −= rate · decay · w; m, v are the moving averages of g and g²;
 /// w −= rate / c₁ · m / (√v / √c₂ + eps).
-pub fn adamw<T: Real>(
+pub fn adamw<T: Float>(
     pool: &Pool,
     step: AdamW<T>,
     weight: &mut [T],
@@ -77,7 +77,7 @@ pub fn adamw<T: Real>(
 }
 
 vectorised! {
-    fn adamw_part<T, V>(step: AdamW<T>, weight: &mut [T], gradient: &[T], first: &mut [T], second: &mut [T]) {
+    fn adamw_part<T: Float, V>(step: AdamW<T>, weight: &mut [T], gradient: &[T], first: &mut [T], second: &mut [T]) {
         let keep = V::splat(T::ONE - step.rate * step.decay);
         let clip = V::splat(step.clip);
         let mix_first = V::splat(T::of(1.0 - step.betas[0]));
@@ -113,7 +113,7 @@ pub struct Sgd<T> {
 
 /// One step as in PyTorch: g += decay · w; the buffer = momentum · buffer + g (it begins as
 /// zeros); w −= rate · buffer, or rate · g without one.
-pub fn sgd<T: Real>(pool: &Pool, step: Sgd<T>, weight: &mut [T], gradient: &[T], buffer: Option<&mut [T]>) {
+pub fn sgd<T: Float>(pool: &Pool, step: Sgd<T>, weight: &mut [T], gradient: &[T], buffer: Option<&mut [T]>) {
     let n = gradient.len();
     assert!(weight.len() == n && buffer.as_ref().is_none_or(|buffer| buffer.len() == n));
     let (weight, buffer) = (Shared::new(weight), buffer.map(Shared::new));
@@ -129,7 +129,7 @@ pub fn sgd<T: Real>(pool: &Pool, step: Sgd<T>, weight: &mut [T], gradient: &[T],
 }
 
 vectorised! {
-    fn sgd_part<T, V>(step: Sgd<T>, weight: &mut [T], gradient: &[T]) {
+    fn sgd_part<T: Float, V>(step: Sgd<T>, weight: &mut [T], gradient: &[T]) {
         let (clip, decay, minus_rate) = (V::splat(step.clip), V::splat(step.decay), V::splat(-step.rate));
         strips::<T, V>(gradient.len(), #[inline(always)] |at, count| {
             let w: V = get(weight, at, count);
@@ -140,7 +140,7 @@ vectorised! {
 }
 
 vectorised! {
-    fn momentum_part<T, V>(step: Sgd<T>, weight: &mut [T], gradient: &[T], buffer: &mut [T]) {
+    fn momentum_part<T: Float, V>(step: Sgd<T>, weight: &mut [T], gradient: &[T], buffer: &mut [T]) {
         let (clip, decay, minus_rate) = (V::splat(step.clip), V::splat(step.decay), V::splat(-step.rate));
         let momentum = V::splat(step.momentum);
         strips::<T, V>(gradient.len(), #[inline(always)] |at, count| {

@@ -6,8 +6,11 @@
 //! tasks, so the result does not depend on the number of threads.
 //!
 //! `small_product` is the unpacked, single-threaded core, which attention uses, too.
+//!
+//! Here are the products of f32 and f64, and the unpacked ones of every type; those of bf16 are in
+//! `pairs.rs`.
 
-use super::simd::{Real, Vector, prefetch, transpose, vectorised};
+use super::simd::{Float, Real, Vector, prefetch, transpose, vectorised};
 use crate::cpu::pool::{Pool, Shared};
 use plimsoll_program::workspace;
 use plimsoll_program::workspace::cpu::{PRODUCT_COLUMNS, PRODUCT_FEW_ROWS, PRODUCT_ROWS};
@@ -16,7 +19,7 @@ use std::ops::Range;
 /// Products with at most this many rows read b as it lies.
 pub(super) const FEW_ROWS: usize = PRODUCT_FEW_ROWS as usize;
 /// Rows of a register tile.
-const GROUP: usize = workspace::cpu::PRODUCT_GROUP as usize;
+pub(super) const GROUP: usize = workspace::cpu::PRODUCT_GROUP as usize;
 
 /// `out[m, n]` = a · b (+ bias) (+ residual), or out += a · b (…).
 #[derive(Clone, Copy)]
@@ -94,17 +97,17 @@ impl Depth {
 
 /// Where tiles are written, and what is added to them. Null pointers add nothing.
 #[derive(Clone, Copy)]
-pub(super) struct Target<T> {
-    pub at: *mut T,
+pub struct Target<T, O = T> {
+    pub at: *mut O,
     pub row: usize,
     pub accumulate: bool,
     pub bias: *const T,
     pub residual: *const T,
 }
 
-impl<T> Target<T> {
+impl<T, O> Target<T, O> {
     /// A plain result whose rows are `row` elements apart.
-    pub fn new(at: *mut T, row: usize, accumulate: bool) -> Self {
+    pub fn new(at: *mut O, row: usize, accumulate: bool) -> Self {
         Target { at, row, accumulate, bias: std::ptr::null(), residual: std::ptr::null() }
     }
 
@@ -112,7 +115,7 @@ impl<T> Target<T> {
     ///
     /// # Safety
     /// (i, j) must be inside the target.
-    unsafe fn from(self, i: usize, j: usize) -> Self {
+    pub unsafe fn from(self, i: usize, j: usize) -> Self {
         let shift = i * self.row + j;
         // SAFETY: the caller's promise; bias has the target's columns, residual its shape.
         unsafe {
@@ -133,11 +136,19 @@ impl<T> Target<T> {
 /// # Safety
 /// a must be readable for M × k, b for k × columns (`b_row` apart), the target for M × columns.
 #[inline(always)]
-unsafe fn tile<T: Real, V: Vector<T>, const M: usize, const N: usize, const ROWS: bool, const PART: bool>(
+unsafe fn tile<
+    T: Float,
+    V: Vector<T>,
+    B: Real<Wide = T>,
+    const M: usize,
+    const N: usize,
+    const ROWS: bool,
+    const PART: bool,
+>(
     k: usize,
     a: *const T,
     stride: usize,
-    b: *const T,
+    b: *const B,
     b_row: usize,
     columns: usize,
     target: Target<T>,
@@ -157,7 +168,7 @@ unsafe fn tile<T: Real, V: Vector<T>, const M: usize, const N: usize, const ROWS
             // SAFETY: inside b by the contract.
             unsafe {
                 let from = b.add(p * b_row + v * V::LANES);
-                right[v] = if PART { V::load_part(from, columns, zero) } else { V::load(from) };
+                right[v] = if PART { B::load_part(from, columns, zero) } else { B::load(from) };
             }
         }
         for i in 0..M {
@@ -208,12 +219,12 @@ unsafe fn tile<T: Real, V: Vector<T>, const M: usize, const N: usize, const ROWS
 /// # Safety
 /// As `tile`, for m rows.
 #[inline(always)]
-unsafe fn panel<T: Real, V: Vector<T>, const N: usize, const PART: bool>(
+unsafe fn panel<T: Float, V: Vector<T>, B: Real<Wide = T>, const N: usize, const PART: bool>(
     m: usize,
     k: usize,
     depth: Depth,
     a: Left<T>,
-    b: *const T,
+    b: *const B,
     b_row: usize,
     columns: usize,
     target: Target<T>,
@@ -230,9 +241,9 @@ unsafe fn panel<T: Real, V: Vector<T>, const N: usize, const PART: bool>(
                     let part = depth.of(i, $M, k);
                     let (at, b) = (at.add(part.start * a.column), b.add(part.start * b_row));
                     if a.column == 1 {
-                        tile::<T, V, { $M }, N, true, PART>(part.len(), at, a.row, b, b_row, columns, to)
+                        tile::<T, V, B, { $M }, N, true, PART>(part.len(), at, a.row, b, b_row, columns, to)
                     } else {
-                        tile::<T, V, { $M }, N, false, PART>(part.len(), at, a.column, b, b_row, columns, to)
+                        tile::<T, V, B, { $M }, N, false, PART>(part.len(), at, a.column, b, b_row, columns, to)
                     }
                     $M
                 }};
@@ -253,7 +264,7 @@ vectorised! {
     ///
     /// The pointers must be good for these shapes: a for m × k, b for k × n, the target for m × n,
     /// and nobody else may write b, a or the target meanwhile.
-    pub(super) fn small_product<T, V>(m: usize, n: usize, k: usize, depth: Depth, a: Left<T>, b: *const T, b_row: usize, target: Target<T>) {
+    pub(super) fn small_product<T: Float, V, B>(m: usize, n: usize, k: usize, depth: Depth, a: Left<T>, b: *const B, b_row: usize, target: Target<T>) {
         let mut j = 0;
         while j < n {
             // As wide a tile as fits: PANEL vectors, two, or one in part.
@@ -263,14 +274,14 @@ vectorised! {
                 let from = b.add(j);
                 let to = target.from(0, j);
                 if V::PANEL == 4 && vectors >= 4 {
-                    panel::<T, V, 4, false>(m, k, depth, a, from, b_row, 4 * V::LANES, to);
+                    panel::<T, V, B, 4, false>(m, k, depth, a, from, b_row, 4 * V::LANES, to);
                     j += 4 * V::LANES;
                 } else if vectors >= 2 {
-                    panel::<T, V, 2, false>(m, k, depth, a, from, b_row, 2 * V::LANES, to);
+                    panel::<T, V, B, 2, false>(m, k, depth, a, from, b_row, 2 * V::LANES, to);
                     j += 2 * V::LANES;
                 } else {
                     let columns = (n - j).min(V::LANES);
-                    panel::<T, V, 1, true>(m, k, depth, a, from, b_row, columns, to);
+                    panel::<T, V, B, 1, true>(m, k, depth, a, from, b_row, columns, to);
                     j += columns;
                 }
             }
@@ -280,13 +291,14 @@ vectorised! {
 
 vectorised! {
     /// How many columns a register tile has.
-    fn panel_columns<T, V>(_of: &[T]) -> usize {
+    fn panel_columns<T: Float, V>(_of: &[T]) -> usize {
         V::PANEL * V::LANES
     }
 }
 
-/// out = a · b as `product` says. `scratch` has `workspace::cpu::product` elements.
-pub fn product<T: Real>(pool: &Pool, p: Product<T>, out: &mut [T], scratch: &mut [T]) {
+/// out = a · b as `product` says, the sums in the wide type, each rounded once to the result's: that of the operands,
+/// or the wide one, as gradients of weights are. `scratch` has `workspace::cpu::product` elements.
+pub fn product<T: Real, O: Real<Wide = T::Wide>>(pool: &Pool, p: Product<T>, out: &mut [O], scratch: &mut [T::Wide]) {
     let Product { m, n, k, .. } = p;
     assert!(p.a.len() >= m * k && p.b.len() >= k * n && out.len() >= m * n, "operands of a {m} x {n} x {k} product");
     assert!(p.bias.is_none_or(|bias| bias.len() >= n) && p.residual.is_none_or(|residual| residual.len() >= m * n));
@@ -296,10 +308,13 @@ pub fn product<T: Real>(pool: &Pool, p: Product<T>, out: &mut [T], scratch: &mut
     if m <= FEW_ROWS && p.b_transposed && !p.a_transposed {
         return few_rows(pool, p, out);
     }
-    packed(pool, p, out, scratch);
+    T::product(pool, p, out, scratch);
 }
 
-fn packed<T: Real>(pool: &Pool, p: Product<T>, out: &mut [T], scratch: &mut [T]) {
+/// `product` of f32 or f64, with packing.
+pub(super) fn float<T: Float, O: Real<Wide = T>>(pool: &Pool, p: Product<T>, out: &mut [O], scratch: &mut [T]) {
+    assert!(O::IS_WIDE, "the product of {0} is {0}", T::DTYPE);
+    let out: &mut [T] = bytemuck::cast_slice_mut(out);
     let Product { m, n, k, .. } = p;
     let depth = workspace::cpu::product_depth(k as u64) as usize;
     let rows = m.min(PRODUCT_ROWS as usize);
@@ -378,7 +393,7 @@ impl<T> Sendable<T> {
 }
 
 /// Packs rows `slice` × `columns` of b as [slice, wide].
-fn pack_right<T: Real>(p: &Product<T>, slice: Range<usize>, columns: Range<usize>, wide: usize, panel: &mut [T]) {
+fn pack_right<T: Float>(p: &Product<T>, slice: Range<usize>, columns: Range<usize>, wide: usize, panel: &mut [T]) {
     if p.b_transposed {
         transpose(&p.b[columns.start * p.k + slice.start..], p.k, columns.len(), slice.len(), T::ONE, panel, wide);
     } else {
@@ -389,7 +404,7 @@ fn pack_right<T: Real>(p: &Product<T>, slice: Range<usize>, columns: Range<usize
 }
 
 /// Packs `rows` × `slice` of a transposed a as groups [slice, GROUP].
-fn pack_left<T: Real>(p: &Product<T>, slice: Range<usize>, rows: Range<usize>, block: &mut [T]) {
+fn pack_left<T: Float>(p: &Product<T>, slice: Range<usize>, rows: Range<usize>, block: &mut [T]) {
     let depth = slice.len();
     let a_row = |row: usize| &p.a[row * p.m..(row + 1) * p.m];
     // A few rows of a at a time: their cache lines serve several groups, and so few fit into one
@@ -412,14 +427,14 @@ fn pack_left<T: Real>(p: &Product<T>, slice: Range<usize>, rows: Range<usize>, b
 }
 
 /// A product with few rows reads b once, as it lies: one dot product per element.
-fn few_rows<T: Real>(pool: &Pool, p: Product<T>, out: &mut [T]) {
+fn few_rows<T: Real, O: Real<Wide = T::Wide>>(pool: &Pool, p: Product<T>, out: &mut [O]) {
     let Product { m, n, k, .. } = p;
     let shared = Shared::new(out);
     // At least 64 Ki multiplications a task.
     pool.split(n, (65536 / (m * k).max(1)).max(4), |range, _| {
         for j in range.clone().step_by(4) {
             let rows = j..range.end.min(j + 4);
-            let mut sums = [[T::ZERO; 4]; FEW_ROWS];
+            let mut sums = [[T::Wide::ZERO; 4]; FEW_ROWS];
             let b = &p.b[j * k..rows.end * k];
             match m {
                 1 => dots_1(k, p.a, b, k, rows.len(), &mut sums),
@@ -433,12 +448,12 @@ fn few_rows<T: Real>(pool: &Pool, p: Product<T>, out: &mut [T]) {
                 for (column, to) in to.iter_mut().enumerate() {
                     let mut sum = sums[i][column];
                     if let Some(bias) = p.bias {
-                        sum += bias[j + column];
+                        sum += bias[j + column].widen();
                     }
                     if let Some(residual) = p.residual {
-                        sum += residual[i * n + j + column];
+                        sum += residual[i * n + j + column].widen();
                     }
-                    *to = if p.accumulate { *to + sum } else { sum };
+                    *to = O::narrow(if p.accumulate { to.widen() + sum } else { sum });
                 }
             }
         }
@@ -449,7 +464,7 @@ macro_rules! dots {
     ($name:ident, $M:literal) => {
         vectorised! {
             /// See `dot_tile`.
-            pub(super) fn $name<T, V>(k: usize, a: &[T], b: &[T], b_row: usize, rows: usize, sums: &mut [[T; 4]; FEW_ROWS]) {
+            pub(super) fn $name<T, V>(k: usize, a: &[T], b: &[T], b_row: usize, rows: usize, sums: &mut [[T::Wide; 4]; FEW_ROWS]) {
                 dot_tile::<T, V, $M>(k, a, b, b_row, rows, sums)
             }
         }
@@ -462,28 +477,28 @@ dots!(dots_4, 4);
 
 /// `sums[i][j] = a[i] · b[j]` for M rows of a and `rows` (up to 4) of b, `b_row` apart, all of length k.
 #[inline(always)]
-fn dot_tile<T: Real, V: Vector<T>, const M: usize>(
+fn dot_tile<T: Real, V: Vector<T::Wide>, const M: usize>(
     k: usize,
     a: &[T],
     b: &[T],
     b_row: usize,
     rows: usize,
-    sums: &mut [[T; 4]; FEW_ROWS],
+    sums: &mut [[T::Wide; 4]; FEW_ROWS],
 ) {
     use super::simd::{get, strips};
-    let zero = V::splat(T::ZERO);
+    let zero = V::splat(T::Wide::ZERO);
     let mut totals = [[zero; 4]; M];
     if rows == 4 {
         strips::<T, V>(
             k,
             #[inline(always)]
             |at, count| {
-                let mut right = [zero; 4];
+                let mut right: [V; 4] = [zero; 4];
                 for j in 0..4 {
-                    right[j] = get(b, j * b_row + at, count);
+                    right[j] = get::<T, V>(b, j * b_row + at, count);
                 }
                 for i in 0..M {
-                    let left: V = get(a, i * k + at, count);
+                    let left = get::<T, V>(a, i * k + at, count);
                     for j in 0..4 {
                         totals[i][j] = left.mul_add(right[j], totals[i][j]);
                     }
@@ -496,7 +511,7 @@ fn dot_tile<T: Real, V: Vector<T>, const M: usize>(
                 k,
                 #[inline(always)]
                 |at, count| {
-                    let right: V = get(b, j * b_row + at, count);
+                    let right = get::<T, V>(b, j * b_row + at, count);
                     for i in 0..M {
                         totals[i][j] = get::<T, V>(a, i * k + at, count).mul_add(right, totals[i][j]);
                     }

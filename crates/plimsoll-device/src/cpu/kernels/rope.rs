@@ -1,7 +1,7 @@
 //! Rotary position embeddings, in the "rotate half" convention of Hugging Face: element i of a
 //! head turns together with element i + E/2.
 
-use super::simd::{Real, get, put, strips, vectorised};
+use super::simd::{Float, Real, get, put, strips, vectorised};
 use super::{Heads, attention::Columns};
 use crate::cpu::pool::{Pool, Shared};
 use plimsoll_program::op::RopeScaling;
@@ -12,7 +12,7 @@ const LEAST: usize = 8192;
 /// Fills `table[P, E]`: row p holds the cosines of p's E/2 angles, then their sines.
 ///
 /// Frequencies and angles are computed in `T`, as transformers does in f32.
-pub fn rope_table<T: Real>(pool: &Pool, head_dim: usize, theta: f64, scaling: &RopeScaling, table: &mut [T]) {
+pub fn rope_table<T: Float>(pool: &Pool, head_dim: usize, theta: f64, scaling: &RopeScaling, table: &mut [T]) {
     let half = head_dim / 2;
     let rows = table.len() / head_dim;
     let table = Shared::new(table);
@@ -31,7 +31,7 @@ pub fn rope_table<T: Real>(pool: &Pool, head_dim: usize, theta: f64, scaling: &R
 
 /// Radians per position of pair `i`. Llama 3 keeps short waves, divides the frequency of long
 /// ones, and blends in between (Llama 3.1 model card; transformers, `modeling_rope_utils`).
-fn frequency<T: Real>(i: usize, head_dim: usize, theta: T, scaling: &RopeScaling) -> T {
+fn frequency<T: Float>(i: usize, head_dim: usize, theta: T, scaling: &RopeScaling) -> T {
     let plain = T::ONE / theta.powf(T::of((2 * i) as f64) / T::of(head_dim as f64));
     match *scaling {
         RopeScaling::None => plain,
@@ -55,7 +55,7 @@ fn frequency<T: Real>(i: usize, head_dim: usize, theta: T, scaling: &RopeScaling
 
 /// Rotates the query and key heads of `qkv[N, C]` in place by their `positions[N]`, or back if
 /// `inverse` (which is the gradient).
-pub fn rope<T: Real>(pool: &Pool, shape: Heads, table: &[T], positions: &[i32], inverse: bool, qkv: &mut [T]) {
+pub fn rope<T: Real>(pool: &Pool, shape: Heads, table: &[T::Wide], positions: &[i32], inverse: bool, qkv: &mut [T]) {
     let c = Columns::of(shape);
     assert!(qkv.len() == positions.len() * c.all);
     let qkv = Shared::new(qkv);
@@ -64,21 +64,21 @@ pub fn rope<T: Real>(pool: &Pool, shape: Heads, table: &[T], positions: &[i32], 
             // SAFETY: rows of one split are disjoint.
             let row_of = unsafe { qkv.part(row * c.all..row * c.all + c.values) };
             let turn = &table[positions[row] as usize * c.head..][..c.head];
-            rotate(row_of, turn, if inverse { -T::ONE } else { T::ONE });
+            rotate(row_of, turn, if inverse { -T::Wide::ONE } else { T::Wide::ONE });
         }
     });
 }
 
 vectorised! {
     /// Rotates all heads in `row` by the angles of `turn` (cosines, sines), sines times `sign`.
-    fn rotate<T, V>(row: &mut [T], turn: &[T], sign: T) {
+    fn rotate<T, V>(row: &mut [T], turn: &[T::Wide], sign: T::Wide) {
         let (cos, sin) = turn.split_at(turn.len() / 2);
         for head in row.chunks_exact_mut(turn.len()) {
             let (low, high) = head.split_at_mut(cos.len());
             strips::<T, V>(cos.len(), #[inline(always)] |at, count| {
                 let (a, b): (V, V) = (get(low, at, count), get(high, at, count));
                 let c: V = get(cos, at, count);
-                let s = get::<T, V>(sin, at, count) * V::splat(sign);
+                let s = get::<T::Wide, V>(sin, at, count) * V::splat(sign);
                 put(low, at, count, a * c - b * s);
                 put(high, at, count, b.mul_add(c, a * s));
             });

@@ -1,23 +1,81 @@
-//! Numbers and vectors: the two floats that kernels compute in (`Real`), vectors of them in three
-//! widths (`Vector`), and `vectorised!`, which compiles a function for each width and picks the
-//! widest one that the processor has.
+//! Numbers and vectors: the types that tensors are stored in (`Real`), the two floats that kernels
+//! compute in (`Float`), vectors of those in three widths (`Vector`), and `vectorised!`, which
+//! compiles a function for each width and picks the widest one that the processor has.
 //!
-//! Kernels are written once, over `T: Real` and `V: Vector<T>`. `PLIMSOLL_VECTORS` (`portable`,
-//! `avx2`, `avx512`) narrows the choice: to reproduce another machine's bits, or to test.
+//! Kernels are written once, over `T: Real` and `V: Vector<T::Wide>`: reading widens, which is exact,
+//! and writing rounds, once, to nearest even. `PLIMSOLL_VECTORS` (`portable`, `avx2`, `avx512`)
+//! narrows the choice: to reproduce another machine's bits, or to test.
 
+use super::product::{self, Left, Product, Target};
+use super::{attention, pairs};
+use crate::cpu::pool::Pool;
 use bytemuck::Pod;
+use half::bf16;
+use plimsoll_core::DType;
 use std::fmt::Debug;
 use std::ops::{Add, AddAssign, Div, Mul, Neg, Sub};
 use std::sync::OnceLock;
 
+/// A type that tensors are stored in: `f32`, `bf16`, or `f64` for the reference executor of the tests.
+pub trait Real: Pod + Default + PartialOrd + Send + Sync + Debug {
+    /// What it is computed in, and what sums, statistics and masters are stored in.
+    type Wide: Float;
+    /// The type's name in plans.
+    const DTYPE: DType;
+    /// Whether it is its own wide type.
+    const IS_WIDE: bool;
+    /// 0
+    const ZERO: Self;
+    /// The nearest number to `x`.
+    fn of(x: f64) -> Self;
+    /// The same number in 64 bits.
+    fn wide(self) -> f64;
+    /// The same number in the wide type.
+    fn widen(self) -> Self::Wide;
+    /// The nearest number to `x`, ties to even.
+    fn narrow(x: Self::Wide) -> Self;
+    /// Reads `LANES` numbers.
+    ///
+    /// # Safety
+    /// As [`Vector::load`].
+    unsafe fn load<V: Vector<Self::Wide>>(from: *const Self) -> V;
+    /// Writes all lanes, rounded.
+    ///
+    /// # Safety
+    /// As [`Vector::store`].
+    unsafe fn store<V: Vector<Self::Wide>>(value: V, to: *mut Self);
+    /// Reads `count` numbers; the other lanes are those of `fill`.
+    ///
+    /// # Safety
+    /// As [`Vector::load_part`].
+    unsafe fn load_part<V: Vector<Self::Wide>>(from: *const Self, count: usize, fill: V) -> V;
+    /// Writes the first `count` lanes, rounded.
+    ///
+    /// # Safety
+    /// As [`Vector::store_part`].
+    unsafe fn store_part<V: Vector<Self::Wide>>(value: V, to: *mut Self, count: usize);
+    /// `product` for operands of this type, into a result of the same or of the wide one.
+    fn product<O: Real<Wide = Self::Wide>>(pool: &Pool, p: Product<Self>, out: &mut [O], scratch: &mut [Self::Wide]);
+    /// Attention's right-hand operands: `to[E, Q]` = the first `count` rows of `from`, `row` apart, times `scale`, or,
+    /// in a type whose products are of pairs, in pairs and as they are; other lanes become zeros.
+    fn lay_out(from: &[Self], row: usize, count: usize, head: usize, scale: Self::Wide, to: &mut [Self::Wide]);
+    /// What scores made of such operands are still to be multiplied with, where `scale` was asked for.
+    fn rest_of_scale(scale: Self::Wide) -> Self::Wide;
+    /// `target[m, n]` = rows of `a` over k · what `lay_out` made, from `right` on, Q apart.
+    fn score(
+        m: usize,
+        n: usize,
+        k: usize,
+        a: *const Self,
+        row: usize,
+        right: *const Self::Wide,
+        target: Target<Self::Wide>,
+    );
+}
+
 /// A float that kernels compute in: `f32`, or `f64` for the reference executor of the tests.
-pub trait Real:
-    Pod
-    + Default
-    + PartialOrd
-    + Send
-    + Sync
-    + Debug
+pub trait Float:
+    Real<Wide = Self>
     + Add<Output = Self>
     + Sub<Output = Self>
     + Mul<Output = Self>
@@ -31,18 +89,12 @@ pub trait Real:
     type Avx2: Vector<Self>;
     /// Vectors of 512 bits.
     type Avx512: Vector<Self>;
-    /// 0
-    const ZERO: Self;
     /// 1
     const ONE: Self;
     /// The lowest finite number.
     const LOWEST: Self;
     /// Minus infinity.
     const MINUS_INFINITY: Self;
-    /// The nearest number to `x`.
-    fn of(x: f64) -> Self;
-    /// The same number in 64 bits.
-    fn wide(self) -> f64;
     /// Square root.
     fn sqrt(self) -> Self;
     /// e to the power of `self`, by the algorithm of the vectors.
@@ -62,7 +114,9 @@ pub trait Real:
 /// The methods of the AVX types use instructions that not every processor has. Values of these
 /// types are made only in functions under `vectorised!`, which asks the processor first; that is
 /// what their `SAFETY` comments mean by "the dispatcher". The module is private for that reason.
-pub trait Vector<T>: Copy + Add<Output = Self> + Sub<Output = Self> + Mul<Output = Self> + Div<Output = Self> {
+pub trait Vector<T: Float>:
+    Copy + Add<Output = Self> + Sub<Output = Self> + Mul<Output = Self> + Div<Output = Self>
+{
     /// How many numbers.
     const LANES: usize;
     /// How many vectors wide the tile of a matrix product is: as many as fill the registers.
@@ -89,6 +143,55 @@ pub trait Vector<T>: Copy + Add<Output = Self> + Sub<Output = Self> + Mul<Output
     /// # Safety
     /// `to` must be writable for `count` numbers.
     unsafe fn store_part(self, to: *mut T, count: usize);
+    /// Reads `LANES` numbers of bf16.
+    ///
+    /// # Safety
+    /// As `load`.
+    #[inline(always)]
+    unsafe fn load_bf16(from: *const bf16) -> Self {
+        // SAFETY: the caller's promise.
+        unsafe { Self::load_bf16_part(from, Self::LANES, Self::splat(T::ZERO)) }
+    }
+    /// Writes all lanes, rounded to bf16: to nearest even, subnormals kept, NaN quiet.
+    ///
+    /// # Safety
+    /// As `store`.
+    #[inline(always)]
+    unsafe fn store_bf16(self, to: *mut bf16) {
+        // SAFETY: the caller's promise.
+        unsafe { self.store_bf16_part(to, Self::LANES) }
+    }
+    /// As `load_part`, of bf16.
+    ///
+    /// # Safety
+    /// As `load_part`.
+    #[inline(always)]
+    unsafe fn load_bf16_part(from: *const bf16, count: usize, fill: Self) -> Self {
+        let mut lanes = [T::ZERO; MOST_LANES];
+        // SAFETY: no vector has more lanes; the caller's promise.
+        unsafe {
+            fill.store(lanes.as_mut_ptr());
+            for (at, lane) in lanes.iter_mut().enumerate().take(count) {
+                *lane = T::of((*from.add(at)).wide());
+            }
+            Self::load(lanes.as_ptr())
+        }
+    }
+    /// As `store_part`, rounded to bf16.
+    ///
+    /// # Safety
+    /// As `store_part`.
+    #[inline(always)]
+    unsafe fn store_bf16_part(self, to: *mut bf16, count: usize) {
+        let mut lanes = [T::ZERO; MOST_LANES];
+        // SAFETY: no vector has more lanes; the caller's promise.
+        unsafe {
+            self.store(lanes.as_mut_ptr());
+            for (at, lane) in lanes.iter().enumerate().take(count) {
+                *to.add(at) = bf16::from_f32(lane.wide() as f32);
+            }
+        }
+    }
     /// `self * factor + term`, fused where the processor can.
     fn mul_add(self, factor: Self, term: Self) -> Self;
     /// The larger of each pair; `other` where they cannot be compared.
@@ -109,6 +212,52 @@ pub trait Vector<T>: Copy + Add<Output = Self> + Sub<Output = Self> + Mul<Output
     fn largest(self) -> T;
 }
 
+/// Vectors whose lanes may hold the bits of a pair of bf16, the first number in the lower half.
+pub trait PairVector: Vector<f32> {
+    /// The first number of each pair.
+    fn low(self) -> Self;
+    /// The second number of each pair.
+    fn high(self) -> Self;
+}
+
+/// A way to multiply pairs of bf16.
+pub trait Dot {
+    /// The vectors that hold the pairs, and the sums.
+    type V: PairVector;
+    /// sum + a.low · b.low + a.high · b.high
+    fn dot(a: Self::V, b: Self::V, sum: Self::V) -> Self::V;
+}
+
+/// Pairs taken apart and multiplied as f32.
+pub struct Widened<V>(std::marker::PhantomData<V>);
+
+impl<V: PairVector> Dot for Widened<V> {
+    type V = V;
+    #[inline(always)]
+    fn dot(a: V, b: V, sum: V) -> V {
+        a.high().mul_add(b.high(), a.low().mul_add(b.low(), sum))
+    }
+}
+
+impl<const N: usize> PairVector for Lanes<f32, N> {
+    #[inline(always)]
+    fn low(self) -> Self {
+        Lanes(self.0.map(|x| f32::from_bits(x.to_bits() << 16)))
+    }
+    #[inline(always)]
+    fn high(self) -> Self {
+        Lanes(self.0.map(|x| f32::from_bits(x.to_bits() & 0xffff_0000)))
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+pub use x86::Native;
+#[cfg(not(target_arch = "x86_64"))]
+pub type Native = Widened<Lanes<f32, 8>>;
+
+/// No vector has more lanes.
+const MOST_LANES: usize = 16;
+
 /// Which vectors are used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Level {
@@ -118,6 +267,8 @@ pub enum Level {
     Avx2,
     /// AVX-512 F.
     Avx512,
+    /// The same, and AVX-512 BF16 for products of bf16.
+    Avx512Bf16,
 }
 
 /// The widest vectors of this processor, or fewer if `PLIMSOLL_VECTORS` says so.
@@ -127,7 +278,8 @@ pub fn level() -> Level {
         let limit = match std::env::var("PLIMSOLL_VECTORS").as_deref() {
             Ok("portable") => Level::Portable,
             Ok("avx2") => Level::Avx2,
-            _ => Level::Avx512,
+            Ok("avx512") => Level::Avx512,
+            _ => Level::Avx512Bf16,
         };
         widest().min(limit)
     })
@@ -136,9 +288,11 @@ pub fn level() -> Level {
 #[cfg(target_arch = "x86_64")]
 fn widest() -> Level {
     let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
-    match (avx2 && is_x86_feature_detected!("avx512f"), avx2) {
-        (true, _) => Level::Avx512,
-        (_, true) => Level::Avx2,
+    let avx512 = avx2 && is_x86_feature_detected!("avx512f");
+    match (avx512 && is_x86_feature_detected!("avx512bf16"), avx512, avx2) {
+        (true, ..) => Level::Avx512Bf16,
+        (_, true, _) => Level::Avx512,
+        (.., true) => Level::Avx2,
         _ => Level::Portable,
     }
 }
@@ -148,34 +302,38 @@ fn widest() -> Level {
     Level::Portable
 }
 
-/// Defines `fn name<T: Real>(…)` whose body, written over `T` and `V: Vector<T>`, is compiled for
-/// each width of vectors and called at the widest that the processor has.
+/// Defines `fn name<T: Real>(…)` (or `T: Float`) whose body, written over `T` and `V: Vector<T::Wide>`, is
+/// compiled for each width of vectors and called at the widest that the processor has. Types after `V` are
+/// further ones with the same wide type.
 macro_rules! vectorised {
-    ($(#[$meta:meta])* $vis:vis fn $name:ident<$T:ident, $V:ident>($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
+    ($(#[$meta:meta])* $vis:vis fn $name:ident<$T:ident, $V:ident>($($rest:tt)*) $($more:tt)*) => {
+        vectorised! { $(#[$meta])* $vis fn $name<$T: Real, $V>($($rest)*) $($more)* }
+    };
+    ($(#[$meta:meta])* $vis:vis fn $name:ident<$T:ident: $bound:ident, $V:ident $(, $X:ident)*>($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
         $(#[$meta])*
-        $vis fn $name<$T: $crate::cpu::kernels::simd::Real>($($arg: $ty),*) $(-> $ret)? {
+        $vis fn $name<$T: $crate::cpu::kernels::simd::$bound $(, $X: $crate::cpu::kernels::simd::Real<Wide = $T::Wide>)*>($($arg: $ty),*) $(-> $ret)? {
             #[inline(always)]
-            fn body<$T: $crate::cpu::kernels::simd::Real, $V: $crate::cpu::kernels::simd::Vector<$T>>($($arg: $ty),*) $(-> $ret)? $body
+            fn body<$T: $crate::cpu::kernels::simd::$bound, $V: $crate::cpu::kernels::simd::Vector<$T::Wide> $(, $X: $crate::cpu::kernels::simd::Real<Wide = $T::Wide>)*>($($arg: $ty),*) $(-> $ret)? $body
             #[cfg(target_arch = "x86_64")]
             {
                 use $crate::cpu::kernels::simd::{Level, level};
                 #[target_feature(enable = "avx512f,avx2,fma")]
-                fn avx512<$T: $crate::cpu::kernels::simd::Real>($($arg: $ty),*) $(-> $ret)? {
-                    body::<$T, $T::Avx512>($($arg),*)
+                fn avx512<$T: $crate::cpu::kernels::simd::$bound $(, $X: $crate::cpu::kernels::simd::Real<Wide = $T::Wide>)*>($($arg: $ty),*) $(-> $ret)? {
+                    body::<$T, <$T::Wide as $crate::cpu::kernels::simd::Float>::Avx512 $(, $X)*>($($arg),*)
                 }
                 #[target_feature(enable = "avx2,fma")]
-                fn avx2<$T: $crate::cpu::kernels::simd::Real>($($arg: $ty),*) $(-> $ret)? {
-                    body::<$T, $T::Avx2>($($arg),*)
+                fn avx2<$T: $crate::cpu::kernels::simd::$bound $(, $X: $crate::cpu::kernels::simd::Real<Wide = $T::Wide>)*>($($arg: $ty),*) $(-> $ret)? {
+                    body::<$T, <$T::Wide as $crate::cpu::kernels::simd::Float>::Avx2 $(, $X)*>($($arg),*)
                 }
                 match level() {
                     // SAFETY: `level` has asked this processor for these features.
-                    Level::Avx512 => return unsafe { avx512($($arg),*) },
+                    Level::Avx512 | Level::Avx512Bf16 => return unsafe { avx512::<$T $(, $X)*>($($arg),*) },
                     // SAFETY: as above.
-                    Level::Avx2 => return unsafe { avx2($($arg),*) },
+                    Level::Avx2 => return unsafe { avx2::<$T $(, $X)*>($($arg),*) },
                     Level::Portable => {}
                 }
             }
-            body::<$T, $T::Portable>($($arg),*)
+            body::<$T, <$T::Wide as $crate::cpu::kernels::simd::Float>::Portable $(, $X)*>($($arg),*)
         }
     };
 }
@@ -183,7 +341,7 @@ pub(crate) use vectorised;
 
 /// Calls `work(at, count)` for each strip of `LANES` elements of `0..n`; the last may have fewer.
 #[inline(always)]
-pub fn strips<T, V: Vector<T>>(n: usize, mut work: impl FnMut(usize, usize)) {
+pub fn strips<T: Real, V: Vector<T::Wide>>(n: usize, mut work: impl FnMut(usize, usize)) {
     let mut at = 0;
     while at + V::LANES <= n {
         work(at, V::LANES);
@@ -196,34 +354,34 @@ pub fn strips<T, V: Vector<T>>(n: usize, mut work: impl FnMut(usize, usize)) {
 
 /// The strip of `count` elements at `at`, filled up with `fill`.
 #[inline(always)]
-pub fn get_or<T, V: Vector<T>>(slice: &[T], at: usize, count: usize, fill: V) -> V {
+pub fn get_or<T: Real, V: Vector<T::Wide>>(slice: &[T], at: usize, count: usize, fill: V) -> V {
     assert!(count <= V::LANES && at + count <= slice.len());
     // SAFETY: the range is inside the slice.
     unsafe {
         if count == V::LANES {
-            V::load(slice.as_ptr().add(at))
+            T::load(slice.as_ptr().add(at))
         } else {
-            V::load_part(slice.as_ptr().add(at), count, fill)
+            T::load_part(slice.as_ptr().add(at), count, fill)
         }
     }
 }
 
 /// The strip of `count` elements at `at`, filled up with zeros.
 #[inline(always)]
-pub fn get<T: Real, V: Vector<T>>(slice: &[T], at: usize, count: usize) -> V {
-    get_or(slice, at, count, V::splat(T::ZERO))
+pub fn get<T: Real, V: Vector<T::Wide>>(slice: &[T], at: usize, count: usize) -> V {
+    get_or(slice, at, count, V::splat(T::Wide::ZERO))
 }
 
 /// Writes the first `count` lanes at `at`.
 #[inline(always)]
-pub fn put<T, V: Vector<T>>(slice: &mut [T], at: usize, count: usize, value: V) {
+pub fn put<T: Real, V: Vector<T::Wide>>(slice: &mut [T], at: usize, count: usize, value: V) {
     assert!(count <= V::LANES && at + count <= slice.len());
     // SAFETY: the range is inside the slice.
     unsafe {
         if count == V::LANES {
-            value.store(slice.as_mut_ptr().add(at))
+            T::store(value, slice.as_mut_ptr().add(at))
         } else {
-            value.store_part(slice.as_mut_ptr().add(at), count)
+            T::store_part(value, slice.as_mut_ptr().add(at), count)
         }
     }
 }
@@ -243,42 +401,62 @@ pub fn prefetch<T>(at: *const T) {
 
 vectorised! {
     /// `to[columns, to_row]` = factor · the transpose of `from[rows, from_row]`; `rows <= to_row`.
-    pub fn transpose<T, V>(from: &[T], from_row: usize, rows: usize, columns: usize, factor: T, to: &mut [T], to_row: usize) {
-        if rows == 0 || columns == 0 {
-            return;
-        }
-        assert!(from.len() >= (rows - 1) * from_row + columns && to.len() >= (columns - 1) * to_row + rows);
-        let scale = V::splat(factor);
-        let whole = (rows - rows % V::LANES, columns - columns % V::LANES);
-        for i in (0..whole.0).step_by(V::LANES) {
-            for j in (0..whole.1).step_by(V::LANES) {
-                // No vector has more than 16 lanes.
-                let mut block = [scale; 16];
+    pub fn transpose<T: Float, V>(from: &[T], from_row: usize, rows: usize, columns: usize, factor: T, to: &mut [T], to_row: usize) {
+        let scale = V::splat(factor.widen());
+        turn::<T, V>(from, from_row, rows, columns, to, to_row, #[inline(always)] |block| block * scale, #[inline(always)] |x| x * factor);
+    }
+}
+
+vectorised! {
+    /// `transpose` of what only has the size of a `T`: no bit is changed.
+    pub fn transpose_bits<T: Float, V>(from: &[T], from_row: usize, rows: usize, columns: usize, to: &mut [T], to_row: usize) {
+        turn::<T, V>(from, from_row, rows, columns, to, to_row, #[inline(always)] |block| block, #[inline(always)] |x| x);
+    }
+}
+
+#[inline(always)]
+fn turn<T: Float, V: Vector<T::Wide>>(
+    from: &[T],
+    from_row: usize,
+    rows: usize,
+    columns: usize,
+    to: &mut [T],
+    to_row: usize,
+    adjust: impl Fn(V) -> V,
+    adjust_one: impl Fn(T) -> T,
+) {
+    if rows == 0 || columns == 0 {
+        return;
+    }
+    assert!(from.len() >= (rows - 1) * from_row + columns && to.len() >= (columns - 1) * to_row + rows);
+    let whole = (rows - rows % V::LANES, columns - columns % V::LANES);
+    for i in (0..whole.0).step_by(V::LANES) {
+        for j in (0..whole.1).step_by(V::LANES) {
+            let mut block = [V::splat(T::Wide::ZERO); MOST_LANES];
+            for r in 0..V::LANES {
+                prefetch(from.as_ptr().wrapping_add((i + r + V::LANES) * from_row + j));
+                // SAFETY: row i + r, columns j.. are inside `from`, as asserted.
+                block[r] = adjust(unsafe { T::load(from.as_ptr().add((i + r) * from_row + j)) });
+            }
+            let mut bit = 1;
+            while bit < V::LANES {
                 for r in 0..V::LANES {
-                    prefetch(from.as_ptr().wrapping_add((i + r + V::LANES) * from_row + j));
-                    // SAFETY: row i + r, columns j.. are inside `from`, as asserted.
-                    block[r] = unsafe { V::load(from.as_ptr().add((i + r) * from_row + j)) } * scale;
-                }
-                let mut bit = 1;
-                while bit < V::LANES {
-                    for r in 0..V::LANES {
-                        if r & bit == 0 {
-                            (block[r], block[r | bit]) = block[r].swap_lanes(block[r | bit], bit);
-                        }
+                    if r & bit == 0 {
+                        (block[r], block[r | bit]) = block[r].swap_lanes(block[r | bit], bit);
                     }
-                    bit *= 2;
                 }
-                for r in 0..V::LANES {
-                    // SAFETY: row j + r, columns i.. are inside `to`, as asserted.
-                    unsafe { block[r].store(to.as_mut_ptr().add((j + r) * to_row + i)) };
-                }
+                bit *= 2;
+            }
+            for r in 0..V::LANES {
+                // SAFETY: row j + r, columns i.. are inside `to`, as asserted.
+                unsafe { T::store(block[r], to.as_mut_ptr().add((j + r) * to_row + i)) };
             }
         }
-        for i in 0..rows {
-            let first = if i < whole.0 { whole.1 } else { 0 };
-            for j in first..columns {
-                to[j * to_row + i] = from[i * from_row + j] * factor;
-            }
+    }
+    for i in 0..rows {
+        let first = if i < whole.0 { whole.1 } else { 0 };
+        for j in first..columns {
+            to[j * to_row + i] = adjust_one(from[i * from_row + j]);
         }
     }
 }
@@ -317,8 +495,71 @@ fn exp_f32(x: f32) -> f32 {
 }
 
 macro_rules! real {
-    ($T:ident, $lanes:literal, $avx2:ty, $avx512:ty, $exp:expr) => {
+    ($T:ident, $dtype:ident, $lanes:literal, $avx2:ty, $avx512:ty, $exp:expr) => {
         impl Real for $T {
+            type Wide = Self;
+            const DTYPE: DType = DType::$dtype;
+            const IS_WIDE: bool = true;
+            const ZERO: Self = 0.0;
+            #[inline(always)]
+            fn of(x: f64) -> Self {
+                x as $T
+            }
+            #[inline(always)]
+            fn wide(self) -> f64 {
+                self as f64
+            }
+            #[inline(always)]
+            fn widen(self) -> Self {
+                self
+            }
+            #[inline(always)]
+            fn narrow(x: Self) -> Self {
+                x
+            }
+            #[inline(always)]
+            unsafe fn load<V: Vector<Self>>(from: *const Self) -> V {
+                // SAFETY: the caller's promise.
+                unsafe { V::load(from) }
+            }
+            #[inline(always)]
+            unsafe fn store<V: Vector<Self>>(value: V, to: *mut Self) {
+                // SAFETY: the caller's promise.
+                unsafe { value.store(to) }
+            }
+            #[inline(always)]
+            unsafe fn load_part<V: Vector<Self>>(from: *const Self, count: usize, fill: V) -> V {
+                // SAFETY: the caller's promise.
+                unsafe { V::load_part(from, count, fill) }
+            }
+            #[inline(always)]
+            unsafe fn store_part<V: Vector<Self>>(value: V, to: *mut Self, count: usize) {
+                // SAFETY: the caller's promise.
+                unsafe { value.store_part(to, count) }
+            }
+            fn product<O: Real<Wide = Self>>(pool: &Pool, p: Product<Self>, out: &mut [O], scratch: &mut [Self]) {
+                product::float(pool, p, out, scratch);
+            }
+            fn lay_out(from: &[Self], row: usize, count: usize, head: usize, scale: Self, to: &mut [Self]) {
+                attention::lay_out(from, row, count, head, scale, to);
+            }
+            fn rest_of_scale(_: Self) -> Self {
+                1.0
+            }
+            fn score(m: usize, n: usize, k: usize, a: *const Self, row: usize, right: *const Self, to: Target<Self>) {
+                product::small_product(
+                    m,
+                    n,
+                    k,
+                    product::Depth::Whole,
+                    Left::rows(a, row),
+                    right,
+                    attention::QUERIES,
+                    to,
+                );
+            }
+        }
+        impl Float for $T {
             type Portable = Lanes<$T, $lanes>;
             #[cfg(target_arch = "x86_64")]
             type Avx2 = $avx2;
@@ -328,18 +569,9 @@ macro_rules! real {
             type Avx2 = Lanes<$T, $lanes>;
             #[cfg(not(target_arch = "x86_64"))]
             type Avx512 = Lanes<$T, $lanes>;
-            const ZERO: Self = 0.0;
             const ONE: Self = 1.0;
             const LOWEST: Self = $T::MIN;
             const MINUS_INFINITY: Self = $T::NEG_INFINITY;
-            #[inline(always)]
-            fn of(x: f64) -> Self {
-                x as $T
-            }
-            #[inline(always)]
-            fn wide(self) -> f64 {
-                self as f64
-            }
             #[inline(always)]
             fn sqrt(self) -> Self {
                 self.sqrt()
@@ -365,14 +597,69 @@ macro_rules! real {
     };
 }
 
-real!(f32, 8, x86::F32x8, x86::F32x16, exp_f32);
-real!(f64, 4, x86::F64x4, x86::F64x8, f64::exp);
+real!(f32, F32, 8, x86::F32x8, x86::F32x16, exp_f32);
+real!(f64, F64, 4, x86::F64x4, x86::F64x8, f64::exp);
+
+impl Real for bf16 {
+    type Wide = f32;
+    const DTYPE: DType = DType::Bf16;
+    const IS_WIDE: bool = false;
+    const ZERO: Self = bf16::ZERO;
+    fn of(x: f64) -> Self {
+        bf16::from_f32(super::cast::to_odd(x))
+    }
+    #[inline(always)]
+    fn wide(self) -> f64 {
+        f64::from(self.widen())
+    }
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        // `to_f32` makes a NaN quiet, which takes a comparison for each number.
+        f32::from_bits(u32::from(self.to_bits()) << 16)
+    }
+    #[inline(always)]
+    fn narrow(x: f32) -> Self {
+        bf16::from_f32(x)
+    }
+    #[inline(always)]
+    unsafe fn load<V: Vector<f32>>(from: *const Self) -> V {
+        // SAFETY: the caller's promise.
+        unsafe { V::load_bf16(from) }
+    }
+    #[inline(always)]
+    unsafe fn store<V: Vector<f32>>(value: V, to: *mut Self) {
+        // SAFETY: the caller's promise.
+        unsafe { value.store_bf16(to) }
+    }
+    #[inline(always)]
+    unsafe fn load_part<V: Vector<f32>>(from: *const Self, count: usize, fill: V) -> V {
+        // SAFETY: the caller's promise.
+        unsafe { V::load_bf16_part(from, count, fill) }
+    }
+    #[inline(always)]
+    unsafe fn store_part<V: Vector<f32>>(value: V, to: *mut Self, count: usize) {
+        // SAFETY: the caller's promise.
+        unsafe { value.store_bf16_part(to, count) }
+    }
+    fn product<O: Real<Wide = f32>>(pool: &Pool, p: Product<Self>, out: &mut [O], scratch: &mut [f32]) {
+        pairs::product(pool, p, out, scratch);
+    }
+    fn lay_out(from: &[Self], row: usize, count: usize, head: usize, _: f32, to: &mut [f32]) {
+        pairs::lay_out(from, row, count, head, to);
+    }
+    fn rest_of_scale(scale: f32) -> f32 {
+        scale
+    }
+    fn score(m: usize, n: usize, k: usize, a: *const Self, row: usize, right: *const f32, to: Target<f32>) {
+        pairs::score(m, n, k, a, row, right, to);
+    }
+}
 
 /// Vectors for any processor.
 #[derive(Clone, Copy)]
 pub struct Lanes<T, const N: usize>([T; N]);
 
-impl<T: Real, const N: usize> Lanes<T, N> {
+impl<T: Float, const N: usize> Lanes<T, N> {
     #[inline(always)]
     fn zip(self, other: Self, f: impl Fn(T, T) -> T) -> Self {
         let mut out = self.0;
@@ -385,7 +672,7 @@ impl<T: Real, const N: usize> Lanes<T, N> {
 
 macro_rules! lanes_operator {
     ($trait:ident, $method:ident, $op:tt) => {
-        impl<T: Real, const N: usize> $trait for Lanes<T, N> {
+        impl<T: Float, const N: usize> $trait for Lanes<T, N> {
             type Output = Self;
             #[inline(always)]
             fn $method(self, other: Self) -> Self {
@@ -399,7 +686,7 @@ lanes_operator!(Sub, sub, -);
 lanes_operator!(Mul, mul, *);
 lanes_operator!(Div, div, /);
 
-impl<T: Real, const N: usize> Vector<T> for Lanes<T, N> {
+impl<T: Float, const N: usize> Vector<T> for Lanes<T, N> {
     const LANES: usize = N;
     const PANEL: usize = 2;
     #[inline(always)]
@@ -508,7 +795,8 @@ mod x86 {
     //! AVX2 and AVX-512. `SAFETY` throughout: see `Vector`: values of these types exist only where
     //! the dispatcher has found the processor able; pointers are as good as the caller promised.
 
-    use super::{EXP_LEAST, EXP_MOST, EXP_TERMS, LN2_HIGH, LN2_LOW, Vector};
+    use super::{Dot, EXP_LEAST, EXP_MOST, EXP_TERMS, LN2_HIGH, LN2_LOW, PairVector, Vector};
+    use half::bf16;
     use std::arch::x86_64::*;
     use std::ops::{Add, Div, Mul, Sub};
 
@@ -533,7 +821,8 @@ mod x86 {
          |$to:ident, $places:ident, $value:ident| $store_part:expr,
          |$a:ident, $b:ident, $yes:ident, $no:ident| $where_le:expr,
          |$low:ident, $high:ident, $bit:ident| $swap:expr,
-         |$s:ident| $sum:expr, |$l:ident| $largest:expr, |$x:ident| $exp:expr) => {
+         |$s:ident| $sum:expr, |$l:ident| $largest:expr, |$x:ident| $exp:expr
+         $(, |$half:ident| $widen:expr, |$half_to:ident, $narrowed:ident| $narrow:expr)?) => {
             /// Numbers in one register.
             #[derive(Clone, Copy)]
             pub struct $name($raw);
@@ -571,6 +860,19 @@ mod x86 {
                     // SAFETY: the dispatcher; the caller's promise; lanes masked off are not touched.
                     unsafe { $store_part }
                 }
+                $(
+                    #[inline(always)]
+                    unsafe fn load_bf16($half: *const bf16) -> Self {
+                        // SAFETY: the dispatcher; the caller's promise.
+                        $name(unsafe { $widen })
+                    }
+                    #[inline(always)]
+                    unsafe fn store_bf16(self, $half_to: *mut bf16) {
+                        let $narrowed = self.0;
+                        // SAFETY: the dispatcher; the caller's promise.
+                        unsafe { $narrow }
+                    }
+                )?
                 #[inline(always)]
                 fn mul_add(self, factor: Self, term: Self) -> Self {
                     // SAFETY: the dispatcher.
@@ -648,7 +950,9 @@ mod x86 {
         },
         |x| _mm512_reduce_add_ps(x),
         |x| _mm512_reduce_max_ps(x),
-        |x| exp512(x)
+        |x| exp512(x),
+        |from| _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast())))),
+        |to, value| _mm256_storeu_si256(to.cast(), narrow512(value))
     );
     vector!(
         F64x8,
@@ -725,7 +1029,9 @@ mod x86 {
             _mm256_storeu_ps(lanes.as_mut_ptr(), x);
             lanes.into_iter().fold(f32::NEG_INFINITY, |a, b| if a > b { a } else { b })
         },
-        |x| exp256(x)
+        |x| exp256(x),
+        |from| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast())))),
+        |to, value| _mm_storeu_si128(to.cast(), narrow256(value))
     );
     vector!(
         F64x4,
@@ -772,6 +1078,50 @@ mod x86 {
         }
     );
 
+    impl PairVector for F32x16 {
+        #[inline(always)]
+        fn low(self) -> Self {
+            // SAFETY: the dispatcher.
+            F32x16(unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_castps_si512(self.0))) })
+        }
+        #[inline(always)]
+        fn high(self) -> Self {
+            let mask = 0xffff_0000u32 as i32;
+            // SAFETY: the dispatcher.
+            F32x16(unsafe {
+                _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(self.0), _mm512_set1_epi32(mask)))
+            })
+        }
+    }
+
+    impl PairVector for F32x8 {
+        #[inline(always)]
+        fn low(self) -> Self {
+            // SAFETY: the dispatcher.
+            F32x8(unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_castps_si256(self.0))) })
+        }
+        #[inline(always)]
+        fn high(self) -> Self {
+            let mask = 0xffff_0000u32 as i32;
+            // SAFETY: the dispatcher.
+            F32x8(unsafe {
+                _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(self.0), _mm256_set1_epi32(mask)))
+            })
+        }
+    }
+
+    /// Pairs multiplied by AVX-512 BF16.
+    pub struct Native;
+
+    impl Dot for Native {
+        type V = F32x16;
+        #[inline(always)]
+        fn dot(a: F32x16, b: F32x16, sum: F32x16) -> F32x16 {
+            // SAFETY: the dispatcher; both are 32 numbers of 16 bits.
+            F32x16(unsafe { _mm512_dpbf16_ps(sum.0, std::mem::transmute(a.0), std::mem::transmute(b.0)) })
+        }
+    }
+
     /// Which of the lanes of a pair (the second's counted from N) go where in `swap_lanes`.
     #[inline(always)]
     const fn swap_indices<const N: usize>(bit: usize) -> ([u32; N], [u32; N]) {
@@ -802,6 +1152,38 @@ mod x86 {
     unsafe fn first4(count: usize) -> __m256i {
         // SAFETY: the dispatcher.
         unsafe { _mm256_cmpgt_epi64(_mm256_set1_epi64x(count as i64), _mm256_setr_epi64x(0, 1, 2, 3)) }
+    }
+
+    /// bf16 of 16 lanes as `bf16::from_f32` has them. By integers: the processor's own instruction makes zeros of
+    /// subnormals, and not every processor has it.
+    #[inline(always)]
+    unsafe fn narrow512(x: __m512) -> __m256i {
+        // SAFETY: the dispatcher.
+        unsafe {
+            let bits = _mm512_castps_si512(x);
+            let high = _mm512_srli_epi32::<16>(bits);
+            let odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
+            let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+            let quiet = _mm512_or_si512(high, _mm512_set1_epi32(0x40));
+            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x);
+            _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(_mm512_srli_epi32::<16>(rounded), nan, quiet))
+        }
+    }
+
+    /// `narrow512` of 8 lanes.
+    #[inline(always)]
+    unsafe fn narrow256(x: __m256) -> __m128i {
+        // SAFETY: the dispatcher.
+        unsafe {
+            let bits = _mm256_castps_si256(x);
+            let high = _mm256_srli_epi32::<16>(bits);
+            let odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
+            let rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+            let quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
+            let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(x, x));
+            let halves = _mm256_blendv_epi8(_mm256_srli_epi32::<16>(rounded), quiet, nan);
+            _mm_packus_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256::<1>(halves))
+        }
     }
 
     /// `exp_f32` on 16 lanes; the last scaling is one instruction that knows subnormals.
@@ -865,7 +1247,7 @@ mod tests {
     use super::*;
 
     vectorised! {
-        fn exp_all<T, V>(x: &mut [T]) {
+        fn exp_all<T: Float, V>(x: &mut [T]) {
             strips::<T, V>(x.len(), #[inline(always)] |at, count| {
                 let value: V = get(x, at, count);
                 put(x, at, count, value.exp());
@@ -901,7 +1283,7 @@ mod tests {
 
     #[test]
     fn transposes_of_any_shape_are_right() {
-        fn check<T: Real>() {
+        fn check<T: Float>() {
             for (rows, columns) in [(1, 1), (16, 16), (5, 40), (40, 5), (67, 33), (64, 64)] {
                 let (from_row, to_row) = (columns + 3, rows + 2);
                 let from: Vec<T> = (0..rows * from_row).map(|i| T::of(i as f64)).collect();
@@ -919,7 +1301,7 @@ mod tests {
     }
 
     vectorised! {
-        fn ends<T, V>(x: &[T], out: &mut [T]) -> (T, T) {
+        fn ends<T: Float, V>(x: &[T], out: &mut [T]) -> (T, T) {
             let mut sum = V::splat(T::ZERO);
             let mut largest = V::splat(T::MINUS_INFINITY);
             strips::<T, V>(x.len(), #[inline(always)] |at, count| {
@@ -944,6 +1326,29 @@ mod tests {
                 assert_eq!(out[i], if x[i] <= 0.0 { 1.0 } else { x[i].sqrt() });
             }
             assert!(out[n..].iter().all(|&kept| kept == -7.0));
+        }
+    }
+
+    vectorised! {
+        fn through<T, V>(x: &[T::Wide], out: &mut [T], back: &mut [T::Wide]) {
+            strips::<T, V>(x.len(), #[inline(always)] |at, count| {
+                put(out, at, count, get::<T::Wide, V>(x, at, count));
+                put(back, at, count, get::<T, V>(out, at, count));
+            });
+        }
+    }
+
+    #[test]
+    fn vectors_round_to_bf16_as_single_numbers_do() {
+        // Every upper half, with lower halves below, at and above the tie; parts of vectors at the end.
+        let bits = (0..=u16::MAX)
+            .flat_map(|high| [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff].map(|low| u32::from(high) << 16 | low));
+        let x: Vec<f32> = bits.chain([0; 5]).map(f32::from_bits).collect();
+        let (mut out, mut back) = (vec![bf16::ONE; x.len()], vec![1.0; x.len()]);
+        through(&x, &mut out, &mut back);
+        for (i, x) in x.iter().enumerate() {
+            assert_eq!(out[i].to_bits(), bf16::from_f32(*x).to_bits(), "{x} ({:x})", x.to_bits());
+            assert_eq!(back[i].to_bits(), u32::from(out[i].to_bits()) << 16);
         }
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! silu(x) = x · s with s = 1 / (1 + e^−x); its derivative is s · (1 + x · (1 − s)).
 
-use super::simd::{Real, Vector, get, put, strips, vectorised};
+use super::simd::{Float, Real, Vector, get, put, strips, vectorised};
 use crate::cpu::pool::{Pool, Shared};
 
 /// Elements below which a task is not worth sharing out.
@@ -52,14 +52,14 @@ pub fn swiglu_grad_in_place<T: Real>(pool: &Pool, ffn: usize, gate_up: &mut [T],
 }
 
 #[inline(always)]
-fn sigmoid<T: Real, V: Vector<T>>(x: V) -> V {
+fn sigmoid<T: Float, V: Vector<T>>(x: V) -> V {
     let one = V::splat(T::ONE);
     one / (one + (V::splat(T::ZERO) - x).exp())
 }
 
 /// The gradients of gate and up.
 #[inline(always)]
-fn gradients<T: Real, V: Vector<T>>(gate: V, up: V, dout: V) -> (V, V) {
+fn gradients<T: Float, V: Vector<T>>(gate: V, up: V, dout: V) -> (V, V) {
     let s = sigmoid::<T, V>(gate);
     let silu = gate * s;
     // s · (1 + x · (1 − s)) = s + silu · (1 − s)
@@ -72,7 +72,7 @@ vectorised! {
         let (gate, up) = gate_up.split_at(out.len());
         strips::<T, V>(out.len(), #[inline(always)] |at, count| {
             let gate: V = get(gate, at, count);
-            put(out, at, count, gate * sigmoid::<T, V>(gate) * get(up, at, count));
+            put(out, at, count, gate * sigmoid::<T::Wide, V>(gate) * get::<T, V>(up, at, count));
         });
     }
 }
@@ -82,7 +82,7 @@ vectorised! {
         let (gate, up) = gate_up.split_at(dout.len());
         let (dgate, dup) = dgate_up.split_at_mut(dout.len());
         strips::<T, V>(dout.len(), #[inline(always)] |at, count| {
-            let (first, second): (V, V) = gradients::<T, V>(get(gate, at, count), get(up, at, count), get(dout, at, count));
+            let (first, second): (V, V) = gradients::<T::Wide, V>(get(gate, at, count), get(up, at, count), get(dout, at, count));
             put(dgate, at, count, first);
             put(dup, at, count, second);
         });
@@ -93,7 +93,7 @@ vectorised! {
     fn backward_in_place<T, V>(gate_up: &mut [T], dout: &[T]) {
         let (gate, up) = gate_up.split_at_mut(dout.len());
         strips::<T, V>(dout.len(), #[inline(always)] |at, count| {
-            let (first, second): (V, V) = gradients::<T, V>(get(gate, at, count), get(up, at, count), get(dout, at, count));
+            let (first, second): (V, V) = gradients::<T::Wide, V>(get(gate, at, count), get(up, at, count), get(dout, at, count));
             put(gate, at, count, first);
             put(up, at, count, second);
         });

@@ -1,0 +1,455 @@
+//! Products of bf16 with sums in f32. Numbers that follow each other along k are taken in pairs, as
+//! AVX-512 BF16 does: two multiplications and two additions for each lane of 32 bits. Processors
+//! without it take the same pairs apart, which is exact, and use products of f32; the order of the
+//! additions, and so the last bits of the sums, differ between the two. (Intel's and AMD's manuals:
+//! VDPBF16PS adds without exceptions and takes subnormals for zeros.)
+//!
+//! The blocking is that of `product.rs`, over pairs. Where k has several slices and the result is
+//! bf16, the sums of the slices stand in scratch, so that each result is rounded once.
+//!
+//! A pair has the bits of an f32: the first number in the lower half.
+
+use super::attention::QUERIES;
+use super::product::{GROUP, Product, Target};
+use super::simd::{Dot, Level, Native, Real, Vector, Widened, level, transpose_bits};
+use crate::cpu::pool::{Pool, Shared};
+use half::bf16;
+use plimsoll_program::workspace::cpu as sizes;
+use std::ops::Range;
+
+/// Defines a function over `D: Dot`, compiled for each way to multiply pairs, and called as this processor can.
+macro_rules! by_level {
+    ($(#[$meta:meta])* fn $name:ident<$D:ident $(, $O:ident)?>($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
+        $(#[$meta])*
+        fn $name$(<$O: Real<Wide = f32>>)?($($arg: $ty),*) $(-> $ret)? {
+            #[inline(always)]
+            fn body<$D: Dot $(, $O: Real<Wide = f32>)?>($($arg: $ty),*) $(-> $ret)? $body
+            #[cfg(target_arch = "x86_64")]
+            {
+                use super::simd::Float;
+                #[target_feature(enable = "avx512f,avx512bf16,avx2,fma")]
+                fn native$(<$O: Real<Wide = f32>>)?($($arg: $ty),*) $(-> $ret)? {
+                    body::<Native $(, $O)?>($($arg),*)
+                }
+                #[target_feature(enable = "avx512f,avx2,fma")]
+                fn avx512$(<$O: Real<Wide = f32>>)?($($arg: $ty),*) $(-> $ret)? {
+                    body::<Widened<<f32 as Float>::Avx512> $(, $O)?>($($arg),*)
+                }
+                #[target_feature(enable = "avx2,fma")]
+                fn avx2$(<$O: Real<Wide = f32>>)?($($arg: $ty),*) $(-> $ret)? {
+                    body::<Widened<<f32 as Float>::Avx2> $(, $O)?>($($arg),*)
+                }
+                match level() {
+                    // SAFETY: `level` has asked this processor for these features.
+                    Level::Avx512Bf16 => return unsafe { native($($arg),*) },
+                    // SAFETY: as above.
+                    Level::Avx512 => return unsafe { avx512($($arg),*) },
+                    // SAFETY: as above.
+                    Level::Avx2 => return unsafe { avx2($($arg),*) },
+                    Level::Portable => {}
+                }
+            }
+            body::<Widened<<f32 as super::simd::Float>::Portable> $(, $O)?>($($arg),*)
+        }
+    };
+}
+
+/// The left-hand side as tiles read it: groups of GROUP rows, `group` elements apart; inside a group, pair p of row i
+/// begins at `i * row + 2 * p * column`. `column` is 1, or GROUP where it is packed.
+#[derive(Clone, Copy)]
+struct Left {
+    at: *const bf16,
+    group: usize,
+    row: usize,
+    column: usize,
+}
+
+impl Left {
+    /// A matrix whose rows are contiguous, `row` elements apart.
+    fn rows(at: *const bf16, row: usize) -> Left {
+        Left { at, group: GROUP * row, row, column: 1 }
+    }
+
+    /// Packed groups of GROUP rows, each group one contiguous [pairs, GROUP].
+    fn packed(at: *const bf16, pairs: usize) -> Left {
+        Left { at, group: 2 * GROUP * pairs, row: 2, column: GROUP }
+    }
+}
+
+/// Where sums go, and what is added to them first. Null pointers add nothing.
+#[derive(Clone, Copy)]
+struct Sink<O> {
+    to: Target<bf16, O>,
+    /// Sums of earlier slices, rows `partial_row` apart.
+    partial: *const f32,
+    partial_row: usize,
+}
+
+impl<O: Copy> Sink<O> {
+    fn new(to: Target<bf16, O>) -> Sink<O> {
+        Sink { to, partial: std::ptr::null(), partial_row: 0 }
+    }
+
+    /// The same from (i, j) on.
+    ///
+    /// # Safety
+    /// (i, j) must be inside the target.
+    unsafe fn from(self, i: usize, j: usize) -> Sink<O> {
+        // SAFETY: the caller's promise; partial sums have the target's shape.
+        unsafe {
+            let partial =
+                if self.partial.is_null() { self.partial } else { self.partial.add(i * self.partial_row + j) };
+            Sink { to: self.to.from(i, j), partial, ..self }
+        }
+    }
+}
+
+/// An M × (N vectors) tile over all of `k`, `columns` of it valid: all N · LANES, or, for N = 1 and PART, fewer.
+/// ROWS: the left-hand rows are contiguous (`stride` apart), else packed.
+///
+/// # Safety
+/// a must be readable for M × k, b for ⌈k / 2⌉ × columns pairs (`b_row` apart), the sink for M × columns.
+#[inline(always)]
+unsafe fn tile<D: Dot, O: Real<Wide = f32>, const M: usize, const N: usize, const ROWS: bool, const PART: bool>(
+    k: usize,
+    a: *const bf16,
+    stride: usize,
+    b: *const f32,
+    b_row: usize,
+    columns: usize,
+    sink: Sink<O>,
+) {
+    let zero = D::V::splat(0.0);
+    let lanes = D::V::LANES;
+    let mut sums = [[zero; N]; M];
+    let right_of = |p: usize| {
+        let mut right = [zero; N];
+        for v in 0..N {
+            // SAFETY: inside b by the contract.
+            unsafe {
+                let from = b.add(p * b_row + v * lanes);
+                right[v] = if PART { D::V::load_part(from, columns, zero) } else { D::V::load(from) };
+            }
+        }
+        right
+    };
+    for p in 0..k / 2 {
+        let right = right_of(p);
+        for i in 0..M {
+            let at = if ROWS { i * stride + 2 * p } else { 2 * (p * GROUP + i) };
+            // SAFETY: inside a by the contract.
+            let left = D::V::splat(unsafe { a.add(at).cast::<f32>().read_unaligned() });
+            for v in 0..N {
+                sums[i][v] = D::dot(left, right[v], sums[i][v]);
+            }
+        }
+    }
+    if k % 2 == 1 {
+        let p = k / 2;
+        let right = right_of(p);
+        for i in 0..M {
+            let at = if ROWS { i * stride + 2 * p } else { 2 * (p * GROUP + i) };
+            // The partner would be the next row's, or beyond the end.
+            // SAFETY: inside a by the contract.
+            let left = D::V::splat(f32::from_bits(u32::from(unsafe { *a.add(at) }.to_bits())));
+            for v in 0..N {
+                sums[i][v] = D::dot(left, right[v], sums[i][v]);
+            }
+        }
+    }
+    // Pass by pass, so that every loop is small enough to unroll and the sums stay in registers.
+    macro_rules! add {
+        ($T:ty, $from:expr, $row:expr) => {
+            for i in 0..M {
+                for v in 0..N {
+                    // SAFETY: inside what is added by the contract.
+                    sums[i][v] = sums[i][v]
+                        + unsafe {
+                            let from: *const $T = $from.add(i * $row + v * lanes);
+                            if PART { <$T>::load_part(from, columns, zero) } else { <$T>::load(from) }
+                        };
+                }
+            }
+        };
+    }
+    if !sink.partial.is_null() {
+        add!(f32, sink.partial, sink.partial_row);
+    }
+    if !sink.to.bias.is_null() {
+        add!(bf16, sink.to.bias, 0);
+    }
+    if !sink.to.residual.is_null() {
+        add!(bf16, sink.to.residual, sink.to.row);
+    }
+    if sink.to.accumulate {
+        add!(O, sink.to.at, sink.to.row);
+    }
+    for i in 0..M {
+        for v in 0..N {
+            // SAFETY: inside the target by the contract.
+            unsafe {
+                let to = sink.to.at.add(i * sink.to.row + v * lanes);
+                if PART { O::store_part(sums[i][v], to, columns) } else { O::store(sums[i][v], to) }
+            }
+        }
+    }
+}
+
+/// All rows of one panel of columns.
+///
+/// # Safety
+/// As `tile`, for m rows.
+#[inline(always)]
+unsafe fn panel<D: Dot, O: Real<Wide = f32>, const N: usize, const PART: bool>(
+    m: usize,
+    k: usize,
+    a: Left,
+    b: *const f32,
+    b_row: usize,
+    columns: usize,
+    sink: Sink<O>,
+) {
+    let mut i = 0;
+    while i < m {
+        // SAFETY: rows i.. of a and of the sink, inside both by the contract.
+        unsafe {
+            let at = a.at.add(i / GROUP * a.group + i % GROUP * a.row);
+            let to = sink.from(i, 0);
+            macro_rules! rows {
+                ($M:expr) => {{
+                    if a.column == 1 {
+                        tile::<D, O, { $M }, N, true, PART>(k, at, a.row, b, b_row, columns, to)
+                    } else {
+                        tile::<D, O, { $M }, N, false, PART>(k, at, 0, b, b_row, columns, to)
+                    }
+                    $M
+                }};
+            }
+            i += match m - i {
+                1 => rows!(1),
+                2..4 => rows!(2),
+                4..GROUP => rows!(4),
+                _ => rows!(GROUP),
+            };
+        }
+    }
+}
+
+by_level! {
+    /// `sink[m, n]` = a · b on this thread; b is [pairs, n] with rows `b_row` pairs apart.
+    ///
+    /// The pointers must be good for these shapes, and nobody else may write to them meanwhile.
+    fn small<D, O>(m: usize, n: usize, k: usize, a: Left, b: *const f32, b_row: usize, sink: Sink<O>) {
+        let lanes = D::V::LANES;
+        let mut j = 0;
+        while j < n {
+            let vectors = (n - j) / lanes;
+            // SAFETY: columns j.. of b and of the sink, inside both by the contract.
+            unsafe {
+                let (from, to) = (b.add(j), sink.from(0, j));
+                if D::V::PANEL == 4 && vectors >= 4 {
+                    panel::<D, O, 4, false>(m, k, a, from, b_row, 4 * lanes, to);
+                    j += 4 * lanes;
+                } else if vectors >= 2 {
+                    panel::<D, O, 2, false>(m, k, a, from, b_row, 2 * lanes, to);
+                    j += 2 * lanes;
+                } else {
+                    let columns = (n - j).min(lanes);
+                    panel::<D, O, 1, true>(m, k, a, from, b_row, columns, to);
+                    j += columns;
+                }
+            }
+        }
+    }
+}
+
+by_level! {
+    /// How many columns a register tile has.
+    fn panel_columns<D>() -> usize {
+        D::V::PANEL * D::V::LANES
+    }
+}
+
+by_level! {
+    /// Pairs of two rows: `to[j]` = (low[j], high[j]).
+    fn interleave<D>(low: &[bf16], high: &[bf16], to: &mut [f32]) {
+        for ((low, high), to) in low.iter().zip(high).zip(to) {
+            *to = pair(*low, *high);
+        }
+    }
+}
+
+#[inline(always)]
+fn pair(low: bf16, high: bf16) -> f32 {
+    f32::from_bits(u32::from(low.to_bits()) | u32::from(high.to_bits()) << 16)
+}
+
+/// `Real::product` of bf16.
+pub(super) fn product<O: Real<Wide = f32>>(pool: &Pool, p: Product<bf16>, out: &mut [O], scratch: &mut [f32]) {
+    let Product { m, n, k, .. } = p;
+    let shape = sizes::Pairs::of(m as u64, n as u64, k as u64);
+    let [depth, rows, columns, at_once] =
+        [shape.depth, shape.rows, shape.columns, shape.rows_at_once].map(|size| size as usize);
+    let left_size = shape.left() as usize;
+    let wide = panel_columns();
+    let (right, rest) = scratch.split_at_mut(shape.right() as usize);
+    let (left, sums) = rest.split_at_mut(pool.threads() * left_size);
+    let left = Shared::new(left);
+    let target = Target {
+        at: out.as_mut_ptr(),
+        row: n,
+        accumulate: p.accumulate,
+        bias: p.bias.map_or(std::ptr::null(), <[bf16]>::as_ptr),
+        residual: p.residual.map_or(std::ptr::null(), <[bf16]>::as_ptr),
+    };
+    // A result in f32 is its own sum of slices.
+    let apart = k > depth && !O::IS_WIDE;
+    let at_once = if apart { at_once } else { m };
+    let sums = Sendable(sums.as_mut_ptr());
+    let target = Sendable(target);
+
+    for first_row in (0..m).step_by(at_once) {
+        let part_rows = at_once.min(m - first_row);
+        let row_tasks = part_rows.div_ceil(rows);
+        for first in (0..n).step_by(columns) {
+            let panels = (n - first).min(columns).div_ceil(wide);
+            // Few rows: share out the columns, too.
+            let column_tasks = (4 * pool.threads()).div_ceil(row_tasks).min(panels);
+            let panels_each = panels.div_ceil(column_tasks);
+            // A product over nothing is one slice of no depth: the epilogue must still be written.
+            for from in (0..k.max(1)).step_by(depth) {
+                let slice = from..k.min(from + depth);
+                let part = slice.len();
+                let size = wide * part.div_ceil(2);
+                let shared = Shared::new(&mut right[..]);
+                pool.split(panels, 4, |range, _| {
+                    for index in range {
+                        let column = first + index * wide;
+                        // SAFETY: each panel is packed by one task.
+                        let panel = unsafe { shared.part(index * size..(index + 1) * size) };
+                        pack_right(&p, slice.clone(), column..n.min(column + wide), wide, panel);
+                    }
+                });
+                let right = &right[..];
+                pool.run(row_tasks * column_tasks, |task, lane| {
+                    let (i, j) = (task / column_tasks * rows, task % column_tasks * panels_each);
+                    let count = rows.min(part_rows - i);
+                    let row = first_row + i;
+                    let a = if p.a_transposed {
+                        // SAFETY: each lane has its own part.
+                        let block = unsafe { left.part(lane * left_size..(lane + 1) * left_size) };
+                        pack_left(&p, slice.clone(), row..row + count, block);
+                        Left::packed(block.as_ptr().cast(), part.div_ceil(2))
+                    } else {
+                        Left::rows(p.a[row * k + slice.start..].as_ptr(), k)
+                    };
+                    for index in j..panels.min(j + panels_each) {
+                        let column = first + index * wide;
+                        let valid = wide.min(n - column);
+                        let b = right[index * size..].as_ptr();
+                        // SAFETY: (row, column) is inside the output; tasks write disjoint tiles of it.
+                        let to = unsafe { target.get().from(row, column) };
+                        // SAFETY: as above, of the sums of this pass of rows and columns.
+                        let sum = unsafe { sums.get().add(if apart { i * columns + column - first } else { 0 }) };
+                        if apart && slice.end < k {
+                            let to = Target::new(sum, columns, from > 0);
+                            small(count, valid, part, a, b, wide, Sink::<f32>::new(to));
+                        } else if apart {
+                            let partial = Sink { to, partial: sum.cast_const(), partial_row: columns };
+                            small(count, valid, part, a, b, wide, partial);
+                        } else if from > 0 {
+                            small(count, valid, part, a, b, wide, Sink::new(Target::new(to.at, to.row, true)));
+                        } else {
+                            small(count, valid, part, a, b, wide, Sink::new(to));
+                        }
+                    }
+                });
+            }
+        }
+    }
+}
+
+/// Lets tasks share pointers to what they write disjoint parts of.
+struct Sendable<P>(P);
+// SAFETY: the pointers come from borrows that outlive the parallel region; tasks write disjoint parts and only read
+// the others.
+unsafe impl<P> Sync for Sendable<P> {}
+impl<P: Copy> Sendable<P> {
+    fn get(&self) -> P {
+        self.0
+    }
+}
+
+/// Packs rows `slice` × `columns` of b as pairs [⌈slice / 2⌉, wide]; an odd last row is paired with zeros.
+fn pack_right(p: &Product<bf16>, slice: Range<usize>, columns: Range<usize>, wide: usize, panel: &mut [f32]) {
+    if p.b_transposed {
+        let rows = &p.b[columns.start * p.k + slice.start..(columns.end - 1) * p.k + slice.end];
+        turn(rows, p.k, columns.len(), slice.len(), panel, wide);
+    } else {
+        let b_row = |row: usize| &p.b[row * p.n..][columns.clone()];
+        for (row, to) in slice.clone().step_by(2).zip(panel.chunks_exact_mut(wide)) {
+            let to = &mut to[..columns.len()];
+            if row + 1 < slice.end {
+                interleave(b_row(row), b_row(row + 1), to);
+            } else {
+                to.iter_mut().zip(b_row(row)).for_each(|(to, &low)| *to = pair(low, bf16::ZERO));
+            }
+        }
+    }
+}
+
+/// `to[⌈columns / 2⌉, to_row]` = the transpose of the pairs along the rows of `from[rows, from_row]`; an odd last column
+/// is paired with zeros.
+fn turn(from: &[bf16], from_row: usize, rows: usize, columns: usize, to: &mut [f32], to_row: usize) {
+    // An even number: the last row ends with its columns.
+    let even = from_row.is_multiple_of(2) && columns.is_multiple_of(2);
+    match bytemuck::try_cast_slice::<bf16, f32>(&from[..from.len() & !1]) {
+        Ok(pairs) if even => transpose_bits(pairs, from_row / 2, rows, columns / 2, to, to_row),
+        _ => {
+            for i in 0..rows {
+                for (p, two) in from[i * from_row..][..columns].chunks(2).enumerate() {
+                    to[p * to_row + i] = pair(two[0], two.get(1).copied().unwrap_or(bf16::ZERO));
+                }
+            }
+        }
+    }
+}
+
+/// Packs `rows` × `slice` of a transposed a as groups [pairs, GROUP].
+fn pack_left(p: &Product<bf16>, slice: Range<usize>, rows: Range<usize>, block: &mut [f32]) {
+    let pairs = slice.len().div_ceil(2);
+    // A few rows of a at a time: their cache lines serve several groups, and so few fit into one
+    // set of the cache even where rows are a multiple of its size apart.
+    for from in (0..pairs).step_by(8) {
+        for (group, row) in rows.clone().step_by(GROUP).enumerate() {
+            let count = GROUP.min(rows.end - row);
+            for q in from..pairs.min(from + 8) {
+                let to = &mut block[(group * pairs + q) * GROUP..][..count];
+                let first = slice.start + 2 * q;
+                let low = &p.a[first * p.m + row..][..count];
+                if first + 1 < slice.end {
+                    let high = &p.a[(first + 1) * p.m + row..][..count];
+                    for ((to, low), high) in to.iter_mut().zip(low).zip(high) {
+                        *to = pair(*low, *high);
+                    }
+                } else {
+                    to.iter_mut().zip(low).for_each(|(to, &low)| *to = pair(low, bf16::ZERO));
+                }
+            }
+        }
+    }
+}
+
+/// `Real::lay_out` of bf16: `to[⌈E / 2⌉, Q]` pairs of the first `count` rows.
+pub(super) fn lay_out(from: &[bf16], row: usize, count: usize, head: usize, to: &mut [f32]) {
+    if count < QUERIES {
+        to.fill(0.0);
+    }
+    turn(&from[..(count - 1) * row + head], row, count, head, to, QUERIES);
+}
+
+/// `Real::score` of bf16.
+pub(super) fn score(m: usize, n: usize, k: usize, a: *const bf16, row: usize, right: *const f32, to: Target<f32>) {
+    let to = Target::new(to.at, to.row, to.accumulate);
+    small(m, n, k, Left::rows(a, row), right, QUERIES, Sink::<f32>::new(to));
+}
