@@ -133,6 +133,9 @@ pub enum DeviceError {
     /// A GPU, its driver or one of its libraries refused or failed.
     #[error(transparent)]
     Cuda(#[from] crate::cuda::driver::CudaError),
+    /// A library of NVIDIA's is not here, or does not go with the driver.
+    #[error(transparent)]
+    Libraries(#[from] crate::cuda::libraries::LibraryError),
     /// There are no kernels for a GPU.
     #[error(transparent)]
     Kernels(#[from] crate::cuda::compile::CompileError),
@@ -197,6 +200,7 @@ impl From<DeviceError> for Failure {
             DeviceError::Arena(error) => error.into(),
             DeviceError::Pool(error) => error.into(),
             DeviceError::Cuda(error) => error.into(),
+            DeviceError::Libraries(error) => error.into(),
             DeviceError::Kernels(error) => error.into(),
             DeviceError::File { ref source, .. } if source.kind() == io::ErrorKind::StorageFull => {
                 Failure::input(error.to_string()).hint("free some disk space: what was saved before is intact")

@@ -1,6 +1,6 @@
 //! NVIDIA GPUs: what is there ([`libraries`], [`gpus`], [`nvml`]), the kernels as data and how they become machine code
 //! ([`kernels`], [`compile`]), and what runs Programs: [`driver`] at the bottom, then [`arena`], [`queues`] and
-//! [`staging`], held together by a [`machine`]; [`products`] beside them; the [`executor`] on top.
+//! [`staging`], held together by a [`machine`]; [`products`] beside them; the [`executor`] on top, and [`open`] from a GPU's number to it.
 
 pub mod arena;
 pub mod compile;
@@ -11,6 +11,7 @@ pub mod kernels;
 pub mod libraries;
 pub mod machine;
 pub mod nvml;
+pub mod open;
 pub mod products;
 pub mod queues;
 pub mod staging;
