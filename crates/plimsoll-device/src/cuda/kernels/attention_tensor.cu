@@ -145,6 +145,20 @@ __device__ inline void span_of(const int* starts, int count, int& least, int& gr
     }
 }
 
+// Takes out of the scores, of queries from `own` on and keys from `from` on, what a query does not see.
+template <int N>
+__device__ inline void hide(float (&scores)[M][N][4], const int (&start)[M][2], int from, int own) {
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                int key = from + n * 8 + pair() + i % 2, query = own + m * 16 + i / 2 * 8 + group();
+                if (key < start[m][i / 2] || key > query) scores[m][n][i] = -infinity();
+            }
+}
+
 // ---- forward ----
 
 constexpr int KEYS = 64;
@@ -214,18 +228,10 @@ __device__ inline void attend(const bf16* queries, u64 query_row, int first, int
         if (from + KEYS < end) fetch<KEYS>(k, keys + (from + KEYS) * key_row, key_row, end - from - KEYS);
         if (!seen) continue;
         bool whole = from >= latest && from + KEYS <= own + 1;
+        if (!whole) hide(s, start, from, own);
         u32 p[M][KEYS / 16][4];
 #pragma unroll
         for (int m = 0; m < M; m++) {
-            if (!whole) {
-#pragma unroll
-                for (int n = 0; n < KEYS / 8; n++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        int key = from + n * 8 + pair() + i % 2, query = own + m * 16 + i / 2 * 8 + group();
-                        if (key < start[m][i / 2] || key > query) s[m][n][i] = -infinity();
-                    }
-            }
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 float most = largest[m][half], total = 0;
@@ -366,6 +372,7 @@ tensor_attention_grad_queries(const bf16* qkv, const bf16* out, const bf16* dout
         rows_by_rows(q + own_row() * ROW, k, s);
         rows_by_rows(d + own_row() * ROW, k + MET * ROW, ds);
         u32 p[M][MET / 16][4];
+        if (!whole) hide(s, start, from, own);
 #pragma unroll
         for (int m = 0; m < M; m++) {
 #pragma unroll
@@ -373,8 +380,6 @@ tensor_attention_grad_queries(const bf16* qkv, const bf16* out, const bf16* dout
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     float weight = power_of_two(fmaf(s[m][n][i], scale, -stat[m][i / 2]));
-                    int key = from + n * 8 + pair() + i % 2, query = own + m * 16 + i / 2 * 8 + group();
-                    if (!whole && (key < start[m][i / 2] || key > query)) weight = 0;
                     ds[m][n][i] = weight * (ds[m][n][i] - less[m][i / 2]);
                 }
             left_of(ds[m], p[m]);
@@ -467,24 +472,35 @@ tensor_attention_grad_keys(const bf16* qkv, const bf16* dout, const float* stats
             float s[M][MET / 8][4], ds[M][MET / 8][4];
             u32 p[M][MET / 16][4];
             rows_by_rows(k + own_row() * ROW, q, s);
+            if (!whole) {
 #pragma unroll
-            for (int n = 0; n < MET / 8; n++) {
-                int column = n * 8 + pair();
+                for (int n = 0; n < MET / 8; n++)
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        int column = n * 8 + pair() + i, query = from + column;
+                        int least = query < (int)sequence ? start[column] : 0x7fffffff;
+#pragma unroll
+                        for (int m = 0; m < M; m++)
+#pragma unroll
+                            for (int half = 0; half < 2; half++) {
+                                int key = own + m * 16 + half * 8 + group();
+                                if (key < least || key > query) s[m][n][half * 2 + i] = -infinity();
+                            }
+                    }
+            }
+#pragma unroll
+            for (int n = 0; n < MET / 8; n++)
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
-                    float base = stat[column + i] * LOG2_E;
+                    float base = stat[n * 8 + pair() + i] * LOG2_E;
 #pragma unroll
                     for (int m = 0; m < M; m++)
 #pragma unroll
                         for (int half = 0; half < 2; half++) {
                             float& weight = s[m][n][half * 2 + i];
                             weight = power_of_two(fmaf(weight, scale, -base));
-                            int key = own + m * 16 + half * 8 + group(), query = from + column + i;
-                            if (!whole && (key < start[column + i] || key > query || query >= (int)sequence))
-                                weight = 0;
                         }
                 }
-            }
 #pragma unroll
             for (int m = 0; m < M; m++) left_of(s[m], p[m]);
             add_product(p, d, dv);
