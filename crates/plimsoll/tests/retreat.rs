@@ -183,3 +183,26 @@ fn a_place_that_is_none_is_told() {
     assert!(refused.contains("there is no Program `sideways`") && refused.contains("re-plan"), "{refused}");
     assert!(place.refuse(2, &["train", "run.toml", "--inject-oom", "soon"]).contains("STEP[:PROGRAM[:OP]]"));
 }
+
+/// The limit on private memory of a running process can be lowered from outside: pressure that is real, and that no
+/// other test feels.
+#[test]
+fn pressure_from_outside_is_given_way_to() {
+    // An arena of some hundred MiB: the margin that others are left is a share of it.
+    let long = Shape { steps: 100_000, sequence: 64, batch_sequences: 256, hidden: 128, save_every: 0, threads: "1" };
+    let place = Place::new(&long);
+    let mut running = place.start(&["train", "run.toml", "--quiet"]);
+    assert!(running.until(|| losses(&place, "run").len() > 3));
+    let data = running.status("VmData");
+    // Little more than what it has: less than that margin, and enough for a plan to be made.
+    running.limit("data", (data + 2048) << 10);
+    let retreated = || place.events("run").iter().any(|event| event["event"] == "retreat");
+    assert!(running.until(retreated));
+    let event = place.events("run").into_iter().find(|event| event["event"] == "retreat").unwrap();
+    assert!(event["why"].as_str().unwrap().contains("others need memory"), "{event}");
+    assert!(event["arena_bytes"].as_u64() < event["arena_bytes_before"].as_u64(), "{event}");
+    let before = losses(&place, "run").len();
+    assert!(running.until(|| losses(&place, "run").len() > before + 3));
+    running.signal("INT");
+    assert_eq!(running.end().code, Some(4));
+}

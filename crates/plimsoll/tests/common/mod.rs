@@ -230,6 +230,19 @@ impl Running {
         self.child.wait().unwrap();
     }
 
+    /// A number of `/proc/PID/status`, in KiB.
+    pub fn status(&self, field: &str) -> u64 {
+        let text = fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap();
+        let line = text.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':')).expect("the field");
+        line.split_whitespace().next().unwrap().parse().unwrap()
+    }
+
+    /// Sets a limit (`prlimit`'s name of it) of the running process, in bytes.
+    pub fn limit(&self, name: &str, bytes: u64) {
+        let words = [format!("--pid={}", self.child.id()), format!("--{name}={bytes}")];
+        assert!(Command::new("prlimit").args(words).status().unwrap().success());
+    }
+
     /// Sends a signal by its name.
     pub fn signal(&self, name: &str) {
         let sent =
