@@ -1,6 +1,6 @@
 //! What is known of a device before anything runs on it.
 
-use crate::Bytes;
+use crate::{Bytes, DType};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -56,6 +56,26 @@ pub struct OpRates {
     pub product_flops: Vec<f64>,
     /// By the name of the op: product operations a second for attention, bytes moved a second for the others.
     pub others: BTreeMap<String, f64>,
+    /// The same in bf16, where it was timed by itself; else in proportion to the rates of products.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bf16: Option<Box<OpRates>>,
+}
+
+impl OpRates {
+    /// Those that hold for a precision, and whether they were timed in it.
+    pub fn of(&self, precision: DType) -> (&OpRates, bool) {
+        match (precision, &self.bf16) {
+            (DType::Bf16, Some(bf16)) => (bf16, true),
+            _ => (self, precision == DType::F32),
+        }
+    }
+
+    fn scale(&mut self, factor: f64) {
+        self.product_flops.iter_mut().chain(self.others.values_mut()).for_each(|rate| *rate *= factor);
+        if let Some(bf16) = &mut self.bf16 {
+            bf16.scale(factor);
+        }
+    }
 }
 
 impl Rates {
@@ -66,7 +86,7 @@ impl Rates {
         for rate in [&mut rates.f32_flops, &mut rates.bf16_flops, &mut rates.memory_bytes_per_second] {
             *rate *= pace;
         }
-        rates.ops.product_flops.iter_mut().chain(rates.ops.others.values_mut()).for_each(|rate| *rate *= pace);
+        rates.ops.scale(pace);
         rates.op_seconds /= pace;
         rates
     }
@@ -89,6 +109,20 @@ pub struct DeviceSpec {
     pub threads: u32,
     /// What it can do.
     pub rates: Rates,
+}
+
+/// The host beside a device: where tensors wait while no op needs them.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct HostSpec {
+    /// The load line: the most that the arena on the host may hold.
+    pub budget: Bytes,
+    /// Memory traffic of the host's processor, bytes a second.
+    pub memory_bytes_per_second: f64,
+}
+
+impl HostSpec {
+    /// No memory of its own: a device that is its own host, or a machine that nothing is known of.
+    pub const NONE: HostSpec = HostSpec { budget: Bytes::ZERO, memory_bytes_per_second: 20e9 };
 }
 
 impl DeviceSpec {

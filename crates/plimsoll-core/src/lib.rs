@@ -16,7 +16,7 @@ mod result;
 
 pub use budget::{Budget, ParseBudgetError};
 pub use bytes::{Bytes, ParseBytesError};
-pub use device::{DeviceKind, DeviceSpec, Link, OpRates, Rates};
+pub use device::{DeviceKind, DeviceSpec, HostSpec, Link, OpRates, Rates};
 pub use dtype::DType;
 pub use event::{EVENTS_VERSION, Event, Record};
 pub use failure::{Exit, Failure};

@@ -1,4 +1,4 @@
-//! Where every tensor stands: the arena of a device, laid out byte by byte.
+//! Where every tensor stands: the arenas of a device and of its host side, laid out byte by byte.
 //!
 //! Persistent tensors stand lowest, those that would leave first (optimizer state) highest among
 //! them. Above, every phase packs its own buffers: phases share those bytes.
@@ -12,11 +12,11 @@ use std::collections::BTreeMap;
 /// Every buffer starts at a multiple of this: enough for vector loads, and for GPUs' wide ones.
 pub const ALIGNMENT: u64 = 256;
 
-/// The arena of a device.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Layout {
-    /// Where everything stands.
-    pub placement: Placement,
+/// One arena, that of the device or that of its host side.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ArenaLayout {
+    /// Just past the last byte that any Program uses.
+    pub bytes: u64,
     /// Bytes of tensors that are there for the whole run.
     pub persistent_bytes: u64,
     /// No packing can be smaller than this.
@@ -27,13 +27,24 @@ pub struct Layout {
     pub by_category: BTreeMap<Category, Bytes>,
 }
 
+/// Both arenas of a device.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Layout {
+    /// Where everything stands.
+    pub placement: Placement,
+    /// The device's own arena.
+    pub device: ArenaLayout,
+    /// The arena on the host; empty where nothing waits there.
+    pub host: ArenaLayout,
+}
+
 fn aligned(bytes: u64) -> u64 {
     bytes.next_multiple_of(ALIGNMENT)
 }
 
-/// Persistent tensors in the order in which they stand, with their first bytes; and where they end,
+/// Persistent tensors of a space in the order in which they stand, with their first bytes; and where they end,
 /// rounded up and not.
-fn persistent(set: &ProgramSet) -> (Vec<(TensorId, u32, u64)>, u64, u64) {
+fn persistent(set: &ProgramSet, space: Space) -> (Vec<(TensorId, u32, u64)>, u64, u64) {
     let rank = |category: Category| match category {
         Category::Staging | Category::Communication | Category::Activation | Category::Workspace => 0,
         Category::Weight => 1,
@@ -42,7 +53,7 @@ fn persistent(set: &ProgramSet) -> (Vec<(TensorId, u32, u64)>, u64, u64) {
     };
     let mut ids: Vec<TensorId> = (0..set.tensors.len() as u32)
         .map(TensorId)
-        .filter(|&id| set.tensor(id).lifetime == Lifetime::Persistent && set.tensor(id).space != Space::File)
+        .filter(|&id| set.tensor(id).lifetime == Lifetime::Persistent && set.tensor(id).space == space)
         .collect();
     ids.sort_by_key(|&id| rank(set.tensor(id).category));
     let mut places = Vec::new();
@@ -58,12 +69,15 @@ fn persistent(set: &ProgramSet) -> (Vec<(TensorId, u32, u64)>, u64, u64) {
     (places, next, end)
 }
 
-/// The least that any layout of these Programs can take, without packing them.
-pub fn lower_bound(set: &ProgramSet) -> u64 {
-    let (_, start, end) = persistent(set);
+/// The least that any layout of these Programs can take in a space, without packing them.
+pub fn lower_bound(set: &ProgramSet, space: Space) -> u64 {
+    let (_, start, end) = persistent(set, space);
+    if space == Space::Host && set.tensors.iter().all(|tensor| tensor.space != space) {
+        return 0;
+    }
     set.phases
         .iter()
-        .map(|phase| lifetimes(set, phase))
+        .map(|phase| lifetimes(set, phase, space))
         .filter(|l| !l.buffers.is_empty())
         .map(|l| start + packing::lower_bound(&l.buffers, ALIGNMENT))
         .fold(end, u64::max)
@@ -71,8 +85,17 @@ pub fn lower_bound(set: &ProgramSet) -> u64 {
 
 /// Lays out all Programs of a device.
 pub fn lay_out(set: &ProgramSet) -> Layout {
-    let (places, start, end) = persistent(set);
     let mut offsets: Vec<Vec<Option<u64>>> = set.tensors.iter().map(|t| vec![None; t.slots as usize]).collect();
+    let device = arena(set, Space::Device, &mut offsets);
+    let waits = set.tensors.iter().any(|tensor| tensor.space == Space::Host);
+    let host = if waits { arena(set, Space::Host, &mut offsets) } else { ArenaLayout::default() };
+    let placement = Placement { offsets, arena_bytes: device.bytes, host_bytes: host.bytes };
+    Layout { placement, device, host }
+}
+
+/// Lays out one space, and writes down where everything in it stands.
+fn arena(set: &ProgramSet, space: Space, offsets: &mut [Vec<Option<u64>>]) -> ArenaLayout {
+    let (places, start, end) = persistent(set, space);
     for (id, slot, offset) in places {
         offsets[id.0 as usize][slot as usize] = Some(offset);
     }
@@ -80,17 +103,17 @@ pub fn lay_out(set: &ProgramSet) -> Layout {
         .phases
         .iter()
         .map(|phase| {
-            let lifetimes = lifetimes(set, phase);
+            let lifetimes = lifetimes(set, phase, space);
             let packing = packing::pack(&lifetimes.buffers, ALIGNMENT);
             (lifetimes, packing)
         })
         .collect();
 
     let mut by_program: BTreeMap<WorkName, Bytes> = BTreeMap::new();
-    let (mut arena_bytes, mut lower_bound_bytes) = (end, end);
+    let (mut bytes, mut lower_bound_bytes) = (end, end);
     for (lifetimes, packing) in &phases {
         if !lifetimes.buffers.is_empty() {
-            arena_bytes = arena_bytes.max(start + packing.bytes);
+            bytes = bytes.max(start + packing.bytes);
             lower_bound_bytes = lower_bound_bytes.max(start + packing.lower_bound);
         }
         for (slots, &offset) in lifetimes.slots.iter().zip(&packing.offsets) {
@@ -111,20 +134,24 @@ pub fn lay_out(set: &ProgramSet) -> Layout {
         }
     }
     if by_program.contains_key(&WorkName::Update) {
-        // Every recipe of an experiment has the same persistent tensors at the same places, so that going
-        // from one to another between steps moves nothing and needs nothing but them.
+        // Recipes that offload the same have the same persistent tensors at the same places, so that going from one
+        // to another between steps moves nothing and needs nothing but them.
         by_program.insert(WorkName::Replan, Bytes(end));
     }
-    let by_category = by_category(set, &phases, arena_bytes);
-    let placement = Placement { offsets, arena_bytes, host_bytes: 0 };
-    Layout { placement, persistent_bytes: end, lower_bound_bytes, by_program, by_category }
+    let by_category = by_category(set, space, &phases, bytes);
+    ArenaLayout { bytes, persistent_bytes: end, lower_bound_bytes, by_program, by_category }
 }
 
 /// Bytes by category at the tick at which most is live, in the phase whose packing is largest.
 /// What alignment and packing leave unused is counted as workspace, so that the sum is the arena.
-fn by_category(set: &ProgramSet, phases: &[(Lifetimes, Packing)], arena_bytes: u64) -> BTreeMap<Category, Bytes> {
+fn by_category(
+    set: &ProgramSet,
+    space: Space,
+    phases: &[(Lifetimes, Packing)],
+    arena_bytes: u64,
+) -> BTreeMap<Category, Bytes> {
     let mut sums: BTreeMap<Category, Bytes> = BTreeMap::new();
-    for tensor in set.tensors.iter().filter(|t| t.lifetime == Lifetime::Persistent && t.space != Space::File) {
+    for tensor in set.tensors.iter().filter(|t| t.lifetime == Lifetime::Persistent && t.space == space) {
         *sums.entry(tensor.category).or_default() += Bytes(tensor.bytes() * u64::from(tensor.slots));
     }
     if let Some((lifetimes, _)) = phases.iter().max_by_key(|(_, packing)| packing.bytes) {

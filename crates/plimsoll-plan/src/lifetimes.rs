@@ -11,7 +11,7 @@ use std::collections::HashMap;
 /// A slot of a tensor.
 pub type Slot = (TensorId, u32);
 
-/// The buffers of a phase: everything in the arena that is not there for the whole run.
+/// The buffers of a phase in one space: everything in its arena that is not there for the whole run.
 #[derive(Clone, Debug, Default)]
 pub struct Lifetimes {
     /// Size and lifetime of each buffer.
@@ -28,12 +28,12 @@ struct Span {
     last: u32,
 }
 
-/// Unrolls a phase.
-pub fn lifetimes(set: &ProgramSet, phase: &Phase) -> Lifetimes {
+/// Unrolls a phase, and looks at one space.
+pub fn lifetimes(set: &ProgramSet, phase: &Phase, space: Space) -> Lifetimes {
     let elements_of = |id: TensorId| set.tensor(id).elements();
     let in_arena = |id: TensorId| {
         let tensor = set.tensor(id);
-        tensor.space != Space::File && tensor.lifetime != Lifetime::Persistent
+        tensor.space == space && tensor.lifetime != Lifetime::Persistent
     };
     let slots_of = |operand: Operand, variable: i64| {
         let slots = set.tensor(operand.tensor).slots;

@@ -4,15 +4,20 @@
 //! operations and every other op its traffic at the rate measured for its kind, and each a fixed price
 //! on top. A device on paper has only a product rate and a memory rate: there an op takes its products,
 //! or its traffic, whichever is longer, and other arithmetic at a tenth of the product rate.
+//!
+//! Copies between device and host cost their bytes over the link; what the host does, its traffic. Queues run beside each
+//! other as far as the ops on them do not touch the same tensors: a Program's price is found by running it on a clock.
 
-use plimsoll_core::{DType, OpRates, Rates};
-use plimsoll_program::{Call, Op, OpKind, ProgramSet, TensorId};
+use plimsoll_core::{DType, HostSpec, OpRates, Rates, Space};
+use plimsoll_program::op::Queue;
+use plimsoll_program::{Block, Call, Mode, Op, OpKind, Program, ProgramSet, TensorId};
+use std::collections::{HashMap, HashSet};
 
 /// On paper, other arithmetic runs at this part of the product rate: vector units, no reuse of registers.
 const OTHER_RATE: f64 = 0.1;
 
-/// Predicted seconds of one op.
-pub fn op_seconds(set: &ProgramSet, op: &Op, rates: &Rates, precision: DType) -> f64 {
+/// Predicted seconds of one op on the device.
+fn op_seconds(set: &ProgramSet, op: &Op, rates: &Rates, precision: DType) -> f64 {
     let cost = op.cost();
     let product_rate = match precision {
         DType::Bf16 => rates.bf16_flops,
@@ -22,12 +27,14 @@ pub fn op_seconds(set: &ProgramSet, op: &Op, rates: &Rates, precision: DType) ->
     let elements_of = |id: TensorId| set.tensor(id).elements();
     let dtype_of = |id: TensorId| set.tensor(id).dtype;
     let bytes = op.bytes_moved(&elements_of, &dtype_of) as f64;
+    let (ops, timed) = rates.ops.of(precision);
     if let OpKind::Product { m, n, k, .. } = op.kind
-        && let Some(rate) = product_rate_at(&rates.ops, [m, n, k])
+        && let Some(rate) = product_rate_at(ops, [m, n, k])
     {
-        return rates.op_seconds + cost.product_flops / (rate * product_rate / rates.f32_flops);
+        let rate = if timed { rate } else { rate * product_rate / rates.f32_flops };
+        return rates.op_seconds + cost.product_flops / rate;
     }
-    if let Some(rate) = rates.ops.others.get(op.name()) {
+    if let Some(rate) = ops.others.get(op.name()) {
         let work = if cost.product_flops > 0.0 { cost.product_flops } else { bytes };
         return rates.op_seconds + work / rate;
     }
@@ -37,7 +44,7 @@ pub fn op_seconds(set: &ProgramSet, op: &Op, rates: &Rates, precision: DType) ->
     rates.op_seconds + if product > 0.0 { product.max(moved) + other } else { moved.max(other) }
 }
 
-/// The rate of an f32 product of this size: between the sizes that were timed, in proportion on
+/// The rate of a product of this size: between the sizes that were timed, in proportion on
 /// logarithmic scales; beyond them, that of the nearest.
 fn product_rate_at(ops: &OpRates, size: [u64; 3]) -> Option<f64> {
     let sizes = &ops.product_sizes;
@@ -69,29 +76,116 @@ fn product_rate_at(ops: &OpRates, size: [u64; 3]) -> Option<f64> {
     Some(log_rate.exp())
 }
 
-/// Predicted seconds of one call of a Program.
-pub fn program_seconds(set: &ProgramSet, name: &str, rates: &Rates, precision: DType) -> f64 {
-    set.program(name).map_or(0.0, |program| {
-        program
-            .blocks
-            .iter()
-            .map(|block| {
-                let once: f64 = block.ops.iter().map(|op| op_seconds(set, op, rates, precision)).sum();
-                once * f64::from(block.repeat)
-            })
-            .sum()
-    })
+/// What work costs on a device and its host.
+#[derive(Clone, Copy, Debug)]
+pub struct Prices<'a> {
+    /// The device.
+    pub rates: &'a Rates,
+    /// The host.
+    pub host: &'a HostSpec,
+    /// The arithmetic.
+    pub precision: DType,
 }
 
-/// Predicted seconds of a Schedule.
-pub fn schedule_seconds(set: &ProgramSet, calls: &[Call], rates: &Rates, precision: DType) -> f64 {
-    let mut known = std::collections::HashMap::new();
-    calls
-        .iter()
-        .map(|call| {
-            *known.entry(&call.program).or_insert_with(|| program_seconds(set, &call.program, rates, precision))
-        })
-        .sum()
+impl Prices<'_> {
+    /// Predicted seconds that an op keeps its queue busy.
+    pub fn op_seconds(&self, set: &ProgramSet, op: &Op) -> f64 {
+        match (&op.kind, op.queue) {
+            (OpKind::TransferWait { .. }, _) => 0.0,
+            (OpKind::TransferStart { from, to, elements, .. }, _) => {
+                let bytes = (elements * set.tensor(from.tensor).dtype.bytes()) as f64;
+                let over_link =
+                    set.tensor(from.tensor).space != Space::File && set.tensor(to.tensor).space != Space::File;
+                let link = &self.rates.host_link;
+                match over_link {
+                    true => link.latency_seconds + bytes / link.bytes_per_second,
+                    false => bytes / self.host.memory_bytes_per_second,
+                }
+            }
+            (_, Queue::Host) => {
+                let bytes = op.bytes_moved(&|id| set.tensor(id).elements(), &|id| set.tensor(id).dtype);
+                bytes as f64 / self.host.memory_bytes_per_second
+            }
+            _ => op_seconds(set, op, self.rates, self.precision),
+        }
+    }
+
+    /// Predicted seconds of one call of a Program: each queue takes its ops in order, and an op waits for those of
+    /// other queues that touched the same tensor.
+    pub fn program_seconds(&self, set: &ProgramSet, program: &Program) -> f64 {
+        let plain = program.blocks.iter().all(|block| block.ops.iter().all(|op| op.queue == Queue::Compute));
+        if plain {
+            let block = |block: &Block| {
+                let once: f64 = block.ops.iter().map(|op| self.op_seconds(set, op)).sum();
+                once * f64::from(block.repeat)
+            };
+            return program.blocks.iter().map(block).sum();
+        }
+        let mut clock = Clock::new(set, program);
+        for block in &program.blocks {
+            let seconds: Vec<f64> = block.ops.iter().map(|op| self.op_seconds(set, op)).collect();
+            for variable in block.variables() {
+                for (op, seconds) in block.ops.iter().zip(&seconds) {
+                    clock.run(set, op, variable, *seconds);
+                }
+            }
+        }
+        clock.queues.iter().copied().fold(0.0, f64::max)
+    }
+
+    /// Predicted seconds of a Schedule: each Program begins when the one before it is over.
+    pub fn schedule_seconds(&self, set: &ProgramSet, calls: &[Call]) -> f64 {
+        let mut known: HashMap<&str, f64> = HashMap::new();
+        let mut sum = 0.0;
+        for call in calls {
+            sum += *known.entry(&call.program).or_insert_with(|| {
+                set.program(&call.program).map_or(0.0, |program| self.program_seconds(set, program))
+            });
+        }
+        sum
+    }
+}
+
+/// Part of a tensor's slot: its first element tells pieces apart.
+type Part = (TensorId, i64, i64);
+
+/// When each queue is free, and when what several of them touch was last written and read.
+struct Clock {
+    queues: [f64; 5],
+    /// Tensors that others than the compute queue touch.
+    shared: HashSet<TensorId>,
+    touched: HashMap<Part, (f64, f64)>,
+}
+
+impl Clock {
+    fn new(set: &ProgramSet, program: &Program) -> Clock {
+        let elements_of = |id: TensorId| set.tensor(id).elements();
+        let ops = program.blocks.iter().flat_map(|block| &block.ops).filter(|op| op.queue != Queue::Compute);
+        let shared = ops.flat_map(|op| op.accesses(&elements_of)).map(|access| access.operand.tensor).collect();
+        Clock { queues: [0.0; 5], shared, touched: HashMap::new() }
+    }
+
+    fn run(&mut self, set: &ProgramSet, op: &Op, variable: i64, seconds: f64) {
+        let elements_of = |id: TensorId| set.tensor(id).elements();
+        let queue = op.queue as usize;
+        let mut parts: Vec<(Part, bool)> = Vec::new();
+        for access in op.accesses(&elements_of).iter().filter(|access| self.shared.contains(&access.operand.tensor)) {
+            let (operand, slots) = (access.operand, i64::from(set.tensor(access.operand.tensor).slots));
+            let part = (operand.tensor, operand.slot.at(variable, 0).rem_euclid(slots), operand.offset.at(variable, 0));
+            parts.push((part, access.mode != Mode::Read));
+        }
+        let ready = parts.iter().map(|(part, writes)| {
+            let (written, read) = self.touched.get(part).copied().unwrap_or_default();
+            if *writes { written.max(read) } else { written }
+        });
+        let end = ready.fold(self.queues[queue], f64::max) + seconds;
+        self.queues[queue] = end;
+        for (part, writes) in parts {
+            let (written, read) = self.touched.entry(part).or_default();
+            let last = if writes { written } else { read };
+            *last = last.max(end);
+        }
+    }
 }
 
 /// Operations in the matrix products of one micro-batch's forward and backward pass, recompute

@@ -2,7 +2,7 @@
 //! is free on them, is for others to find out.
 
 use crate::paper;
-use plimsoll_core::{Budget, Failure, ParseBudgetError};
+use plimsoll_core::{Budget, Bytes, Failure, Link, ParseBudgetError};
 use std::fmt;
 use std::str::FromStr;
 
@@ -24,7 +24,7 @@ pub enum DeviceRequest {
         /// Its load line.
         budget: Option<Budget>,
     },
-    /// `virtual:a=600MiB@0.5`.
+    /// `virtual:a=600MiB@0.5`, `virtual:a=600MiB@0.5:12GB/s+10us`.
     Virtual {
         /// The name after the colon.
         name: String,
@@ -32,6 +32,8 @@ pub enum DeviceRequest {
         budget: Budget,
         /// Its pace, in cores of this processor.
         pace: f64,
+        /// Its link to the host, where it was given.
+        link: Option<LinkRequest>,
     },
     /// A device of [`paper::names`], for plans: `rtx3090`, `rtx3090=20GiB`.
     Paper {
@@ -40,6 +42,47 @@ pub enum DeviceRequest {
         /// Its load line.
         budget: Option<Budget>,
     },
+}
+
+/// How fast a virtual device is linked to its host, each way: `12GB/s`, `12GB/s+10us`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LinkRequest {
+    /// Bytes a second, at least 1.
+    pub bytes_per_second: u64,
+    /// Microseconds before the first byte.
+    pub latency_us: u32,
+}
+
+impl LinkRequest {
+    /// What a virtual device has unless another one is named: PCIe 4.0 with 8 lanes.
+    pub const DEFAULT: LinkRequest = LinkRequest { bytes_per_second: 16_000_000_000, latency_us: 10 };
+
+    /// The same in the words of the planner.
+    pub fn link(self) -> Link {
+        Link { bytes_per_second: self.bytes_per_second as f64, latency_seconds: f64::from(self.latency_us) / 1e6 }
+    }
+
+    fn read(text: &str) -> Option<LinkRequest> {
+        let (rate, latency) = match text.split_once('+') {
+            Some((rate, latency)) => (rate, Some(latency.trim())),
+            None => (text, None),
+        };
+        let bytes: Bytes = rate.trim().strip_suffix("/s")?.parse().ok()?;
+        let latency_us = match latency {
+            Some(text) => text.strip_suffix("us")?.trim().parse().ok()?,
+            None => LinkRequest::DEFAULT.latency_us,
+        };
+        (bytes > Bytes::ZERO).then_some(LinkRequest { bytes_per_second: bytes.0, latency_us })
+    }
+}
+
+impl fmt::Display for LinkRequest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let units = [(1_000_000_000, "GB"), (1_000_000, "MB"), (1000, "KB")];
+        let unit = units.into_iter().find(|(scale, _)| self.bytes_per_second.is_multiple_of(*scale));
+        let (scale, name) = unit.unwrap_or((1, "B"));
+        write!(f, "{}{name}/s+{}us", self.bytes_per_second / scale, self.latency_us)
+    }
 }
 
 /// The devices and the host asked for. Printed as it is read.
@@ -95,6 +138,16 @@ pub enum RequestError {
         /// What was given.
         pace: String,
     },
+    /// A link that cannot be read.
+    #[error(
+        "device `{device}`: `{link}` is no link: expected bytes a second, and a latency if it matters, such as `12GB/s+10us`"
+    )]
+    Link {
+        /// The device.
+        device: String,
+        /// What was given.
+        link: String,
+    },
     /// A device twice.
     #[error("device `{device}` is named twice")]
     Twice {
@@ -117,7 +170,7 @@ impl From<RequestError> for Failure {
         let failure = Failure::input(error.to_string());
         match error {
             RequestError::Unknown { .. } | RequestError::Missing { .. } => failure
-                .hint("known devices: auto, cpu, cuda:0, virtual:NAME=600MiB@0.5, host=64GiB")
+                .hint("known devices: auto, cpu, cuda:0, virtual:NAME=600MiB@0.5:12GB/s, host=64GiB")
                 .hint(format!("on paper, for plans: {}", paper::names().collect::<Vec<_>>().join(", "))),
             _ => failure,
         }
@@ -192,14 +245,21 @@ fn device(
             return Err(unknown());
         }
         let value = value.ok_or_else(|| RequestError::NoBudget { device: name.to_owned() })?;
+        let (value, link) = match value.split_once(':') {
+            Some((value, link)) => {
+                let wrong = || RequestError::Link { device: name.to_owned(), link: link.trim().to_owned() };
+                (value, Some(LinkRequest::read(link).ok_or_else(wrong)?))
+            }
+            None => (value, None),
+        };
         let (amount, pace) = value.split_once('@').unwrap_or((value, "1.0"));
-        let pace = pace.trim();
+        let (amount, pace) = (amount.trim(), pace.trim());
         let bad_pace = || RequestError::Pace { device: name.to_owned(), pace: pace.to_owned() };
         let cores: f64 = pace.parse().map_err(|_| bad_pace())?;
         if !(cores >= LEAST_PACE && cores.is_finite()) {
             return Err(bad_pace());
         }
-        return Ok(DeviceRequest::Virtual { name: own.to_owned(), budget: budget(amount)?, pace: cores });
+        return Ok(DeviceRequest::Virtual { name: own.to_owned(), budget: budget(amount)?, pace: cores, link });
     }
     if paper::names().any(|known| known == name) {
         return Ok(DeviceRequest::Paper { name: name.to_owned(), budget: value.map(budget).transpose()? });
@@ -223,7 +283,10 @@ impl fmt::Display for DeviceRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.name())?;
         match self {
-            DeviceRequest::Virtual { budget, pace, .. } => write!(f, "={budget}@{pace}"),
+            DeviceRequest::Virtual { budget, pace, link, .. } => {
+                write!(f, "={budget}@{pace}")?;
+                link.map_or(Ok(()), |link| write!(f, ":{link}"))
+            }
             DeviceRequest::Cpu { budget: Some(budget) }
             | DeviceRequest::Cuda { budget: Some(budget), .. }
             | DeviceRequest::Paper { budget: Some(budget), .. } => write!(f, "={budget}"),
@@ -267,12 +330,22 @@ mod tests {
             name: name.to_owned(),
             budget: Budget::Amount(Bytes::mib(mib)),
             pace,
+            link: None,
         };
         assert_eq!(
             read("virtual:a=600MiB@1.0,virtual:b=200MiB@0.5").devices,
             [part("a", 600, 1.0), part("b", 200, 0.5)]
         );
         assert_eq!(read("virtual:a=600MiB").devices, [part("a", 600, 1.0)]);
+        let linked = |bytes_per_second, latency_us| DeviceRequest::Virtual {
+            name: "a".to_owned(),
+            budget: Budget::Amount(Bytes::mib(600)),
+            pace: 0.5,
+            link: Some(LinkRequest { bytes_per_second, latency_us }),
+        };
+        assert_eq!(read("virtual:a=600MiB@0.5:12GB/s").devices, [linked(12_000_000_000, 10)]);
+        assert_eq!(read("virtual:a=600MiB@0.5 : 125MB/s + 80us").devices, [linked(125_000_000, 80)]);
+        assert_eq!(read("virtual:a=600MiB@0.5:12GB/s").to_string(), "virtual:a=600MiB@0.5:12GB/s+10us");
         let paper = read("rtx3090,rtx3070,host=64GiB");
         assert!(paper.on_paper() && paper.devices.len() == 2 && paper.host.is_some());
         assert_eq!(read("rtx3090,rtx3090").devices.len(), 2);
@@ -307,6 +380,14 @@ mod tests {
                 "virtual:a=1GiB@0",
                 "device `virtual:a`: `0` is no pace: expected a number of cores, 0.01 or more, such as `0.5`",
             ),
+            (
+                "virtual:a=1GiB@1:fast",
+                "device `virtual:a`: `fast` is no link: expected bytes a second, and a latency if it matters, such as `12GB/s+10us`",
+            ),
+            (
+                "virtual:a=1GiB:0B/s",
+                "device `virtual:a`: `0B/s` is no link: expected bytes a second, and a latency if it matters, such as `12GB/s+10us`",
+            ),
             ("host,cpu", "`host` needs a budget, as in `host=600MiB`"),
             ("cpu,cpu=2GiB", "device `cpu` is named twice"),
             ("cpu,host=1GiB,host=2GiB", "device `host` is named twice"),
@@ -329,7 +410,7 @@ mod tests {
 
         #[test]
         fn what_was_read_is_printed_as_the_same_request(
-            text in "(auto|cpu|cpu=90%|cuda:[0-9]|virtual:[ab]=[0-9]{1,3}MiB(@[0-9]\\.[0-9])?|rtx3090|h200=5GiB)(,(cpu=7|cuda:[0-9]|rtx3070|host=[0-9]GiB)){0,3}"
+            text in "(auto|cpu|cpu=90%|cuda:[0-9]|virtual:[ab]=[0-9]{1,3}MiB(@[0-9]\\.[0-9])?(:[0-9]{1,2}(\\.5)?[GM]?B/s(\\+[0-9]us)?)?|rtx3090|h200=5GiB)(,(cpu=7|cuda:[0-9]|rtx3070|host=[0-9]GiB)){0,3}"
         ) {
             if let Ok(request) = text.parse::<DevicesRequest>() {
                 prop_assert_eq!(request.to_string().parse::<DevicesRequest>(), Ok(request));

@@ -1,7 +1,7 @@
 //! What packing promises: buffers that live together never share a byte, the top is what it says, nothing beats the
 //! bound, and for the Programs of every preset the bound is met exactly.
 
-use plimsoll_core::{DType, RecomputeLevel};
+use plimsoll_core::{DType, RecomputeLevel, Space};
 use plimsoll_plan::layout::ALIGNMENT;
 use plimsoll_plan::lifetimes::lifetimes;
 use plimsoll_plan::packing::{Buffer, Packing, lower_bound, pack, pack_with_effort};
@@ -45,7 +45,7 @@ fn phases(
         generation: Some(Generation { capacity: tokens, chunk: 32 }),
         files: false,
     });
-    set.phases.iter().map(|phase| lifetimes(&set, phase).buffers).collect()
+    set.phases.iter().map(|phase| lifetimes(&set, phase, Space::Device).buffers).collect()
 }
 
 /// Compares each pair: slow, and independent of how packing finds its way.

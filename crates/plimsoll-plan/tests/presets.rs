@@ -1,7 +1,7 @@
 //! Every preset plans: its Programs are well-formed, the packing meets the bound, and what is
 //! refused fits at the budget that the refusal names.
 
-use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, Link, Rates, Recipe, RecomputeLevel, Space, WorkName};
+use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, HostSpec, Link, Rates, Recipe, RecomputeLevel, Space, WorkName};
 use plimsoll_plan::search::{Pins, Question, plan_of, search};
 use plimsoll_program::models::decoder::{Generation, Optimizer, Source};
 use plimsoll_program::models::{preset, preset_names};
@@ -38,6 +38,7 @@ fn question<'a>(config: &'a plimsoll_program::models::ModelConfig, device: &'a D
         evaluate: true,
         generation: Some(Generation { capacity: 256, chunk: 64 }),
         device,
+        host: HostSpec::NONE,
         pins: Pins::default(),
     }
 }
@@ -105,7 +106,7 @@ fn going_from_one_recipe_to_another_moves_nothing_that_stays() {
                 let stays = |t: &Tensor| t.lifetime == Lifetime::Persistent && t.space == Space::Device;
                 let places = answer.set.tensors.iter().zip(&answer.layout.placement.offsets);
                 let persistent = places.filter(|(t, _)| stays(t)).map(|(t, at)| (t.name.clone(), at.clone()));
-                (persistent.collect::<Vec<_>>(), answer.layout.by_program[&WorkName::Replan])
+                (persistent.collect::<Vec<_>>(), answer.layout.device.by_program[&WorkName::Replan])
             })
             .collect();
         assert!(layouts.windows(2).all(|pair| pair[0] == pair[1]), "{name}");
@@ -117,7 +118,7 @@ fn a_pinned_recipe_is_kept() {
     let config = preset("smollm2-135m").expect("listed");
     let plenty = device(Bytes::gib(1000));
     let mut asked = question(&config, &plenty);
-    asked.pins = Pins { micro_batch: Some(4), recompute: Some(vec![RecomputeLevel::Block; 30]) };
+    asked.pins = Pins { micro_batch: Some(4), recompute: Some(vec![RecomputeLevel::Block; 30]), offload: None };
     let answer = search(&asked);
     assert_eq!(answer.plan.recipe.micro_batch, 4);
     assert_eq!(answer.plan.recipe.recompute, vec![RecomputeLevel::Block; 30]);

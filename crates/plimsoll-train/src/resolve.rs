@@ -5,11 +5,11 @@ use crate::data::sums;
 use crate::files::{Entry, ModelDir, ModelWeights, read_config};
 use crate::run::prepare::charges;
 use crate::run_file::{EXAMPLE_PREFIX, Init, Optimizer, RunFile};
-use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Failure, Link, Plan, Rates};
+use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Failure, HostSpec, Plan, Rates};
 use plimsoll_device::calibration;
 use plimsoll_device::probe::{Cpu, Memory, auto_pace};
 use plimsoll_plan::paper;
-use plimsoll_plan::request::DeviceRequest;
+use plimsoll_plan::request::{DeviceRequest, LinkRequest};
 use plimsoll_plan::search::{Answer, Pins, Question, search};
 use plimsoll_program::models::decoder::{self, Generation, Source};
 use plimsoll_program::models::{ModelConfig, closest_preset, preset, preset_names, supported};
@@ -149,7 +149,7 @@ impl Resolved {
                 format!("run.devices: this version uses one device, not {} and {}", self.device.name, other.name);
             return Err(Failure::input(message).hint("name one of them"));
         }
-        if self.device.kind == DeviceKind::Cpu {
+        if matches!(self.device.kind, DeviceKind::Cpu | DeviceKind::Virtual) {
             return Ok(());
         }
         let message = format!("run.devices: this version does not run on `{}`", self.device.name);
@@ -202,6 +202,7 @@ pub(crate) fn question<'a>(
             Work::Generate(generation) => Some(generation),
         },
         device,
+        host: host(file, device)?,
         pins: pins(file, model.config.layers as usize)?,
     })
 }
@@ -235,7 +236,30 @@ fn pins(file: &RunFile, layers: usize) -> Result<Pins, Failure> {
             return Err(Failure::input(message).hint("name one level for all layers, or one for each"));
         }
     };
-    Ok(Pins { micro_batch: file.recipe.micro_batch, recompute })
+    Ok(Pins { micro_batch: file.recipe.micro_batch, recompute, offload: None })
+}
+
+/// What a machine on paper does with its memory: assumed, two channels of DDR5 at less than half their rate.
+const PAPER_HOST_BYTES_PER_SECOND: f64 = 30e9;
+
+/// The host beside a device. The processor is its own; on paper there is what the user says.
+fn host(file: &RunFile, device: &DeviceSpec) -> Result<HostSpec, Failure> {
+    let given = file.devices().host;
+    let budget = given.unwrap_or(file.memory.host);
+    match device.kind {
+        DeviceKind::Cpu => Ok(HostSpec::NONE),
+        DeviceKind::Paper => Ok(HostSpec {
+            budget: given.map_or(Bytes::ZERO, |budget| budget.of(Bytes::ZERO)),
+            memory_bytes_per_second: PAPER_HOST_BYTES_PER_SECOND,
+        }),
+        DeviceKind::Virtual | DeviceKind::Cuda => {
+            // A virtual device's own bytes are this machine's, too.
+            let taken = if device.kind == DeviceKind::Virtual { device.budget } else { Bytes::ZERO };
+            let free = Memory::read().free.saturating_sub(taken);
+            let rates = calibration::cpu(device.threads.max(1))?.rates;
+            Ok(HostSpec { budget: budget.of(free), memory_bytes_per_second: rates.memory_bytes_per_second })
+        }
+    }
 }
 
 /// The devices that a run file names, at least one, with their load lines.
@@ -269,7 +293,9 @@ fn check_paces(devices: &[DeviceRequest], cores: f64) -> Result<(), Failure> {
 fn device(file: &RunFile, asked: &DeviceRequest) -> Result<DeviceSpec, Failure> {
     match asked {
         DeviceRequest::Cpu { budget } => cpu(file, *budget),
-        DeviceRequest::Virtual { name, budget, pace } => virtual_device(file, name, *budget, *pace),
+        DeviceRequest::Virtual { name, budget, pace, link } => {
+            virtual_device(file, name, *budget, *pace, link.unwrap_or(LinkRequest::DEFAULT))
+        }
         DeviceRequest::Paper { name, budget } => {
             Ok(paper::paper(name, budget.unwrap_or(file.memory.budget)).expect("requests name devices of the table"))
         }
@@ -298,14 +324,20 @@ fn cpu(file: &RunFile, budget: Option<Budget>) -> Result<DeviceSpec, Failure> {
     })
 }
 
-/// The share of the time in which a training run computes: all of it where the user has said how many
-/// threads, else as much as leaves the machine usable.
+/// The share of the time in which a training run on the processor computes: all of it where the user has said how
+/// many threads, else as much as leaves the machine usable.
 pub fn pace(file: &RunFile, threads: u32) -> f64 {
     if file.run.threads.asked().is_some() { 1.0 } else { auto_pace(Cpu::read().usable_cores(), threads) }
 }
 
 /// A part of this processor, as large as its pace says.
-fn virtual_device(file: &RunFile, name: &str, budget: Budget, pace: f64) -> Result<DeviceSpec, Failure> {
+fn virtual_device(
+    file: &RunFile,
+    name: &str,
+    budget: Budget,
+    pace: f64,
+    link: LinkRequest,
+) -> Result<DeviceSpec, Failure> {
     let core = calibration::cpu(1)?.rates;
     Ok(DeviceSpec {
         name: format!("virtual:{name}"),
@@ -314,11 +346,7 @@ fn virtual_device(file: &RunFile, name: &str, budget: Budget, pace: f64) -> Resu
         charges: assumed_charges(file),
         charges_measured: false,
         threads: pace.ceil().max(1.0) as u32,
-        rates: Rates {
-            host_link: Link { bytes_per_second: 16e9, latency_seconds: 10e-6 },
-            measured: false,
-            ..core.paced(pace)
-        },
+        rates: Rates { host_link: link.link(), measured: false, ..core.paced(pace) },
     })
 }
 

@@ -1,7 +1,7 @@
 //! The same numbers as transformers and PyTorch, from the fixtures that `parity/run make` wrote
 //! (`parity/README.md` says what they hold, and why the tolerances are what they are).
 
-use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, Link, Rates, Recipe, RecomputeLevel};
+use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, HostSpec, Link, Rates, Recipe, RecomputeLevel};
 use plimsoll_device::cpu::executor::{open, real_values};
 use plimsoll_plan::search::{Pins, Question, plan_of};
 use plimsoll_program::ProgramSet;
@@ -113,6 +113,7 @@ impl Case {
             evaluate: true,
             generation: Some(Generation { capacity: 64, chunk: 16 }),
             device: &device,
+            host: HostSpec::NONE,
             pins: Pins::default(),
         };
         let recipe = Recipe::on_device(micro_batch, vec![level; self.dir.config.layers as usize]);

@@ -35,7 +35,7 @@ pub fn table(view: &PlanView) -> String {
 
     let mut columns_of: Vec<(&DevicePlan, Option<&DeviceSpec>)> =
         plan.devices.iter().enumerate().map(|(index, device)| (device, specs.get(index))).collect();
-    if plan.host.peak_bytes > Bytes::ZERO {
+    if plan.host.arena_bytes > Bytes::ZERO {
         columns_of.push((&plan.host, None));
     }
     for devices in columns_of.chunks(ABREAST) {
@@ -334,7 +334,9 @@ mod tests {
     }
 
     fn tried() -> Vec<Tried> {
-        let tried = |recipe, mib, step_seconds, fits| Tried { recipe, peak_bytes: Bytes::mib(mib), step_seconds, fits };
+        let tried = |recipe, mib, step_seconds, fits| {
+            Tried { recipe, peak_bytes: Bytes::mib(mib), host_bytes: Bytes::ZERO, step_seconds, fits }
+        };
         vec![
             tried(recipe(256, RecomputeLevel::Nothing), 130, 0.080, false),
             tried(recipe(64, RecomputeLevel::Block), 40, 0.0841, true),

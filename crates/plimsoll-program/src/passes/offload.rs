@@ -27,12 +27,26 @@ const WORTH: u64 = 256;
 /// Gives what `offload` names its place on the host. `layers` is the model's; `one_micro_batch` says that a step has
 /// no more than one, so that gradients need not come back to be added to.
 pub fn offload(set: ProgramSet, layers: u32, offload: &Offload, one_micro_batch: bool) -> ProgramSet {
-    if offload.is_nothing() {
-        return set;
+    offload_only(set, layers, offload, one_micro_batch, &|_| true)
+}
+
+/// The same for some of the Programs; the others are left out. For a search, which need not write them all down anew.
+pub fn offload_only(
+    set: ProgramSet,
+    layers: u32,
+    offload: &Offload,
+    one_micro_batch: bool,
+    wanted: &dyn Fn(&Program) -> bool,
+) -> ProgramSet {
+    let mut pass = Pass { set, homes: HashMap::new(), staging: HashMap::new(), begun: HashSet::new() };
+    if !offload.is_nothing() {
+        pass.move_homes(layers, offload);
+        pass.move_inputs();
     }
-    let mut pass = Pass { set, homes: HashMap::new(), staging: HashMap::new(), begun: HashSet::new(), one_micro_batch };
-    pass.move_homes(layers, offload);
-    pass.move_inputs();
+    if one_micro_batch {
+        pass.begin_in_backward();
+    }
+    pass.keep(wanted);
     for number in 0..pass.set.programs.len() {
         if pass.set.programs[number].trace().any(|(op, _)| pass.moves(op)) {
             pass.set.programs[number].blocks = Rewrite::program(&mut pass, number);
@@ -54,8 +68,7 @@ struct Pass {
     /// The host's twin of a staging buffer.
     staging: HashMap<TensorId, TensorId>,
     /// Gradients that the backward Program begins with zeros, so that nobody else need do it.
-    begun: HashSet<Region>,
-    one_micro_batch: bool,
+    begun: HashSet<TensorId>,
 }
 
 impl Pass {
@@ -129,6 +142,35 @@ impl Pass {
                 self.set.tensors[input.0 as usize].space = Space::Host;
             }
         }
+    }
+
+    /// Gradients that wait, and that the device is the first to add to: it begins them, and nothing is fetched.
+    fn begin_in_backward(&mut self) {
+        let Some(backward) = self.set.program("backward") else { return };
+        let mut seen = HashSet::new();
+        for op in backward.blocks.iter().flat_map(|block| &block.ops) {
+            for operand in operands(op).filter(|operand| seen.insert(operand.tensor)) {
+                let gradient = self.set.tensor(operand.tensor).category == Category::Gradient;
+                let by_host = matches!(&op.kind, OpKind::EmbedGrad { dtable, .. } if dtable.tensor == operand.tensor);
+                if let (Some(home), true, false) = (self.homes.get(&operand.tensor), gradient, by_host) {
+                    self.begun.insert(home.tensor);
+                }
+            }
+        }
+    }
+
+    /// Leaves out the Programs that nobody wants.
+    fn keep(&mut self, wanted: &dyn Fn(&Program) -> bool) {
+        let programs = std::mem::take(&mut self.set.programs);
+        let mut numbers: HashMap<usize, usize> = HashMap::new();
+        for (number, program) in programs.into_iter().enumerate().filter(|(_, program)| wanted(program)) {
+            numbers.insert(number, self.set.programs.len());
+            self.set.programs.push(program);
+        }
+        for phase in &mut self.set.phases {
+            phase.programs = phase.programs.iter().filter_map(|number| numbers.get(number).copied()).collect();
+        }
+        self.set.phases.retain(|phase| !phase.programs.is_empty());
     }
 
     /// Whether an op touches what moved.
@@ -291,6 +333,8 @@ struct Rewrite<'a> {
     rings: BTreeMap<String, Ring>,
     /// What the device has, and the host a fresh copy of.
     copies: HashMap<Region, TensorId>,
+    /// Gradients that have been begun.
+    begun: HashSet<Region>,
     sequence: u64,
     ops: Vec<Op>,
 }
@@ -301,7 +345,8 @@ impl Rewrite<'_> {
         let Program { name, work, .. } = &pass.set.programs[number];
         let (program, work) = (name.clone(), *work);
         let (rings, copies) = (BTreeMap::new(), HashMap::new());
-        let mut rewrite = Rewrite { pass, program, work, rings, copies, sequence: 0, ops: Vec::new() };
+        let begun = HashSet::new();
+        let mut rewrite = Rewrite { pass, program, work, rings, copies, begun, sequence: 0, ops: Vec::new() };
         let units = rewrite.units(number);
         rewrite.make_rings(&units);
         let mut blocks = Vec::new();
@@ -394,9 +439,7 @@ impl Rewrite<'_> {
     /// Whether an op clears a gradient that the backward Program clears anyway.
     fn begun_elsewhere(&self, op: &Op) -> bool {
         match op.kind {
-            OpKind::Fill { into, elements, .. } if self.program == "begin" => {
-                self.pass.begun.contains(&Region::of(into, elements))
-            }
+            OpKind::Fill { into, .. } if self.program == "begin" => self.pass.begun.contains(&into.tensor),
             _ => false,
         }
     }
@@ -489,7 +532,7 @@ impl Rewrite<'_> {
         }
         let mut coming = None;
         if self.begins(wanted) {
-            self.pass.begun.insert(region);
+            self.begun.insert(region);
             self.ops.push(OpKind::Fill { into: place, value: 0.0, elements: region.elements }.into());
         } else if wanted.read {
             self.sequence += 1;
@@ -502,12 +545,8 @@ impl Rewrite<'_> {
 
     /// Whether a gradient is summed up from zero here.
     fn begins(&self, wanted: Use) -> bool {
-        let gradient = self.pass.set.tensor(wanted.region.tensor).category == Category::Gradient;
-        self.pass.one_micro_batch
-            && self.work == WorkName::Backward
-            && gradient
-            && wanted.read
-            && !self.pass.begun.contains(&wanted.region)
+        let here = self.work == WorkName::Backward && self.pass.begun.contains(&wanted.region.tensor);
+        here && wanted.read && !self.begun.contains(&wanted.region)
     }
 
     /// Empties the slots whose regions are no longer what is at home.

@@ -3,7 +3,7 @@
 
 use super::engine::{Engine, StepInput};
 use crate::data::Rows;
-use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, Failure, Recipe, RecomputeLevel};
+use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, Failure, HostSpec, Recipe, RecomputeLevel};
 use plimsoll_device::device::{DeviceError, Memory, Observer};
 use plimsoll_device::{calibration, process};
 use plimsoll_plan::price::needed_product_flops;
@@ -43,6 +43,8 @@ pub struct StepShape {
     pub steps: u64,
     /// Steps before them.
     pub warmup: u64,
+    /// The arithmetic: f32, or bf16 with sums and masters in f32.
+    pub dtype: DType,
     /// Whether each block is computed again in the backward pass.
     pub checkpoint: bool,
 }
@@ -147,7 +149,7 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
     let sequences = shape.batch * shape.accumulate;
     let question = Question {
         config: &config,
-        precision: DType::F32,
+        precision: shape.dtype,
         sequence: shape.sequence,
         sequences,
         source: Source::Random { seed: 0 },
@@ -155,18 +157,20 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
         evaluate: false,
         generation: None,
         device: &device,
+        host: HostSpec::NONE,
         pins: Pins::default(),
     };
     let level = if shape.checkpoint { RecomputeLevel::Block } else { RecomputeLevel::Nothing };
     let recipe = Recipe::on_device(shape.batch as u32, vec![level; shape.layers as usize]);
     let answer = plan_of(&question, &recipe);
-    let limit = needed_product_flops(&answer.set) * shape.accumulate as f64 / device.rates.f32_flops;
+    let limit = needed_product_flops(&answer.set) * shape.accumulate as f64
+        / if shape.dtype == DType::Bf16 { device.rates.bf16_flops } else { device.rates.f32_flops };
     let (arena_bytes, predicted) = (answer.plan.devices[0].arena_bytes, answer.plan.predicted.step_seconds);
 
     let resident = |read: fn() -> std::io::Result<Bytes>| read().unwrap_or(Bytes::ZERO).as_mib();
     let _ = process::reset_peak();
     let before = resident(process::resident);
-    let mut engine = Engine::open(answer, DType::F32, shape.threads, shape.sequence, shape.vocab)?;
+    let mut engine = Engine::open(answer, shape.dtype, &device, shape.sequence, shape.vocab)?;
     engine.run("load")?;
     engine.run("fresh")?;
     let mut seconds = Vec::new();
@@ -198,7 +202,7 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
     Ok(StepBench {
         peer: concat!("plimsoll ", env!("CARGO_PKG_VERSION")).into(),
         device: "cpu".into(),
-        dtype: DType::F32,
+        dtype: shape.dtype,
         compile: false,
         checkpoint: shape.checkpoint,
         parameters: config.parameters(),

@@ -152,7 +152,9 @@ impl Trainer {
         let device = DeviceSpec { budget: line, ..self.resolved.device.clone() };
         let ask = |pin: Option<u32>| {
             let mut question = question(&self.run, &self.resolved.model, &device, Work::Train).ok()?;
-            question.pins = Pins { micro_batch: pin.or(question.pins.micro_batch), ..question.pins };
+            // What waits where stays as it is: nothing has to move.
+            let offload = Some(self.plan.recipe.offload);
+            question.pins = Pins { micro_batch: pin.or(question.pins.micro_batch), offload, ..question.pins };
             let answer = search(&question);
             answer.plan.fits.then_some(answer)
         };

@@ -2,7 +2,7 @@
 
 use crate::args::PlanArgs;
 use crate::{again, say};
-use plimsoll_core::{Budget, Bytes, Exit, Failure, Plan};
+use plimsoll_core::{Bytes, Exit, Failure, Plan};
 use plimsoll_device::probe::Memory;
 use plimsoll_plan::paper;
 use plimsoll_plan::search::Answer;
@@ -29,9 +29,7 @@ pub fn run(args: &PlanArgs) -> Result<Exit, Failure> {
             true => String::new(),
             false => format!("left out: {} (this version uses one device)\n", left_out.join(", ")),
         };
-        let host_given = file.devices().host.is_some() || file.memory.host != Budget::HOST;
-        let host = if host_given { "host: its load line has no say yet: no device keeps bytes there\n" } else { "" };
-        say::answer(&(shown(&file, &resolved, &answer, args.explain) + &left_out + host));
+        say::answer(&(shown(&file, &resolved, &answer, args.explain) + &left_out));
     }
     if answer.plan.fits {
         return Ok(Exit::Done);

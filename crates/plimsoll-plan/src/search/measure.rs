@@ -1,0 +1,238 @@
+//! What a recipe holds and costs, before it is packed.
+
+use super::{Profile, Question, choose};
+use crate::layout::{ALIGNMENT, lower_bound};
+use plimsoll_core::{Category, Offload, Recipe, RecomputeLevel, Space};
+use plimsoll_program::passes::offload::offload_only;
+use plimsoll_program::{Program, ProgramSet};
+use std::cell::{OnceCell, RefCell};
+use std::collections::HashMap;
+
+/// A recipe with its bounds and its time.
+#[derive(Clone, Debug)]
+pub(super) struct Candidate {
+    pub recipe: Recipe,
+    /// No packing of the device's arena is smaller.
+    pub device: u64,
+    /// The same of the host's.
+    pub host: u64,
+    /// Of a step.
+    pub seconds: f64,
+}
+
+/// Bounds of both arenas, and seconds.
+#[derive(Clone, Copy, Debug, Default)]
+struct Measured {
+    device: u64,
+    host: u64,
+    seconds: f64,
+}
+
+/// Measures recipes. What happens once a step depends on what waits and on nothing else of a recipe: it is measured once.
+pub(super) struct Measurer<'q> {
+    pub question: &'q Question<'q>,
+    once_a_step: RefCell<HashMap<(Offload, bool), Measured>>,
+    plain: RefCell<HashMap<u32, Plain>>,
+    /// Tensors without Programs.
+    bare: OnceCell<ProgramSet>,
+}
+
+/// What stays for the whole run, in bytes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Stays {
+    /// On the device.
+    pub device: u64,
+    /// On the host; and of that, by what it is.
+    pub host: u64,
+    weights: f64,
+    gradients: f64,
+    state: f64,
+}
+
+/// A micro-batch while everything stays on the device.
+#[derive(Clone, Copy, Debug)]
+struct Plain {
+    /// Seconds of its passes where nothing is recomputed.
+    pass_seconds: f64,
+    /// Bytes above what stays where everything is recomputed.
+    least_above: u64,
+    /// Bytes of a layer's input.
+    input_bytes: u64,
+}
+
+/// Programs that run for every micro-batch, or beside the steps: recipes differ in them.
+fn depends_on_all(program: &Program) -> bool {
+    matches!(program.name.as_str(), "forward" | "backward" | "evaluate" | "prefill" | "decode")
+}
+
+impl<'q> Measurer<'q> {
+    pub fn new(question: &'q Question<'q>) -> Measurer<'q> {
+        Measurer { question, once_a_step: RefCell::default(), plain: RefCell::default(), bare: OnceCell::new() }
+    }
+
+    /// Whether a candidate is under both load lines, as far as its bounds say.
+    pub fn fits(&self, candidate: &Candidate) -> bool {
+        candidate.device <= self.question.device.arena_budget().0 && candidate.host <= self.question.host.budget.0
+    }
+
+    /// Measures a recipe.
+    pub fn candidate(&self, recipe: Recipe) -> Candidate {
+        let question = self.question;
+        let plain = question.build(question.config, &recipe, false);
+        let one_micro_batch = question.micro_batches_of(&recipe) == 1;
+        let part = |set: ProgramSet, wanted: &dyn Fn(&Program) -> bool| {
+            offload_only(set, self.layers(), &recipe.offload, one_micro_batch, wanted)
+        };
+        let key = (recipe.offload, one_micro_batch);
+        let known = self.once_a_step.borrow().get(&key).copied();
+        let update = known.unwrap_or_else(|| {
+            let set = part(plain.clone(), &|program| !depends_on_all(program));
+            let measured = self.measured(&set, &["begin", "norm", "update"]);
+            self.once_a_step.borrow_mut().insert(key, measured);
+            measured
+        });
+        let set = part(plain, &depends_on_all);
+        let passes = match question.optimizer {
+            Some(_) => self.measured(&set, &["forward", "backward"]),
+            None => self.measured(&set, &["evaluate"]),
+        };
+        Candidate {
+            device: update.device.max(passes.device),
+            host: update.host.max(passes.host),
+            seconds: update.seconds + f64::from(question.micro_batches_of(&recipe)) * passes.seconds,
+            recipe,
+        }
+    }
+
+    fn measured(&self, set: &ProgramSet, timed: &[&str]) -> Measured {
+        let prices = self.question.prices();
+        let programs = timed.iter().filter_map(|name| set.program(name));
+        Measured {
+            device: lower_bound(set, Space::Device),
+            host: lower_bound(set, Space::Host),
+            seconds: programs.map(|program| prices.program_seconds(set, program)).sum(),
+        }
+    }
+
+    /// What stays for the whole run, on the device and on the host.
+    pub fn persistent(&self, offload: Offload) -> Stays {
+        let set = self.bare.get_or_init(|| {
+            let recipe = self.question.uniform(1, RecomputeLevel::Nothing);
+            let set = self.question.build(self.question.config, &recipe, false);
+            ProgramSet { programs: vec![], phases: vec![], ..set }
+        });
+        let bare = offload_only(set.clone(), self.layers(), &offload, false, &|_| false);
+        let on_host = |category: Category| {
+            let of_layers = bare.tensors.iter().filter(|t| t.space == Space::Host && t.category == category);
+            of_layers.map(|t| t.bytes() * u64::from(t.slots)).sum::<u64>() as f64
+        };
+        Stays {
+            device: lower_bound(&bare, Space::Device).next_multiple_of(ALIGNMENT),
+            host: lower_bound(&bare, Space::Host),
+            weights: on_host(Category::Weight),
+            gradients: on_host(Category::Gradient),
+            state: on_host(Category::Optimizer),
+        }
+    }
+
+    /// The least bytes on the device that a choice can come to, found without writing Programs down.
+    pub fn least_bytes(&self, micro_batch: u32, offload: Offload) -> u64 {
+        let plain = self.plain(micro_batch);
+        let inputs = u64::from(offload.inputs) * plain.input_bytes;
+        (self.persistent(offload).device + plain.least_above).saturating_sub(inputs)
+    }
+
+    /// About how many seconds a step takes under a choice, with the lightest level of recompute that about fits;
+    /// `None` where none does. Found without writing Programs down: what has to be computed, what has to be copied,
+    /// what stays.
+    pub fn about(&self, profile: &Profile, micro_batch: u32, offload: Offload) -> Option<f64> {
+        let question = self.question;
+        let plain = self.plain(micro_batch);
+        let stays = self.persistent(offload);
+        let count = f64::from(question.sequences.div_ceil(u64::from(micro_batch)) as u32);
+        let rate = question.device.rates.host_link.bytes_per_second;
+        let inputs = u64::from(offload.inputs) * plain.input_bytes;
+        // The table of the embedding need not come as a whole, and the head comes once.
+        let ends = [offload.embedding, offload.head].iter().filter(|waits| **waits).count() as u64;
+        let end_elements = (ends * question.config.vocab * question.config.hidden) as f64;
+        let weights = (stays.weights - end_elements * question.precision.bytes() as f64).max(0.0);
+        let gradients = (stays.gradients - end_elements * question.precision.wide().bytes() as f64).max(0.0);
+        let again = if count > 1.0 { gradients } else { 0.0 };
+        let copied_in = count * (2.0 * weights + again + inputs as f64);
+        let copied_out = count * (gradients + inputs as f64);
+        let update = ((gradients + stays.state) / rate).max((stays.state + weights) / rate);
+        let once = if question.optimizer.is_some() { gradients / rate + update } else { 0.0 };
+        // Two slots in each ring, of a layer each.
+        let of_layer = |bytes: f64, layers: u32| if layers > 0 { 2.0 * bytes / f64::from(layers) } else { 0.0 };
+        let rings = of_layer(weights, offload.weights) + of_layer(gradients, offload.gradients);
+        let budget = (question.device.arena_budget().0 + inputs).checked_sub(stays.device + rings as u64)?;
+        let more = profile.lightest(question.layers(), budget)?;
+        let computed = count * (plain.pass_seconds + more);
+        Some(computed.max(copied_in / rate).max(copied_out / rate) + once)
+    }
+
+    fn layers(&self) -> u32 {
+        self.question.config.layers as u32
+    }
+
+    /// What a micro-batch takes while everything stays on the device.
+    fn plain(&self, micro_batch: u32) -> Plain {
+        if let Some(plain) = self.plain.borrow().get(&micro_batch) {
+            return *plain;
+        }
+        let question = self.question;
+        let set = question.build(question.config, &question.uniform(micro_batch, RecomputeLevel::Nothing), false);
+        let prices = question.prices();
+        let passes = if question.optimizer.is_some() { &["forward", "backward"][..] } else { &["evaluate"][..] };
+        let passes = passes.iter().filter_map(|name| set.program(name));
+        let block = self.candidate(question.uniform(micro_batch, RecomputeLevel::Block));
+        let plain = Plain {
+            pass_seconds: passes.map(|program| prices.program_seconds(&set, program)).sum(),
+            least_above: block.device.saturating_sub(self.persistent(Offload::NOTHING).device),
+            input_bytes: set.find("train.hidden").map_or(0, |hidden| set.tensor(hidden).bytes()),
+        };
+        self.plain.borrow_mut().insert(micro_batch, plain);
+        plain
+    }
+
+    /// Recipes that recompute as little as the load lines allow, tightened until one fits or none can.
+    pub fn recomputed(&self, profile: &Profile, micro_batch: u32, offload: Offload) -> Vec<Candidate> {
+        let question = self.question;
+        let arena_budget = question.device.arena_budget().0;
+        let block = |offload: Offload| {
+            let recipe = Recipe { offload, ..question.uniform(micro_batch, RecomputeLevel::Block) };
+            self.candidate(recipe)
+        };
+        let mut list = Vec::new();
+        let mut budget = if offload.is_nothing() {
+            arena_budget.saturating_sub(self.persistent(offload).device)
+        } else {
+            // What waiting frees is measured where everything is recomputed, and is as much elsewhere.
+            let (plain, waiting) = (block(Offload::NOTHING), block(offload));
+            let on_device = self.persistent(Offload::NOTHING).device;
+            let budget = (arena_budget + plain.device).saturating_sub(waiting.device + on_device);
+            let too_much = !self.fits(&waiting);
+            list.push(waiting);
+            if too_much {
+                return list;
+            }
+            budget
+        };
+        // The profile sees three layers; where the whole is a little larger, aim lower.
+        for _ in 0..4 {
+            let Some(recompute) = choose(profile, question.layers(), budget) else { break };
+            let recipe = Recipe { micro_batch, recompute, offload };
+            if list.iter().any(|candidate| candidate.recipe == recipe) {
+                break;
+            }
+            let found = self.candidate(recipe);
+            let over = found.device.saturating_sub(arena_budget);
+            list.push(found);
+            if over == 0 {
+                break;
+            }
+            budget = budget.saturating_sub(over);
+        }
+        list
+    }
+}

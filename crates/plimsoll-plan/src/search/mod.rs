@@ -1,0 +1,276 @@
+//! The search for the fastest recipe under the load lines of a device and its host.
+//!
+//! For each micro-batch a dynamic program over (layer, live bytes) chooses what to recompute (`profile`); where that is
+//! not enough, or costs more than copies do, tensors wait on the host (`offload`). The candidates are ordered by
+//! predicted time, and the first whose packed arenas fit is the plan.
+
+mod measure;
+mod offload;
+mod profile;
+
+use crate::layout::{Layout, lay_out};
+use crate::price::Prices;
+use measure::{Candidate, Measurer};
+use plimsoll_core::{
+    Bytes, Class, DType, DeviceKind, DevicePlan, DeviceSpec, HostSpec, Need, Offload, Plan, Predicted, Recipe,
+    RecomputeLevel,
+};
+use plimsoll_program::models::ModelConfig;
+use plimsoll_program::models::decoder::{Build, Generation, Optimizer, Source, Training, build};
+use plimsoll_program::workspace::Kernels;
+use plimsoll_program::{ProgramSet, Schedule, passes};
+use profile::{Profile, choose, profile};
+
+/// Finalists that are packed before the search gives up on packing luck.
+const FINALISTS: usize = 20;
+
+/// What is asked of the planner.
+#[derive(Clone, Debug)]
+pub struct Question<'a> {
+    /// The model.
+    pub config: &'a ModelConfig,
+    /// Arithmetic.
+    pub precision: DType,
+    /// Tokens of a sequence.
+    pub sequence: u64,
+    /// Sequences of an optimizer step (of an evaluation: at most so many at once).
+    pub sequences: u64,
+    /// Weights.
+    pub source: Source,
+    /// The rule, where something is trained.
+    pub optimizer: Option<Optimizer>,
+    /// Whether there are evaluations.
+    pub evaluate: bool,
+    /// Whether tokens are generated.
+    pub generation: Option<Generation>,
+    /// The device.
+    pub device: &'a DeviceSpec,
+    /// The host beside it; [`HostSpec::NONE`] where nothing can wait.
+    pub host: HostSpec,
+    /// What the user has fixed.
+    pub pins: Pins,
+}
+
+/// Choices that the user has fixed.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Pins {
+    /// Sequences in a micro-batch.
+    pub micro_batch: Option<u32>,
+    /// What each layer makes again.
+    pub recompute: Option<Vec<RecomputeLevel>>,
+    /// What waits on the host.
+    pub offload: Option<Offload>,
+}
+
+/// A recipe that was looked at.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Tried {
+    /// The choices.
+    pub recipe: Recipe,
+    /// Predicted bytes on the device, charges included (the bound; packed for finalists).
+    pub peak_bytes: Bytes,
+    /// Predicted bytes on the host.
+    pub host_bytes: Bytes,
+    /// Predicted seconds of a step.
+    pub step_seconds: f64,
+    /// Whether it is under the load lines.
+    pub fits: bool,
+}
+
+/// A plan with all that is needed to run it.
+#[derive(Clone, Debug)]
+pub struct Answer {
+    /// As it is written down.
+    pub plan: Plan,
+    /// The Programs.
+    pub set: ProgramSet,
+    /// Where everything stands.
+    pub layout: Layout,
+    /// What else was looked at, fastest first.
+    pub tried: Vec<Tried>,
+}
+
+impl Question<'_> {
+    /// The Programs of a recipe before anything waits on the host.
+    fn build(&self, config: &ModelConfig, recipe: &Recipe, files: bool) -> ProgramSet {
+        build(&Build {
+            config,
+            precision: self.precision,
+            kernels: Kernels::of(self.device),
+            sequence: self.sequence,
+            micro_batch: u64::from(recipe.micro_batch),
+            source: self.source.clone(),
+            training: self.optimizer.map(|optimizer| Training { optimizer, recompute: recipe.recompute.clone() }),
+            evaluate: self.evaluate,
+            generation: self.generation,
+            files,
+        })
+    }
+
+    /// All Programs of a recipe.
+    pub fn programs(&self, recipe: &Recipe) -> ProgramSet {
+        let plain = self.build(self.config, recipe, true);
+        passes::offload::offload(plain, self.layers() as u32, &recipe.offload, self.micro_batches_of(recipe) == 1)
+    }
+
+    fn layers(&self) -> usize {
+        self.config.layers as usize
+    }
+
+    fn uniform(&self, micro_batch: u32, level: RecomputeLevel) -> Recipe {
+        Recipe::on_device(micro_batch, vec![level; self.layers()])
+    }
+
+    /// Micro-batches worth trying: those that divide the step, and powers of two.
+    fn micro_batches(&self) -> Vec<u32> {
+        if let Some(pinned) = self.pins.micro_batch {
+            return vec![pinned];
+        }
+        let most = self.sequences.clamp(1, 1 << 16) as u32;
+        (1..=most).filter(|b| most.is_multiple_of(*b) || b.is_power_of_two()).collect()
+    }
+
+    /// How many micro-batches a step has.
+    fn micro_batches_of(&self, recipe: &Recipe) -> u32 {
+        self.sequences.div_ceil(u64::from(recipe.micro_batch)) as u32
+    }
+
+    fn prices(&self) -> Prices<'_> {
+        Prices { rates: &self.device.rates, host: &self.host, precision: self.precision }
+    }
+
+    fn seconds(&self, set: &ProgramSet, recipe: &Recipe) -> f64 {
+        let count = self.micro_batches_of(recipe);
+        let prices = self.prices();
+        if self.optimizer.is_some() {
+            return prices.schedule_seconds(set, &Schedule::accumulate(count).calls);
+        }
+        set.program("evaluate").map_or(0.0, |evaluate| prices.program_seconds(set, evaluate) * f64::from(count))
+    }
+
+    fn fits(&self, layout: &Layout) -> bool {
+        layout.device.bytes <= self.device.arena_budget().0 && layout.host.bytes <= self.host.budget.0
+    }
+}
+
+/// All recipes worth looking at, and the profile of the smallest micro-batch.
+fn candidates(measurer: &Measurer) -> (Vec<Candidate>, Option<Profile>) {
+    let question = measurer.question;
+    let waits = question.pins.offload.unwrap_or_default();
+    let mut list = Vec::new();
+    let mut profiles: Vec<(u32, Profile)> = Vec::new();
+    for micro_batch in question.micro_batches() {
+        let pinned = match (&question.optimizer, &question.pins.recompute) {
+            (None, _) => Some(vec![RecomputeLevel::Nothing; question.layers()]),
+            (_, pinned) => pinned.clone(),
+        };
+        if let Some(recompute) = pinned {
+            list.push(measurer.candidate(Recipe { micro_batch, recompute, offload: waits }));
+            continue;
+        }
+        let profile = profile(question, micro_batch);
+        let plain = question.uniform(micro_batch, RecomputeLevel::Nothing);
+        let plain = measurer.candidate(Recipe { offload: waits, ..plain });
+        let plain_fits = measurer.fits(&plain);
+        list.push(plain);
+        if !plain_fits {
+            list.extend(measurer.recomputed(&profile, micro_batch, waits));
+        }
+        profiles.push((micro_batch, profile));
+    }
+    if question.pins.offload.is_none() {
+        offload::add(measurer, &profiles, &mut list);
+    }
+    (list, profiles.into_iter().next().map(|(_, profile)| profile))
+}
+
+/// Finds the fastest plan that fits; where nothing fits, the leanest, with the budget it needs.
+pub fn search(question: &Question) -> Answer {
+    let device = question.device;
+    let arena_budget = device.arena_budget().0;
+    let measurer = Measurer::new(question);
+    let (mut list, profile) = candidates(&measurer);
+    list.sort_by(|a, b| a.seconds.total_cmp(&b.seconds).then(a.device.cmp(&b.device)));
+    let below = |c: &Candidate| c.device <= arena_budget && c.host <= question.host.budget.0;
+    let look = |c: &Candidate| Tried {
+        recipe: c.recipe.clone(),
+        peak_bytes: Bytes(c.device) + device.charges,
+        host_bytes: Bytes(c.host),
+        step_seconds: c.seconds,
+        fits: below(c),
+    };
+    let mut tried: Vec<Tried> = list.iter().map(look).collect();
+    let mut found = None;
+    for (candidate, tried) in list.iter().zip(&mut tried).filter(|(c, _)| below(c)).take(FINALISTS) {
+        let set = question.programs(&candidate.recipe);
+        let layout = lay_out(&set);
+        tried.peak_bytes = Bytes(layout.device.bytes) + device.charges;
+        tried.host_bytes = Bytes(layout.host.bytes);
+        tried.fits = question.fits(&layout);
+        if tried.fits {
+            found = Some((candidate.recipe.clone(), set, layout));
+            break;
+        }
+    }
+    // What is refused must not fit: the leanest is given its chance, however slow.
+    let (recipe, set, layout) = found.unwrap_or_else(|| {
+        let leanest = offload::leanest(&measurer, profile.as_ref());
+        if list.iter().all(|candidate| candidate.recipe != leanest.recipe) {
+            tried.push(look(&leanest));
+        }
+        let set = question.programs(&leanest.recipe);
+        let layout = lay_out(&set);
+        (leanest.recipe, set, layout)
+    });
+    let fits = question.fits(&layout);
+    let plan = write_down(question, fits, recipe, &set, &layout);
+    Answer { plan, set, layout, tried }
+}
+
+/// The plan of one recipe, whatever the load line says: for a resumed run, and for pins.
+pub fn plan_of(question: &Question, recipe: &Recipe) -> Answer {
+    let set = question.programs(recipe);
+    let layout = lay_out(&set);
+    let plan = write_down(question, question.fits(&layout), recipe.clone(), &set, &layout);
+    Answer { plan, set, layout, tried: Vec::new() }
+}
+
+fn write_down(question: &Question, fits: bool, recipe: Recipe, set: &ProgramSet, layout: &Layout) -> Plan {
+    let device = question.device;
+    let peak = Bytes(layout.device.bytes) + device.charges;
+    let step_seconds = question.seconds(set, &recipe);
+    let needs = if fits { vec![] } else { vec![Need { allow: vec![], budget_bytes: peak }] };
+    let whole = u64::from(recipe.micro_batch) >= question.sequences;
+    Plan {
+        fits,
+        class: if whole { Class::Identical } else { Class::Reordered },
+        devices: vec![DevicePlan {
+            name: device.name.clone(),
+            simulated: device.simulated(),
+            budget_bytes: device.budget,
+            arena_bytes: Bytes(layout.device.bytes),
+            charges_bytes: device.charges,
+            peak_bytes: peak,
+            by_category: layout.device.by_category.clone(),
+            by_program: layout.device.by_program.clone(),
+            lower_bound_bytes: Bytes(layout.device.lower_bound_bytes),
+        }],
+        host: DevicePlan {
+            name: "host".into(),
+            simulated: device.kind == DeviceKind::Virtual,
+            budget_bytes: question.host.budget,
+            arena_bytes: Bytes(layout.host.bytes),
+            charges_bytes: Bytes::ZERO,
+            peak_bytes: Bytes(layout.host.bytes),
+            by_category: layout.host.by_category.clone(),
+            by_program: layout.host.by_program.clone(),
+            lower_bound_bytes: Bytes(layout.host.lower_bound_bytes),
+        },
+        predicted: Predicted {
+            step_seconds,
+            tokens_per_second: (question.sequences * question.sequence) as f64 / step_seconds,
+        },
+        recipe,
+        needs,
+    }
+}

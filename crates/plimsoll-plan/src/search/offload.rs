@@ -1,0 +1,155 @@
+//! What may wait on the host: the choices that are looked at, in the order of the time that each takes about, and the
+//! leanest of all.
+
+use super::measure::{Candidate, Measurer};
+use super::{Profile, choose};
+use plimsoll_core::{Offload, Recipe, RecomputeLevel};
+
+/// Choices that are measured, the most promising ones.
+const LOOKS: usize = 24;
+
+/// What may wait, from nothing to everything, in quarters of the layers.
+fn choices(measurer: &Measurer) -> Vec<Offload> {
+    let question = measurer.question;
+    if let Some(pinned) = question.pins.offload {
+        return vec![pinned];
+    }
+    if question.host.budget.0 == 0 {
+        return vec![Offload::NOTHING];
+    }
+    let (layers, trained) = (question.layers() as u32, question.optimizer.is_some());
+    let mut counts: Vec<u32> = (1..=4).map(|quarter| (layers * quarter).div_ceil(4)).collect();
+    counts.dedup();
+    let with = |optimizer, gradients, weights| Offload { optimizer, gradients, weights, ..Offload::NOTHING };
+    let mut list = vec![Offload::NOTHING];
+    for &count in &counts {
+        match trained {
+            true => list.extend([
+                with(count, 0, 0),
+                with(layers, count, 0),
+                with(layers, 0, count),
+                with(layers, layers, count),
+            ]),
+            false => list.push(with(0, 0, count)),
+        }
+    }
+    let inputs = if trained { vec![0, layers.div_ceil(2), layers] } else { vec![0] };
+    let wider = |base: Offload| {
+        let ends = if !trained || base.optimizer == layers {
+            vec![(false, false), (true, false), (true, true)]
+        } else {
+            vec![(false, false)]
+        };
+        let inputs = inputs.clone();
+        ends.into_iter().flat_map(move |(embedding, head)| {
+            inputs.clone().into_iter().map(move |inputs| Offload { inputs, embedding, head, ..base })
+        })
+    };
+    let mut list: Vec<Offload> = list.into_iter().flat_map(wider).collect();
+    if question.config.tied {
+        // The head is the embedding.
+        list.retain(|choice| !choice.head);
+    }
+    let mut seen = std::collections::HashSet::new();
+    list.retain(|choice| seen.insert(*choice));
+    list
+}
+
+/// Adds recipes that let something wait, where they could be faster than what is there.
+pub(super) fn add(measurer: &Measurer, profiles: &[(u32, Profile)], list: &mut Vec<Candidate>) {
+    let host_budget = measurer.question.host.budget.0;
+    let best = fastest(measurer, list).map_or(f64::INFINITY, |best| best.seconds);
+    let mut looks = Vec::new();
+    let choices = choices(measurer).into_iter().filter(|choice| !choice.is_nothing());
+    for choice in choices.filter(|choice| measurer.persistent(*choice).host <= host_budget) {
+        for (micro_batch, profile) in profiles {
+            match measurer.about(profile, *micro_batch, choice) {
+                Some(seconds) if seconds < best => looks.push((seconds, *micro_batch, profile, choice)),
+                _ => {}
+            }
+        }
+    }
+    looks.sort_by(|a, b| a.0.total_cmp(&b.0));
+    for &(_, micro_batch, profile, choice) in looks.iter().take(LOOKS) {
+        list.extend(measurer.recomputed(profile, micro_batch, choice));
+    }
+    tune(measurer, list);
+}
+
+/// The fastest that fits, by its bounds.
+fn fastest<'c>(measurer: &Measurer, list: &'c [Candidate]) -> Option<&'c Candidate> {
+    let fitting = list.iter().filter(|candidate| measurer.fits(candidate));
+    fitting.min_by(|a, b| a.seconds.total_cmp(&b.seconds))
+}
+
+/// From quarters of the layers down to single ones: of each kind as little waits as still fits.
+fn tune(measurer: &Measurer, list: &mut Vec<Candidate>) {
+    type Field = (fn(&mut Offload) -> &mut u32, fn(Offload) -> u32);
+    let fields: [Field; 4] = [
+        (|offload| &mut offload.inputs, |_| 0),
+        (|offload| &mut offload.weights, |_| 0),
+        (|offload| &mut offload.gradients, |_| 0),
+        // A trained layer's gradients and weights wait only where its state does.
+        (|offload| &mut offload.optimizer, |offload| offload.gradients.max(offload.weights)),
+    ];
+    for (field, least) in fields {
+        let Some(mut recipe) = fastest(measurer, list).map(|best| best.recipe.clone()) else { return };
+        let (mut low, mut high) = (least(recipe.offload), *field(&mut recipe.offload));
+        while low < high {
+            let middle = low + (high - low) / 2;
+            *field(&mut recipe.offload) = middle;
+            let found = measurer.candidate(recipe.clone());
+            if measurer.fits(&found) {
+                high = middle
+            } else {
+                low = middle + 1
+            }
+            list.push(found);
+        }
+    }
+}
+
+/// The recipe that needs the least memory on the device, within the host's load line.
+pub(super) fn leanest(measurer: &Measurer, profile: Option<&Profile>) -> Candidate {
+    let question = measurer.question;
+    let micro_batch = question.micro_batches()[0];
+    let mut levels: Vec<Vec<RecomputeLevel>> = match (&question.pins.recompute, profile) {
+        (Some(pinned), _) => vec![pinned.clone()],
+        (None, None) => vec![vec![RecomputeLevel::Nothing; question.layers()]],
+        (None, Some(profile)) => {
+            let uniform = RecomputeLevel::ALL.iter().rev().map(|&level| vec![level; question.layers()]);
+            uniform.chain(tightest(profile, question.layers())).collect()
+        }
+    };
+    levels.dedup();
+    let mut choices: Vec<(u64, Offload)> = choices(measurer)
+        .into_iter()
+        .filter(|choice| measurer.persistent(*choice).host <= question.host.budget.0)
+        .map(|choice| (measurer.least_bytes(micro_batch, choice), choice))
+        .collect();
+    choices.sort_by_key(|(bytes, choice)| (*bytes, choice.optimizer));
+    let mut leanest: Option<Candidate> = None;
+    for (at_least, offload) in choices {
+        if leanest.as_ref().is_some_and(|leanest| leanest.device <= at_least) {
+            continue;
+        }
+        for recompute in &levels {
+            let found = measurer.candidate(Recipe { micro_batch, recompute: recompute.clone(), offload });
+            let within = found.host <= question.host.budget.0;
+            if within && leanest.as_ref().is_none_or(|leanest| found.device < leanest.device) {
+                leanest = Some(found);
+            }
+        }
+    }
+    leanest.unwrap_or_else(|| measurer.candidate(Recipe::on_device(micro_batch, levels.swap_remove(0))))
+}
+
+/// The levels that need the least, as far as the profile sees.
+fn tightest(profile: &Profile, layers: usize) -> Option<Vec<RecomputeLevel>> {
+    let (mut low, mut high) = (0u64, 1u64 << 50);
+    while low < high {
+        let middle = low + (high - low) / 2;
+        if choose(profile, layers, middle).is_some() { high = middle } else { low = middle + 1 }
+    }
+    choose(profile, layers, high)
+}

@@ -1,0 +1,165 @@
+//! What recompute frees and costs in one layer, measured on a model of three, and the dynamic program over
+//! (layer, live bytes) that chooses a level for each layer.
+
+use super::Question;
+use crate::layout::ALIGNMENT;
+use crate::lifetimes::{Lifetimes, lifetimes};
+use plimsoll_core::{Recipe, RecomputeLevel, Space};
+use plimsoll_program::models::ModelConfig;
+
+/// States of the dynamic program that are kept for a layer.
+const FRONTIER: usize = 512;
+
+/// What a level means for one layer, in bytes and seconds.
+#[derive(Clone, Copy, Debug)]
+struct LevelProfile {
+    level: RecomputeLevel,
+    /// Kept for the backward pass.
+    saved: u64,
+    /// Most that is live in the layer's forward pass above what lower layers keep.
+    forward: u64,
+    /// The same in its backward pass.
+    backward: u64,
+    /// Predicted seconds of its backward pass.
+    seconds: f64,
+}
+
+/// All levels at one micro-batch.
+pub(super) struct Profile {
+    levels: Vec<LevelProfile>,
+    /// Live below the first layer.
+    base: u64,
+    /// Most that is live between the last layer's forward and backward pass, above what is kept.
+    top: u64,
+}
+
+impl Profile {
+    /// Seconds that the lightest level takes beyond computing nothing again, if all layers have it and it fits.
+    pub(super) fn lightest(&self, layers: usize, budget: u64) -> Option<f64> {
+        let plain = self.levels.first()?.seconds;
+        let fits = |p: &&LevelProfile| {
+            let saved = self.base + layers as u64 * p.saved;
+            saved - p.saved + p.forward.max(p.backward) <= budget && saved + self.top <= budget
+        };
+        let more = self.levels.iter().filter(fits).map(|p| layers as f64 * (p.seconds - plain));
+        more.min_by(f64::total_cmp)
+    }
+}
+
+fn live(lifetimes: &Lifetimes) -> Vec<u64> {
+    let end = lifetimes.buffers.iter().map(|b| b.last).max().unwrap_or(0) as usize;
+    let mut change = vec![0i64; end + 2];
+    for b in &lifetimes.buffers {
+        let bytes = b.bytes.next_multiple_of(ALIGNMENT) as i64;
+        change[b.first as usize] += bytes;
+        change[b.last as usize + 1] -= bytes;
+    }
+    let mut now = 0;
+    change[..=end]
+        .iter()
+        .map(|delta| {
+            now += delta;
+            now as u64
+        })
+        .collect()
+}
+
+/// Live bytes between two ticks: buffers that are there on both sides.
+fn across(lifetimes: &Lifetimes, tick: u32) -> u64 {
+    lifetimes
+        .buffers
+        .iter()
+        .filter(|b| b.first <= tick && b.last > tick)
+        .map(|b| b.bytes.next_multiple_of(ALIGNMENT))
+        .sum()
+}
+
+/// Measures the levels on a model of three equal layers.
+pub(super) fn profile(question: &Question, micro_batch: u32) -> Profile {
+    let small = ModelConfig { layers: 3, ..question.config.clone() };
+    let prices = question.prices();
+    let mut result = Profile { levels: Vec::new(), base: 0, top: 0 };
+    for level in RecomputeLevel::ALL {
+        let recipe = Recipe::on_device(micro_batch, vec![level; 3]);
+        let set = question.build(&small, &recipe, false);
+        let phase = set
+            .phases
+            .iter()
+            .find(|p| p.programs.len() == 2 && set.programs[p.programs[0]].name == "forward")
+            .expect("a training set has a forward and a backward pass in one phase");
+        let lifetimes = lifetimes(&set, phase, Space::Device);
+        let live = live(&lifetimes);
+        let (forward, backward) = (&set.programs[phase.programs[0]], &set.programs[phase.programs[1]]);
+        let layer = forward.blocks[1].ops.len() as u32;
+        let embedding = forward.blocks[0].ops.len() as u32;
+        let position = backward.blocks.iter().position(|b| b.name == "layer").expect("layers have a backward pass");
+        let before: u32 = backward.blocks[..position].iter().map(|b| b.repeat * b.ops.len() as u32).sum();
+        let again = backward.blocks[position].ops.len() as u32;
+        let start = forward.length() as u32;
+        let most = |from: u32, to: u32| live[from as usize..=to as usize].iter().copied().max().unwrap_or(0);
+        // Ticks count from 1: layer n of the forward pass covers (edge(n), edge(n + 1)].
+        let edge = |n: u32| embedding + n * layer;
+        let kept = [across(&lifetimes, edge(1)), across(&lifetimes, edge(2)), across(&lifetimes, edge(3))];
+        let saved = kept[1] - kept[0];
+        let second_last = start + before + again;
+        result.levels.push(LevelProfile {
+            level,
+            saved,
+            forward: most(edge(1) + 1, edge(2)) - kept[0],
+            backward: most(second_last + 1, second_last + again) - kept[0],
+            seconds: backward.blocks[position].ops.iter().map(|op| prices.op_seconds(&set, op)).sum(),
+        });
+        result.base = kept[0] - saved;
+        result.top = result.top.max(most(edge(3) + 1, start + before) - kept[2]);
+    }
+    result
+}
+
+/// The fastest levels for all layers under `budget` bytes above the persistent ones, if any.
+pub(super) fn choose(profile: &Profile, layers: usize, budget: u64) -> Option<Vec<RecomputeLevel>> {
+    #[derive(Clone, Copy)]
+    struct State {
+        live: u64,
+        seconds: f64,
+        level: usize,
+        from: usize,
+    }
+    let mut frontiers = vec![vec![State { live: profile.base, seconds: 0.0, level: 0, from: 0 }]];
+    for _ in 0..layers {
+        let below = frontiers.last().expect("starts with one");
+        let mut next: Vec<State> = Vec::new();
+        for (from, state) in below.iter().enumerate() {
+            for (level, p) in profile.levels.iter().enumerate() {
+                if state.live + p.forward.max(p.backward) <= budget {
+                    next.push(State { live: state.live + p.saved, seconds: state.seconds + p.seconds, level, from });
+                }
+            }
+        }
+        // Keep what no other state beats in both bytes and time.
+        next.sort_by(|a, b| a.live.cmp(&b.live).then(a.seconds.total_cmp(&b.seconds)));
+        let mut best = f64::INFINITY;
+        next.retain(|s| {
+            let keep = s.seconds < best;
+            best = best.min(s.seconds);
+            keep
+        });
+        if next.len() > FRONTIER {
+            let step = next.len() as f64 / FRONTIER as f64;
+            next = (0..FRONTIER).map(|i| next[(i as f64 * step) as usize]).collect();
+        }
+        frontiers.push(next);
+    }
+    let last = frontiers.last().expect("not empty");
+    let (mut at, _) = last
+        .iter()
+        .enumerate()
+        .filter(|(_, s)| s.live + profile.top <= budget)
+        .min_by(|a, b| a.1.seconds.total_cmp(&b.1.seconds))?;
+    let mut levels = Vec::with_capacity(layers);
+    for frontier in frontiers[1..].iter().rev() {
+        levels.push(profile.levels[frontier[at].level].level);
+        at = frontier[at].from;
+    }
+    levels.reverse();
+    Some(levels)
+}
