@@ -1,10 +1,11 @@
 //! One device with the Programs of a run: steps, evaluations, tokens. No files, no clock, no order.
 
+use super::open::open;
 use super::rehearsal::Rehearsal;
 use crate::data::Rows;
 use bytemuck::cast_slice;
-use plimsoll_core::{DType, Recipe};
-use plimsoll_device::cpu::executor::{self, real_bytes, real_values};
+use plimsoll_core::{DType, DeviceSpec, Recipe};
+use plimsoll_device::cpu::executor::{real_bytes, real_values};
 use plimsoll_device::device::{Call, Device, DeviceError, FileSpace, NoFiles, Observer, Stats, Unobserved};
 use plimsoll_plan::search::Answer;
 use plimsoll_program::scalars::{METRIC_COUNT, METRICS, Metric, SCALAR_COUNT, SCALARS, Scalar};
@@ -136,19 +137,19 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Opens the CPU with the Programs of a plan.
+    /// Opens a device with the Programs of a plan.
     ///
     /// # Errors
     /// What the machine refuses.
     pub fn open(
         answer: Answer,
         precision: DType,
-        threads: u32,
+        spec: &DeviceSpec,
         sequence: u64,
         vocab: u64,
     ) -> Result<Engine, DeviceError> {
         let set = answer.set.clone();
-        let device = executor::open(answer.set, answer.layout.placement, precision, threads as usize)?;
+        let device = open(spec, answer.set, answer.layout.placement, precision)?;
         Ok(Engine::new(device, &set, precision, answer.plan.recipe, sequence, vocab))
     }
 

@@ -174,8 +174,8 @@ impl Continuation {
 }
 
 fn open(file: &RunFile, resolved: &Resolved, answer: Answer) -> Result<Engine, Failure> {
-    let (threads, vocab) = (resolved.device.threads, resolved.model.config.vocab);
-    let mut engine = Engine::open(answer, file.arithmetic(), threads, u64::from(file.data.sequence), vocab)?;
+    let (sequence, vocab) = (u64::from(file.data.sequence), resolved.model.config.vocab);
+    let mut engine = Engine::open(answer, file.arithmetic(), &resolved.device, sequence, vocab)?;
     load_weights(&mut engine, &resolved.model, file)?;
     Ok(engine)
 }

@@ -8,6 +8,7 @@ pub mod control;
 pub mod engine;
 pub mod events;
 pub mod inference;
+mod open;
 pub mod prepare;
 pub mod rate;
 pub mod rehearsal;

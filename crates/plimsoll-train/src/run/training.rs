@@ -207,7 +207,7 @@ impl Trainer {
         let _ = process::reset_peak();
         let (plan, sequence) = (answer.plan.clone(), u64::from(run.data.sequence));
         let recipe = plan.recipe.clone();
-        let mut engine = Engine::open(answer, precision, device.threads, sequence, model.config.vocab)?;
+        let mut engine = Engine::open(answer, precision, device, sequence, model.config.vocab)?;
         let order = Order { seed: run.train.seed, rows: train.rows(), shuffle: run.data.shuffle };
         let end = match run.length() {
             Some(Length::Epochs(epochs)) => Some(order.rows_of_epochs(epochs).max(1)),
@@ -248,7 +248,8 @@ impl Trainer {
         let mut trainer = Trainer {
             folder,
             generates,
-            pace: pace(&run, device.threads),
+            // A virtual device keeps its own pace.
+            pace: if device.simulated() { 1.0 } else { pace(&run, device.threads) },
             product_flops: product_flops * batches.rows.div_ceil(u64::from(info.recipe.micro_batch)) as f64,
             peak_flops: device.rates.f32_flops,
             last_saved: (info.step, Instant::now()),
@@ -435,8 +436,9 @@ impl Trainer {
             }
             model = Some(path);
         }
-        let measured = process::peak_resident().unwrap_or(Bytes::ZERO);
         let stats = self.engine.stats();
+        // What waits on the host is not on the device, though it is in this process.
+        let measured = process::peak_resident().unwrap_or(Bytes::ZERO).saturating_sub(stats.host_bytes);
         let device = &self.largest;
         let tokens = (self.batches.rows * u64::from(self.run.data.sequence)) as f64;
         let predicted = self.plan.predicted.step_seconds;

@@ -23,7 +23,8 @@ pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
     let prepared = run.prepared();
     if !args.json && !args.quiet {
         let table = shown(&prepared.run, &prepared.resolved, &prepared.answer, false);
-        let threads = threads_line(&prepared.run, prepared.resolved.device.threads);
+        let device = &prepared.resolved.device;
+        let threads = if device.simulated() { String::new() } else { threads_line(&prepared.run, device.threads) };
         say::answer(&format!("{}{threads}{table}\n", data_line("train", &prepared.train)));
     }
     if !prepared.answer.plan.fits {
