@@ -297,7 +297,7 @@ fn attention_over_a_cache() {
 #[ignore = "needs g++: cargo xtask cuda-check"]
 fn swiglu_and_its_gradient_in_place_or_not() {
     everywhere(|mut gpu, of, kind, draw| {
-        for (rows, ffn) in [(1, 1), (3, 29), (2, 1028), (5, 1030)] {
+        for (rows, ffn) in [(1, 1), (3, 29), (2, 1028), (5, 2056)] {
             let gate_up: Vec<f64> = draw.many(kind, 2 * rows * ffn).iter().map(|x| kind.rounded(8.0 * x)).collect();
             let dout = draw.many(kind, rows * ffn);
             let mut want = vec![0.0; rows * ffn];
@@ -393,7 +393,7 @@ fn embed_and_its_gradient() {
 #[ignore = "needs g++: cargo xtask cuda-check"]
 fn sums_element_by_element_and_over_rows() {
     everywhere(|mut gpu, of, kind, draw| {
-        for (rows, columns) in [(1, 1), (3, 7), (40, 1030), (1100, 12), (600, 260)] {
+        for (rows, columns) in [(1, 1), (3, 7), (40, 1030), (1100, 12), (600, 260), (9, 2056)] {
             let n = rows * columns;
             let (x, y, bias) = (draw.many(kind, n), draw.many(kind, n), draw.many(kind, columns));
             let (gx, gy, gbias) = (gpu.put(kind, &x), gpu.put(kind, &y), gpu.put(kind, &bias));

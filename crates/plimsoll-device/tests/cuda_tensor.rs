@@ -23,13 +23,14 @@ impl Draw {
         (0..n).map(|_| Kind::Bf16.rounded(most * self.next())).collect()
     }
 
-    /// Documents of random lengths, about 1 / `often` each, back to back in each sequence.
-    fn documents(&mut self, batch: usize, sequence: usize, often: f64) -> Vec<i32> {
+    /// Documents of random lengths, about 1 / `often` each, back to back in each sequence; the second begins at
+    /// `edge` at the latest.
+    fn documents(&mut self, batch: usize, sequence: usize, often: f64, edge: usize) -> Vec<i32> {
         let mut starts = Vec::new();
         for _ in 0..batch {
             let mut start = 0;
             for at in 0..sequence {
-                if self.next().abs() < often {
+                if self.next().abs() < often || at == edge {
                     start = at;
                 }
                 starts.push(start as i32);
@@ -155,17 +156,20 @@ impl Plain<'_> {
 #[test]
 #[ignore = "needs g++: cargo xtask cuda-check"]
 fn attention_and_its_gradient_on_tensor_cores() {
-    for (batch, sequence, heads, kv_heads, head_dim, often) in [
-        (1, 1, 1, 1, 16, 0.0),
-        (2, 33, 2, 1, 16, 0.1),
-        (1, 300, 1, 1, 16, 0.01),
-        (1, 150, 4, 1, 32, 0.05),
-        (2, 70, 4, 2, 64, 0.0),
-        (1, 200, 8, 1, 64, 0.02),
-        (1, 131, 3, 3, 80, 0.03),
-        (2, 50, 4, 1, 96, 0.2),
-        (1, 130, 2, 1, 128, 0.0),
-        (1, 97, 8, 4, 128, 0.04),
+    for (batch, sequence, heads, kv_heads, head_dim, often, edge) in [
+        (1, 1, 1, 1, 16, 0.0, 0),
+        (2, 33, 2, 1, 16, 0.1, 7),
+        (1, 300, 1, 1, 16, 0.01, 0),
+        (1, 150, 4, 1, 32, 0.05, 2),
+        (2, 70, 4, 2, 64, 0.0, 69),
+        (1, 200, 8, 1, 64, 0.02, 0),
+        (1, 131, 3, 3, 80, 0.03, 0),
+        (2, 50, 4, 1, 96, 0.2, 1),
+        (1, 130, 2, 1, 128, 0.0, 0),
+        (1, 97, 8, 4, 128, 0.04, 64),
+        (1, 150, 1, 1, 64, 0.0, 2),
+        (1, 150, 2, 1, 80, 0.0, 33),
+        (1, 260, 1, 1, 32, 0.0, 130),
     ] {
         let what = format!("{batch} × {sequence}, {heads}/{kv_heads} heads of {head_dim}");
         let (mut gpu, mut draw) = (Gpu::new(0), Draw(sequence));
@@ -173,7 +177,7 @@ fn attention_and_its_gradient_on_tensor_cores() {
         let rows = (batch * sequence) as usize;
         let wide = rows * shape.query_columns() as usize;
         let qkv = draw.many(rows * shape.columns() as usize, 3.0);
-        let starts = draw.documents(batch as usize, sequence as usize, often);
+        let starts = draw.documents(batch as usize, sequence as usize, often, edge);
         let plain = Plain { shape, sequence: sequence as usize, qkv: &qkv, starts: &starts };
         let (want, want_stats) = plain.forward();
         let (gqkv, gstarts) = (gpu.put(Kind::Bf16, &qkv), gpu.put_integers(&starts));

@@ -288,7 +288,7 @@ inline unsigned __float_as_uint(float x) {
 template <class T> T min(T a, T b) { return b < a ? b : a; }
 template <class T> T max(T a, T b) { return a < b ? b : a; }
 
-// ---- what tensor.cuh says in PTX, from its description in the PTX ISA ----
+// ---- what tensor.cuh and common.cuh say in PTX, from its description in the PTX ISA ----
 //
 // "Matrix Fragments for mma.m16n8k16 with floating point type", "ldmatrix", "cp.async". Matrices are
 // put together from all lanes' fragments element by element and multiplied whole.
@@ -422,3 +422,4 @@ inline void copies_landed() {
 
 inline unsigned narrow_both(float low, float high) { return shim::to_bf16(low) | shim::to_bf16(high) << 16; }
 inline float power_of_two(float x) { return exp2f(x); }
+inline float reciprocal(float x) { return 1.0f / x; }

@@ -26,13 +26,13 @@ __device__ inline int y() { return threadIdx.x / 16; }
 // tile[ROWS] = scale · rows of `from`, `stride` elements apart; zeros from row `valid` on.
 template <int ROWS, int THREADS>
 __device__ inline void lay_out(float* tile, const REAL* from, u64 stride, int valid, float scale) {
-    bool wide = E % 4 == 0 && stride % 4 == 0 && fours(from);
+    bool wide = E % 4 == 0 && stride % 4 == 0 && (u64)from % sizeof(Pack<REAL, 4>) == 0;
     for (int at = threadIdx.x; at < ROWS * (WIDE / 4); at += THREADS) {
         int row = at / (WIDE / 4), column = at % (WIDE / 4) * 4;
         float v[4] = {};
         if (row < valid) {
             const REAL* place = from + row * stride + column;
-            if (wide && column < E) load(place, v);
+            if (wide && column < E) load<4>(place, v);
             if (!wide)
                 for (int i = 0; i < 4; i++)
                     if (column + i < E) v[i] = widen(place[i]);

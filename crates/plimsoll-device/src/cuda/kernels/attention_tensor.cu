@@ -24,8 +24,6 @@ constexpr int OWNED = 16 * M * WARPS;
 // Blocks of a processor that registers must allow; 0 leaves them to the compiler, which at heads of 80 would spill.
 constexpr int BLOCKS = E == 80 ? 3 : 0;
 
-constexpr float LOG2_E = 1.4426950408889634f;
-
 __device__ inline int lane() { return threadIdx.x % 32; }
 // In sums: the row is group() or group() + 8, the columns are pair() and pair() + 1.
 __device__ inline int group() { return lane() / 4; }

@@ -51,9 +51,18 @@ __device__ inline void convert(float from, bf16& to) { narrow(from, to); }
 __device__ inline void convert(bf16 from, float& to) { to = widen(from); }
 template <class From, class To> __device__ inline void convert(From from, To& to) { round_to(exact(from), to); }
 
+// Packs of four, where both sides allow them, and what is left one by one.
 template <class From, class To> __device__ inline void cast_all(const From* from, To* to, u64 elements) {
-    u64 step = (u64)gridDim.x * 256;
-    for (u64 at = (u64)blockIdx.x * 256 + threadIdx.x; at < elements; at += step) convert(from[at], to[at]);
+    u64 first = (u64)blockIdx.x * 256 + threadIdx.x, step = (u64)gridDim.x * 256;
+    u64 packs = aligned(from) && aligned(to) ? elements / 4 : 0;
+    for (u64 at = first; at < packs; at += step) {
+        Pack<From, 4> pack = reinterpret_cast<const Pack<From, 4>*>(from)[at];
+        Pack<To, 4> done;
+#pragma unroll
+        for (int i = 0; i < 4; i++) convert(pack.at[i], done.at[i]);
+        reinterpret_cast<Pack<To, 4>*>(to)[at] = done;
+    }
+    for (u64 at = packs * 4 + first; at < elements; at += step) convert(from[at], to[at]);
 }
 
 // to = from, in another type.

@@ -36,17 +36,42 @@ __device__ inline float widen(bf16 x) { return __uint_as_float((u32)x.bits << 16
 
 __device__ inline void narrow(float x, float& to) { to = x; }
 
-// To nearest, ties to even; NaN stays NaN.
-__device__ inline void narrow(float x, bf16& to) {
-    u32 bits = __float_as_uint(x);
-    bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    u32 half = nan ? (bits >> 16) | 0x40u : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    to.bits = (unsigned short)half;
+// What PTX has from sm_80 on and C has not; tests/cuda_shim has it for the CPU.
+#ifndef PLIMSOLL_SHIM
+
+// Both rounded to nearest even, `low` in the lower half.
+__device__ inline u32 narrow_both(float low, float high) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
 }
 
-// W elements side by side: one load or store of up to 16 bytes.
-template <class T, int W> struct alignas(W * sizeof(T)) Pack { T at[W]; };
+// 2^x, within 2 units in the last place; 0 instead of subnormal numbers.
+__device__ inline float power_of_two(float x) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+    return power;
+}
+
+// 1 / x, within a unit in the last place; 0 where that would be subnormal.
+__device__ inline float reciprocal(float x) {
+    float one;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(one) : "f"(x));
+    return one;
+}
+
+#endif
+
+constexpr float LOG2_E = 1.4426950408889634f;
+
+// To nearest, ties to even; NaN stays NaN.
+__device__ inline void narrow(float x, bf16& to) { to.bits = (unsigned short)narrow_both(x, 0.0f); }
+
+// W elements side by side: loads and stores of at most 16 bytes.
+template <class T, int W> struct alignas(W * sizeof(T) < 16 ? W * sizeof(T) : 16) Pack { T at[W]; };
 typedef Pack<float, 4> Four;
+// Elements that 16 bytes hold.
+template <class T> constexpr int PACK = 16 / sizeof(T);
 
 template <int W, class T> __device__ inline void load(const T* from, float (&to)[W]) {
     Pack<T, W> pack = *reinterpret_cast<const Pack<T, W>*>(from);
@@ -54,15 +79,26 @@ template <int W, class T> __device__ inline void load(const T* from, float (&to)
     for (int i = 0; i < W; i++) to[i] = widen(pack.at[i]);
 }
 
-template <int W, class T> __device__ inline void store(const float (&from)[W], T* to) {
-    Pack<T, W> pack;
+template <int W> __device__ inline void store(const float (&from)[W], float* to) {
+    Pack<float, W> pack;
 #pragma unroll
-    for (int i = 0; i < W; i++) narrow(from[i], pack.at[i]);
-    *reinterpret_cast<Pack<T, W>*>(to) = pack;
+    for (int i = 0; i < W; i++) pack.at[i] = from[i];
+    *reinterpret_cast<Pack<float, W>*>(to) = pack;
 }
 
-// Whether packs of four may be read at `at`.
-template <class T> __device__ inline bool fours(const T* at) { return (u64)at % (4 * sizeof(T)) == 0; }
+template <int W> __device__ inline void store(const float (&from)[W], bf16* to) {
+    if constexpr (W == 1) {
+        narrow(from[0], *to);
+    } else {
+        Pack<u32, W / 2> pack;
+#pragma unroll
+        for (int i = 0; i < W / 2; i++) pack.at[i] = narrow_both(from[2 * i], from[2 * i + 1]);
+        *reinterpret_cast<Pack<u32, W / 2>*>(to) = pack;
+    }
+}
+
+// Whether packs may be read at `at`.
+template <class T> __device__ inline bool aligned(const T* at) { return (u64)at % 16 == 0; }
 
 constexpr u32 ALL_LANES = 0xffffffffu;
 

@@ -7,6 +7,9 @@
 // The label of a row that does not count.
 constexpr int IGNORED = -100;
 
+// What no logit is below, so far from the lowest float that its distance to any logit is one.
+constexpr float UNSEEN = LOWEST / 2;
+
 // The largest logit so far, where it first stood, and Σ e^(x − largest).
 struct Peak {
     float largest;
@@ -14,29 +17,34 @@ struct Peak {
     float sum;
 };
 
+// e^(x − largest).
+__device__ inline float below(float x, float largest) { return power_of_two((x - largest) * LOG2_E); }
+
 __device__ inline Peak join(Peak a, Peak b) {
     bool second = b.largest > a.largest || (b.largest == a.largest && b.where < a.where);
     Peak top = second ? b : a;
     Peak low = second ? a : b;
-    top.sum += low.sum * expf(low.largest - top.largest);
+    top.sum += low.sum * below(low.largest, top.largest);
     return top;
 }
 
 template <int W> __device__ Peak peak_of(const REAL* logits, u32 vocab) {
-    Peak peak = {LOWEST, 0xffffffffu, 0.0f};
+    Peak peak = {UNSEEN, 0xffffffffu, 0.0f};
     for (u32 at = threadIdx.x * W; at < vocab; at += blockDim.x * W) {
         float x[W];
         load(logits + at, x);
+        float most = x[0];
 #pragma unroll
-        for (int i = 0; i < W; i++) {
-            if (x[i] > peak.largest) {
-                peak.sum = fmaf(peak.sum, expf(peak.largest - x[i]), 1.0f);
-                peak.largest = x[i];
-                peak.where = at + i;
-            } else {
-                peak.sum += expf(x[i] - peak.largest);
-            }
+        for (int i = 1; i < W; i++) most = fmaxf(most, x[i]);
+        if (most > peak.largest) {
+            peak.sum *= below(peak.largest, most);
+            peak.largest = most;
+#pragma unroll
+            for (int i = W - 1; i >= 0; i--)
+                if (x[i] == most) peak.where = at + i;
         }
+#pragma unroll
+        for (int i = 0; i < W; i++) peak.sum += below(x[i], peak.largest);
     }
     return peak;
 }
@@ -59,16 +67,22 @@ __device__ inline Peak block_peak(Peak peak) {
     return peak;
 }
 
+// From the end of the row on, which was read last and may still be in the cache.
 template <int W>
 __device__ void to_gradient(REAL* logits, u32 vocab, Peak peak, u32 label, float scale) {
     float factor = scale / peak.sum;
-    for (u32 at = threadIdx.x * W; at < vocab; at += blockDim.x * W) {
+    u32 step = blockDim.x * W, first = threadIdx.x * W;
+    for (u32 rounds = (vocab + step - 1) / step; rounds > 0; rounds--) {
+        u32 at = (rounds - 1) * step + first;
+        if (at >= vocab) continue;
         float x[W];
         load(logits + at, x);
 #pragma unroll
-        for (int i = 0; i < W; i++) {
-            x[i] = expf(x[i] - peak.largest) * factor;
-            if (at + i == label) x[i] -= scale;
+        for (int i = 0; i < W; i++) x[i] = below(x[i], peak.largest) * factor;
+        if (label - at < W) {
+#pragma unroll
+            for (int i = 0; i < W; i++)
+                if (label - at == i) x[i] -= scale;
         }
         store(x, logits + at);
     }
@@ -86,7 +100,7 @@ cross_entropy(REAL* logits, const int* labels, const float* weights, const float
     logits += (u64)row * vocab;
     int label = labels[row];
     float weight = weights[row];
-    bool wide = vocab % 4 == 0 && fours(logits);
+    bool wide = vocab % PACK<REAL> == 0 && aligned(logits);
     if (label == IGNORED || weight == 0.0f) {
         if (gradient)
             for (u32 at = threadIdx.x; at < vocab; at += blockDim.x) narrow(0.0f, logits[at]);
@@ -99,11 +113,11 @@ cross_entropy(REAL* logits, const int* labels, const float* weights, const float
     bool known = (u32)label < vocab;
     float own = known ? widen(logits[label]) : not_a_number();
     // The barrier in block_peak stands between this look at the label's logit and its change.
-    Peak peak = block_peak(wide ? peak_of<4>(logits, vocab) : peak_of<1>(logits, vocab));
+    Peak peak = block_peak(wide ? peak_of<PACK<REAL>>(logits, vocab) : peak_of<1>(logits, vocab));
     if (gradient) {
         float scale = weight * scalars[INVERSE_TOKENS];
         if (wide)
-            to_gradient<4>(logits, vocab, peak, label, scale);
+            to_gradient<PACK<REAL>>(logits, vocab, peak, label, scale);
         else
             to_gradient<1>(logits, vocab, peak, label, scale);
     }

@@ -1,7 +1,7 @@
 // Element by element over activations, and sums over rows.
 //
 // Grids of kernels over `elements` are ceil(elements / 1024), at most 65,536 blocks of 256 threads
-// which go on a grid further, four elements at a time where alignment allows.
+// which go on a grid further, 16 bytes at a time where alignment allows.
 
 template <int W> __device__ void add_all(const REAL* x, REAL* into, u64 elements) {
     u64 step = (u64)gridDim.x * 256 * W;
@@ -18,18 +18,32 @@ template <int W> __device__ void add_all(const REAL* x, REAL* into, u64 elements
 // into += x
 // Grid: over elements. Block: 256. Shared memory: none.
 extern "C" __global__ void __launch_bounds__(256) add(const REAL* x, REAL* into, u64 elements) {
-    if (elements % 4 == 0 && fours(x) && fours(into))
-        add_all<4>(x, into, elements);
+    if (elements % PACK<REAL> == 0 && aligned(x) && aligned(into))
+        add_all<PACK<REAL>>(x, into, elements);
     else
         add_all<1>(x, into, elements);
 }
 
+template <int W> __device__ void add_strip(const REAL* bias, REAL* into, u32 from, u32 end) {
+    for (u32 at = from + threadIdx.x * W; at < end; at += 256 * W) {
+        float a[W], b[W];
+        load(into + at, a);
+        load(bias + at, b);
+#pragma unroll
+        for (int i = 0; i < W; i++) a[i] += b[i];
+        store(a, into + at);
+    }
+}
+
 // into[N,C] += bias[C] in each row: after a product that took no bias along.
-// Grid: (N, ceil(C / 1024)). Block: 256. Shared memory: none.
+// Grid: (N, ceil(C / 2048)). Block: 256. Shared memory: none.
 extern "C" __global__ void __launch_bounds__(256) add_bias(const REAL* bias, REAL* into, u32 columns) {
     into += (u64)blockIdx.x * columns;
-    u32 end = min(columns, blockIdx.y * 1024 + 1024);
-    for (u32 at = blockIdx.y * 1024 + threadIdx.x; at < end; at += 256) narrow(widen(into[at]) + widen(bias[at]), into[at]);
+    u32 from = blockIdx.y * 2048, end = min(columns, from + 2048);
+    if (columns % PACK<REAL> == 0 && aligned(into) && aligned(bias))
+        add_strip<PACK<REAL>>(bias, into, from, end);
+    else
+        add_strip<1>(bias, into, from, end);
 }
 
 // partials[portions, C]: the sum of each portion of the rows of x[N,C], for add_partials.

@@ -20,8 +20,8 @@ embed(const int* tokens, const REAL* table, REAL* out, u32 hidden, u32 vocab) {
     out += (u64)blockIdx.x * hidden;
     if (token >= vocab)
         for (u32 at = threadIdx.x; at < hidden; at += 256) narrow(not_a_number(), out[at]);
-    else if (hidden % 4 == 0 && fours(from) && fours(out))
-        copy_row<4>(from, out, hidden);
+    else if (hidden % PACK<REAL> == 0 && aligned(from) && aligned(out))
+        copy_row<PACK<REAL>>(from, out, hidden);
     else
         copy_row<1>(from, out, hidden);
 }

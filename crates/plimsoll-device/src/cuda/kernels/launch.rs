@@ -224,7 +224,7 @@ pub fn rope(
     let mut arguments = vec![at(qkv), at(table), at(positions), n(shape.rotated())];
     arguments.extend([n(shape.columns()), n(shape.head_dim), real(sign)]);
     let pairs = shape.rotated() * (shape.head_dim / 2);
-    [launch(unit(Family::Rope, of), "rope", rows, 256, arguments).by(pairs.div_ceil(256), 1)]
+    [launch(unit(Family::Rope, of), "rope", rows, 256, arguments).by(pairs.div_ceil(2048), 1)]
 }
 
 /// Fills `table[P,E]`.
@@ -389,13 +389,13 @@ pub fn append_cache(
 /// `out[N,F]` of `gate_up[N,2F]`.
 pub fn swiglu(of: Real, gate_up: Address, out: Address, rows: u64, ffn: u64) -> [Launch; 1] {
     let arguments = vec![at(gate_up), at(out), n(ffn)];
-    [launch(unit(Family::SwiGlu, of), "swiglu", rows, 256, arguments).by(ffn.div_ceil(1024), 1)]
+    [launch(unit(Family::SwiGlu, of), "swiglu", rows, 256, arguments).by(ffn.div_ceil(2048), 1)]
 }
 
 /// `dgate_up[N,2F]`, which may stand where gate_up stands.
 pub fn swiglu_grad(of: Real, gate_up: Address, dout: Address, dgate_up: Address, rows: u64, ffn: u64) -> [Launch; 1] {
     let arguments = vec![at(gate_up), at(dout), at(dgate_up), n(ffn)];
-    [launch(unit(Family::SwiGlu, of), "swiglu_grad", rows, 256, arguments).by(ffn.div_ceil(1024), 1)]
+    [launch(unit(Family::SwiGlu, of), "swiglu_grad", rows, 256, arguments).by(ffn.div_ceil(2048), 1)]
 }
 
 // ---- loss ----
@@ -461,7 +461,7 @@ pub fn add(of: Real, x: Address, into: Address, elements: u64) -> [Launch; 1] {
 /// `into[N,C]` += `bias[C]` in each row, for a product that took no bias along.
 pub fn add_bias(of: Real, bias: Address, into: Address, rows: u64, columns: u64) -> [Launch; 1] {
     let arguments = vec![at(bias), at(into), n(columns)];
-    [launch(unit(Family::Elementwise, of), "add_bias", rows, 256, arguments).by(columns.div_ceil(1024), 1)]
+    [launch(unit(Family::Elementwise, of), "add_bias", rows, 256, arguments).by(columns.div_ceil(2048), 1)]
 }
 
 /// `into[C]` += Σ rows of `x[N,C]`.

@@ -30,62 +30,81 @@ extern "C" __global__ void __launch_bounds__(256)
 rms_norm(const REAL* x, const REAL* weight, REAL* out, float* rstd, u32 dim, float eps) {
     x += (u64)blockIdx.x * dim;
     out += (u64)blockIdx.x * dim;
-    if (dim % 4 == 0 && fours(x) && fours(weight) && fours(out))
-        norm_row<4>(x, weight, out, rstd + blockIdx.x, dim, eps);
+    if (dim % PACK<REAL> == 0 && aligned(x) && aligned(weight) && aligned(out))
+        norm_row<PACK<REAL>>(x, weight, out, rstd + blockIdx.x, dim, eps);
     else
         norm_row<1>(x, weight, out, rstd + blockIdx.x, dim, eps);
 }
 
+// Rows that a block works on at once: a warp finds the products of each, then the threads, which have
+// columns of their own, go over all of them.
+constexpr u32 ROWS = 8;
+
 template <int W>
-__device__ void norm_row_grad(const REAL* x, const REAL* weight, float r, const REAL* dout, REAL* dx, float* dweight,
-                              u32 dim, bool accumulate) {
-    float products = 0;
-    for (u32 at = threadIdx.x * W; at < dim; at += blockDim.x * W) {
-        float v[W], w[W], d[W];
-        load(x + at, v);
-        load(weight + at, w);
-        load(dout + at, d);
+__device__ void norm_rows_grad(const REAL* x, const REAL* weight, const float* rstd, const REAL* dout, REAL* dx,
+                               float* dweight, u32 rows, u32 dim, bool accumulate) {
+    __shared__ float roots[ROWS], rates[ROWS];
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    if (warp < rows) {
+        float products = 0;
+        for (u32 at = lane * W; at < dim; at += 32 * W) {
+            float v[W], w[W], d[W];
+            load(x + (u64)warp * dim + at, v);
+            load(weight + at, w);
+            load(dout + (u64)warp * dim + at, d);
 #pragma unroll
-        for (int i = 0; i < W; i++) products = fmaf(d[i] * w[i], v[i], products);
+            for (int i = 0; i < W; i++) products = fmaf(d[i] * w[i], v[i], products);
+        }
+        float r = rstd[warp];
+        products = warp_sum(products);
+        if (lane == 0) {
+            roots[warp] = r;
+            rates[warp] = -(r * r * r * (products / dim));
+        }
     }
-    float rate = -(r * r * r * (block_sum(products) / dim));
-    for (u32 at = threadIdx.x * W; at < dim; at += blockDim.x * W) {
-        float v[W], w[W], d[W], sum[W], before[W];
-        load(x + at, v);
+    __syncthreads();
+    for (u32 at = threadIdx.x * W; at < dim; at += 256 * W) {
+        float w[W], sum[W];
         load(weight + at, w);
-        load(dout + at, d);
         load(dweight + at, sum);
-        if (accumulate) load(dx + at, before);
+#pragma unroll 4
+        for (u32 row = 0; row < rows; row++) {
+            u64 place = (u64)row * dim + at;
+            float r = roots[row], rate = rates[row], v[W], d[W], before[W];
+            load(x + place, v);
+            load(dout + place, d);
+            if (accumulate) load(dx + place, before);
 #pragma unroll
-        for (int i = 0; i < W; i++) {
-            sum[i] = fmaf(d[i] * v[i], r, sum[i]);
-            d[i] = fmaf(v[i], rate, d[i] * w[i] * r);
-            if (accumulate) d[i] += before[i];
+            for (int i = 0; i < W; i++) {
+                sum[i] = fmaf(d[i] * v[i], r, sum[i]);
+                d[i] = fmaf(v[i], rate, d[i] * w[i] * r);
+                if (accumulate) d[i] += before[i];
+            }
+            store(d, dx + place);
         }
         store(sum, dweight + at);
-        store(d, dx + at);
     }
+    __syncthreads();  // the rates are used up
 }
 
 // dx[N,D] = or += the gradient; partials[portions, D] = what each portion of rows adds to dweight,
 // for add_partials.
-// Grid: portions. Block: 256. Shared memory: D floats, the portion's dweight; each thread has
-// columns of its own.
-extern "C" __global__ void __launch_bounds__(256)
+// Grid: portions. Block: 256. Shared memory: D floats, the portion's dweight.
+extern "C" __global__ void __launch_bounds__(256, 2)
 rms_norm_grad(const REAL* x, const REAL* weight, const float* rstd, const REAL* dout, REAL* dx, float* partials,
               u32 rows, u32 dim, u32 rows_per_portion, u32 accumulate) {
     u32 first = blockIdx.x * rows_per_portion;
     u32 end = min(rows, first + rows_per_portion);
-    bool wide = dim % 4 == 0 && fours(x) && fours(weight) && fours(dout) && fours(dx);
-    // The barriers of the first row's sum stand between these zeros and their use.
-    for (u32 at = threadIdx.x; at < dim; at += blockDim.x) shared[at] = 0;
-    for (u32 row = first; row < end; row++) {
+    bool wide = dim % PACK<REAL> == 0 && aligned(x) && aligned(weight) && aligned(dout) && aligned(dx);
+    // The barrier behind the first rows' products stands between these zeros and their use.
+    for (u32 at = threadIdx.x; at < dim; at += 256) shared[at] = 0;
+    for (u32 row = first; row < end; row += ROWS) {
         u64 at = (u64)row * dim;
+        u32 count = min(ROWS, end - row);
         if (wide)
-            norm_row_grad<4>(x + at, weight, rstd[row], dout + at, dx + at, shared, dim, accumulate);
+            norm_rows_grad<PACK<REAL>>(x + at, weight, rstd + row, dout + at, dx + at, shared, count, dim, accumulate);
         else
-            norm_row_grad<1>(x + at, weight, rstd[row], dout + at, dx + at, shared, dim, accumulate);
+            norm_rows_grad<1>(x + at, weight, rstd + row, dout + at, dx + at, shared, count, dim, accumulate);
     }
-    __syncthreads();
-    for (u32 at = threadIdx.x; at < dim; at += blockDim.x) partials[(u64)blockIdx.x * dim + at] = shared[at];
+    for (u32 at = threadIdx.x; at < dim; at += 256) partials[(u64)blockIdx.x * dim + at] = shared[at];
 }

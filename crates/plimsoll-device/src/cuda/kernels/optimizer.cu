@@ -89,7 +89,7 @@ adamw(const __grid_constant__ Table table, const float* scalars, u32 count, u32 
     step.minus_rate = -(rate / scalars[BIAS_CORRECTION_1]);
     step.root = 1.0f / sqrtf(scalars[BIAS_CORRECTION_2]);
     step.eps = eps;
-    bool wide = fours(t.weight) && fours(t.gradient) && fours(t.first) && fours(t.second);
+    bool wide = aligned(t.weight) && aligned(t.gradient) && aligned(t.first) && aligned(t.second);
     over_chunk<AdamW>(from, min(t.elements, from + chunk), wide, t, step);
 }
 
@@ -125,7 +125,7 @@ sgd(const __grid_constant__ Table table, const float* scalars, u32 count, u32 ch
     step.clip = scalars[CLIP_FACTOR];
     step.minus_rate = -scalars[LEARNING_RATE];
     step.momentum = momentum;
-    bool wide = fours(t.weight) && fours(t.gradient) && fours(t.first);
+    bool wide = aligned(t.weight) && aligned(t.gradient) && aligned(t.first);
     over_chunk<Sgd>(from, min(t.elements, from + chunk), wide, t, step);
 }
 
@@ -140,7 +140,7 @@ squared_norm(const __grid_constant__ Table table, double* partials, u32 count, u
     u64 from = (u64)(blockIdx.x - t.first_block) * chunk, end = min(t.elements, from + chunk);
     double sum = 0;
     u64 whole = from;
-    if (fours(t.gradient)) {
+    if (aligned(t.gradient)) {
         whole += (end - from) / 4 * 4;
         for (u64 at = from + threadIdx.x * 4; at < whole; at += 256 * RUN) {
             float run[4] = {};

@@ -1,20 +1,40 @@
 // Rotary position embeddings, in the "rotate half" convention of Hugging Face: element i of a head
 // turns together with element i + E/2 (as cpu/kernels/rope.rs).
 
+template <int W>
+__device__ void turn(REAL* row, const float* turns, u32 pairs, u32 head_dim, float sign) {
+    u32 half = head_dim / 2;
+    for (u32 pair = (blockIdx.y * 256 + threadIdx.x) * W; pair < pairs; pair += gridDim.y * 256 * W) {
+        u32 i = pair % half;
+        REAL* low = row + pair / half * head_dim + i;
+        float a[W], b[W], c[W], s[W];
+        load(low, a);
+        load(low + half, b);
+        load(turns + i, c);
+        load(turns + half + i, s);
+#pragma unroll
+        for (int k = 0; k < W; k++) {
+            float before = a[k], sine = s[k] * sign;
+            a[k] = before * c[k] - b[k] * sine;
+            b[k] = fmaf(b[k], c[k], before * sine);
+        }
+        store(a, low);
+        store(b, low + half);
+    }
+}
+
 // Rotates the query and key heads of qkv[N,C] in place by positions[N]; back with sign = −1, which
 // is the gradient. table[P,E] is cos | sin.
-// Grid: (N, ceil((H+K)·E/2 / 256)). Block: 256. Shared memory: none.
+// Grid: (N, ceil((H+K)·E/2 / 2048)). Block: 256. Shared memory: none.
 extern "C" __global__ void __launch_bounds__(256)
 rope(REAL* qkv, const float* table, const int* positions, u32 rotated, u32 columns, u32 head_dim, float sign) {
     u32 half = head_dim / 2;
-    u32 pair = blockIdx.y * 256 + threadIdx.x;
-    if (pair >= rotated * half) return;
-    u32 i = pair % half;
-    REAL* low = qkv + (u64)blockIdx.x * columns + pair / half * head_dim + i;
-    const float* turn = table + (u64)positions[blockIdx.x] * head_dim + i;
-    float a = widen(low[0]), b = widen(low[half]), c = turn[0], s = turn[half] * sign;
-    narrow(a * c - b * s, low[0]);
-    narrow(fmaf(b, c, a * s), low[half]);
+    qkv += (u64)blockIdx.x * columns;
+    table += (u64)positions[blockIdx.x] * head_dim;
+    if (half % PACK<REAL> == 0 && aligned(qkv) && aligned(table))
+        turn<PACK<REAL>>(qkv, table, rotated * half, head_dim, sign);
+    else
+        turn<1>(qkv, table, rotated * half, head_dim, sign);
 }
 
 // How frequencies are stretched: RopeScaling of plimsoll-program.

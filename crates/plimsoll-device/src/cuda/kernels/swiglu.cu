@@ -4,9 +4,9 @@
 // (as cpu/kernels/swiglu.rs).
 
 // Columns of a block.
-constexpr u32 STRIP = 1024;
+constexpr u32 STRIP = 2048;
 
-__device__ inline float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+__device__ inline float sigmoid(float x) { return reciprocal(1.0f + power_of_two(-LOG2_E * x)); }
 
 template <int W> __device__ void gate(const REAL* gate_up, REAL* out, u32 from, u32 end, u32 ffn) {
     for (u32 at = from + threadIdx.x * W; at < end; at += 256 * W) {
@@ -20,13 +20,13 @@ template <int W> __device__ void gate(const REAL* gate_up, REAL* out, u32 from, 
 }
 
 // out[N,F] = silu(gate) · up of gate_up[N,2F] = gate | up.
-// Grid: (N, ceil(F / 1024)). Block: 256. Shared memory: none.
+// Grid: (N, ceil(F / 2048)). Block: 256. Shared memory: none.
 extern "C" __global__ void __launch_bounds__(256) swiglu(const REAL* gate_up, REAL* out, u32 ffn) {
     gate_up += (u64)blockIdx.x * 2 * ffn;
     out += (u64)blockIdx.x * ffn;
     u32 from = blockIdx.y * STRIP, end = min(ffn, from + STRIP);
-    if (ffn % 4 == 0 && fours(gate_up) && fours(out))
-        gate<4>(gate_up, out, from, end, ffn);
+    if (ffn % PACK<REAL> == 0 && aligned(gate_up) && aligned(out))
+        gate<PACK<REAL>>(gate_up, out, from, end, ffn);
     else
         gate<1>(gate_up, out, from, end, ffn);
 }
@@ -51,15 +51,15 @@ __device__ void gate_grad(const REAL* gate_up, const REAL* dout, REAL* dgate_up,
 
 // dgate_up[N,2F] from gate_up[N,2F] and dout[N,F]; dgate_up may stand where gate_up stands, since
 // each thread reads both of its places before it writes them.
-// Grid: (N, ceil(F / 1024)). Block: 256. Shared memory: none.
+// Grid: (N, ceil(F / 2048)). Block: 256. Shared memory: none.
 extern "C" __global__ void __launch_bounds__(256)
 swiglu_grad(const REAL* gate_up, const REAL* dout, REAL* dgate_up, u32 ffn) {
     gate_up += (u64)blockIdx.x * 2 * ffn;
     dgate_up += (u64)blockIdx.x * 2 * ffn;
     dout += (u64)blockIdx.x * ffn;
     u32 from = blockIdx.y * STRIP, end = min(ffn, from + STRIP);
-    if (ffn % 4 == 0 && fours(gate_up) && fours(dgate_up) && fours(dout))
-        gate_grad<4>(gate_up, dout, dgate_up, from, end, ffn);
+    if (ffn % PACK<REAL> == 0 && aligned(gate_up) && aligned(dgate_up) && aligned(dout))
+        gate_grad<PACK<REAL>>(gate_up, dout, dgate_up, from, end, ffn);
     else
         gate_grad<1>(gate_up, dout, dgate_up, from, end, ffn);
 }

@@ -57,20 +57,6 @@ __device__ inline void copy_word(void* to, const void* from, bool real) {
 // Waits for the copies that this thread began; those of others are there after a barrier.
 __device__ inline void copies_landed() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Both rounded to nearest even, `low` in the lower half.
-__device__ inline u32 narrow_both(float low, float high) {
-    u32 both;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
-}
-
-// 2^x, within 2 units in the last place; 0 instead of subnormal numbers.
-__device__ inline float power_of_two(float x) {
-    float power;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
-    return power;
-}
-
 #endif
 
 // Sums of N · 8 columns, as the left matrices of a product over these columns.
