@@ -1,0 +1,215 @@
+//! What waits on the host changes no bit: losses, norms, evaluations, tokens, every weight, gradient and state, and the
+//! files of a checkpoint are those of the run that keeps everything on the device.
+
+use plimsoll_core::{
+    Bytes, DType, DeviceKind, DeviceSpec, HostSpec, Link, Offload, Rates, Recipe, RecomputeLevel, Space,
+};
+use plimsoll_device::device::FileSpace;
+use plimsoll_device::virtual_device::{Virtual, open};
+use plimsoll_plan::search::{Pins, Question, plan_of};
+use plimsoll_program::models::decoder::{Generation, Optimizer, Source};
+use plimsoll_program::models::{ModelConfig, preset};
+use plimsoll_program::passes::check::check;
+use plimsoll_program::{Lifetime, TensorId};
+use plimsoll_train::data::Rows;
+use plimsoll_train::run::engine::{Engine, StepInput};
+use std::collections::BTreeMap;
+use std::io;
+
+const LINK: Link = Link { bytes_per_second: 1e12, latency_seconds: 0.0 };
+const SEQUENCE: u64 = 12;
+const SEQUENCES: u64 = 4;
+
+/// Each has something that the others lack: tied heads, biases, norms of heads, a head of its own.
+fn models() -> Vec<ModelConfig> {
+    let small = |name: &str, layers: u64| {
+        let known = preset(name).expect("listed");
+        let (heads, kv_heads, head_dim) = (4, 2, 8);
+        ModelConfig { hidden: 32, layers, heads, kv_heads, head_dim, ffn: 48, vocab: 67, ..known }
+    };
+    vec![small("smollm2-135m", 3), small("qwen2.5-7b", 4), small("qwen3-0.6b", 1), small("llama-3.1-8b", 2)]
+}
+
+fn device() -> DeviceSpec {
+    DeviceSpec {
+        name: "virtual:a".into(),
+        kind: DeviceKind::Virtual,
+        budget: Bytes::gib(2),
+        charges: Bytes::ZERO,
+        charges_measured: false,
+        threads: 2,
+        rates: Rates {
+            f32_flops: 1e11,
+            bf16_flops: 1e11,
+            memory_bytes_per_second: 1e10,
+            op_seconds: 1e-6,
+            host_link: LINK,
+            measured: false,
+            ops: plimsoll_core::OpRates::default(),
+        },
+    }
+}
+
+#[derive(Default)]
+struct Files(BTreeMap<String, Vec<u8>>);
+
+impl FileSpace for Files {
+    fn read(&mut self, tensor: &str, offset: u64, into: &mut [u8]) -> io::Result<()> {
+        let bytes = self.0.get(tensor).ok_or(io::ErrorKind::NotFound)?;
+        into.copy_from_slice(&bytes[offset as usize..][..into.len()]);
+        Ok(())
+    }
+
+    fn write(&mut self, tensor: &str, offset: u64, from: &[u8]) -> io::Result<()> {
+        let bytes = self.0.entry(tensor.to_owned()).or_default();
+        let end = offset as usize + from.len();
+        bytes.resize(bytes.len().max(end), 0);
+        bytes[offset as usize..end].copy_from_slice(from);
+        Ok(())
+    }
+}
+
+/// All that a run leaves behind.
+#[derive(Debug, PartialEq)]
+struct Left {
+    losses: Vec<[u64; 2]>,
+    evaluated: u64,
+    logits: Vec<u64>,
+    /// By the name of the tensor in the plain Programs, and its slot.
+    tensors: BTreeMap<(String, u32), Vec<u8>>,
+    files: BTreeMap<String, Vec<u8>>,
+}
+
+impl Left {
+    /// What differs, in words.
+    fn differs(&self, other: &Left) -> Option<String> {
+        if self.losses != other.losses {
+            return Some(format!("losses: {:?}, {:?}", self.losses, other.losses));
+        }
+        let tensors = self.tensors.iter().find(|(key, bytes)| other.tensors.get(key) != Some(bytes));
+        if let Some((key, _)) = tensors {
+            return Some(format!("tensor {key:?}"));
+        }
+        if let Some((name, _)) = self.files.iter().find(|(name, bytes)| other.files.get(*name) != Some(bytes)) {
+            return Some(format!("file {name}"));
+        }
+        (self != other).then(|| "evaluation, tokens, or what is there at all".to_owned())
+    }
+}
+
+fn rows(count: u64, vocab: u64, seed: i32) -> Rows {
+    let mut rows = Rows::new(count, SEQUENCE);
+    for row in 0..count as i32 {
+        for i in 0..SEQUENCE as i32 {
+            rows.tokens.push((row * 31 + i * 7 + seed * 13) % vocab as i32);
+            rows.labels.push((row * 17 + i * 5 + seed) % vocab as i32);
+            let start = if i < 5 { 0 } else { 5 };
+            rows.positions.push(i - start);
+            rows.document_start.push(start);
+            rows.weights.push(1.0);
+        }
+    }
+    rows
+}
+
+fn run(config: &ModelConfig, precision: DType, micro_batch: u32, offload: Offload) -> Left {
+    let device = device();
+    let question = Question {
+        config,
+        precision,
+        sequence: SEQUENCE,
+        sequences: SEQUENCES,
+        source: Source::Random { seed: 3 },
+        optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1 }),
+        evaluate: true,
+        generation: Some(Generation { capacity: 16, chunk: 4 }),
+        device: &device,
+        host: HostSpec { budget: Bytes::gib(2), memory_bytes_per_second: 1e10 },
+        pins: Pins::default(),
+    };
+    let levels = RecomputeLevel::ALL.iter().rev().cycle().take(config.layers as usize).copied().collect();
+    let recipe = Recipe { micro_batch, recompute: levels, offload };
+    let answer = plan_of(&question, &recipe);
+    check(&answer.set).unwrap_or_else(|e| panic!("{recipe}: {e}"));
+    let set = answer.set.clone();
+    let what = Virtual {
+        name: "virtual:a".into(),
+        arena_budget: Bytes::gib(1),
+        threads: 2,
+        price: Box::new(|_, _| 0.0),
+        link: LINK,
+    };
+    let device = open(what, answer.set, answer.layout.placement, precision).expect("the arenas are given");
+    let mut engine = Engine::new(device, &set, precision, recipe, SEQUENCE, config.vocab);
+    let mut files = Files::default();
+    engine.move_files("load", &mut files).unwrap();
+    engine.run("fresh").unwrap();
+    let mut losses = Vec::new();
+    for step in 1..=3 {
+        let mut rows = rows(SEQUENCES, config.vocab, step as i32);
+        let labelled_tokens = rows.labelled_tokens();
+        let input = StepInput { step, learning_rate: 1e-2, betas: [0.9, 0.95], clip_norm: 0.3, labelled_tokens };
+        let loss = engine.gradients(&mut rows, &input).unwrap();
+        engine.update().unwrap();
+        losses.push([loss.loss.to_bits(), loss.norm.to_bits()]);
+    }
+    let evaluated = engine.evaluate(&mut rows(SEQUENCES, config.vocab, 9)).unwrap().loss_sum.to_bits();
+    let logits = engine.extend(&[3, 1, 4, 1, 5], 0).unwrap();
+    let logits = logits.iter().map(|logit| logit.to_bits()).collect();
+    engine.move_files("checkpoint", &mut files).unwrap();
+    engine.move_files("save", &mut files).unwrap();
+    engine.move_files("restore", &mut files).unwrap();
+    let mut tensors = BTreeMap::new();
+    for (number, tensor) in set.tensors.iter().enumerate() {
+        if tensor.lifetime != Lifetime::Persistent || tensor.space == Space::File {
+            continue;
+        }
+        let base = tensor.name.strip_suffix(".host").unwrap_or(&tensor.name);
+        let beside = set.find(&format!("{base}.host")).map_or(0, |home| set.tensor(home).slots);
+        for slot in 0..tensor.slots {
+            let mut bytes = vec![0; tensor.bytes() as usize];
+            engine.device().read(TensorId(number as u32), slot, &mut bytes);
+            let slot = if base == tensor.name { slot + beside } else { slot };
+            tensors.insert((base.to_owned(), slot), bytes);
+        }
+    }
+    // What it is before it is cleared is the next step's business.
+    tensors.retain(|(name, _), _| name != "scalars" && name != "metrics");
+    Left { losses, evaluated, logits, tensors, files: files.0 }
+}
+
+/// Each kind alone, and together, for some layers and for all.
+fn choices(layers: u32) -> Vec<Offload> {
+    let some = layers.div_ceil(2);
+    let none = Offload::NOTHING;
+    vec![
+        Offload { inputs: layers, ..none },
+        Offload { inputs: some, ..none },
+        Offload { optimizer: some, ..none },
+        Offload { optimizer: layers, ..none },
+        Offload { optimizer: layers, gradients: some, ..none },
+        Offload { optimizer: layers, weights: some, inputs: some, ..none },
+        Offload { weights: layers, ..none },
+        Offload { optimizer: layers, gradients: layers, weights: layers, ..none },
+        Offload { embedding: true, ..none },
+        Offload { head: true, ..none },
+        Offload { optimizer: layers, embedding: true, head: true, ..none },
+        Offload { optimizer: layers, gradients: layers, weights: layers, inputs: layers, embedding: true, head: true },
+    ]
+}
+
+#[test]
+fn whatever_waits_no_bit_changes() {
+    for config in models() {
+        for precision in [DType::F32, DType::Bf16] {
+            for micro_batch in [2, 4] {
+                let plain = run(&config, precision, micro_batch, Offload::NOTHING);
+                for choice in choices(config.layers as u32) {
+                    let found = run(&config, precision, micro_batch, choice);
+                    let differs = plain.differs(&found);
+                    assert_eq!(differs, None, "{:?}, {precision}, {micro_batch}, {choice}", config.model_type);
+                }
+            }
+        }
+    }
+}
