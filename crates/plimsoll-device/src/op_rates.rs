@@ -8,7 +8,7 @@ use crate::cpu::kernels::{Product, product};
 use crate::cpu::pool::Pool;
 use crate::device::{Call, DeviceError, Memory, NoFiles, Observer};
 use plimsoll_core::{DType, OpRates, RecomputeLevel, Space};
-use plimsoll_program::models::decoder::{Build, Optimizer, Source, Training, build};
+use plimsoll_program::models::decoder::{AdamState, Base, Build, Method, Optimizer, Source, Training, build};
 use plimsoll_program::models::{ModelConfig, ModelType, RopeScaling};
 use plimsoll_program::workspace::{self, Kernels};
 use plimsoll_program::{Op, Placement, ProgramSet, TensorId};
@@ -138,8 +138,10 @@ fn reference_step(threads: u32) -> Result<BTreeMap<String, f64>, BenchError> {
         sequence: 256,
         micro_batch: 4,
         source: Source::Random { seed: 1 },
+        method: Method::Full,
+        base: Base::Plain,
         training: Some(Training {
-            optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1 },
+            optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full },
             recompute: vec![RecomputeLevel::Nothing],
         }),
         evaluate: false,

@@ -613,7 +613,7 @@ mod programs {
     use plimsoll_device::cuda::kernels::ops::{self, Places};
     use plimsoll_device::device::Device;
     use plimsoll_program::models::config::{ModelConfig, ModelType};
-    use plimsoll_program::models::decoder::{Build, Generation, Optimizer, Source, Training, build};
+    use plimsoll_program::models::decoder::{AdamState, Base, Build, Generation, Method, Optimizer, Source, Training, build};
     use plimsoll_program::{OpKind, Operand, Placement, ProgramSet, TensorId};
 
     const BATCH: u64 = 2;
@@ -654,9 +654,11 @@ mod programs {
             sequence: SEQUENCE,
             micro_batch: BATCH,
             source: Source::Random { seed: 4 },
+            method: Method::Full,
+            base: Base::Plain,
             training: Some(Training {
                 // An epsilon above the rounding of gradients: else a step magnifies it where they are nearly 0.
-                optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-3, decay: 0.1 },
+                optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-3, decay: 0.1, state: AdamState::Full },
                 recompute: vec![RecomputeLevel::Nothing, RecomputeLevel::Block],
             }),
             evaluate: true,

@@ -5,7 +5,7 @@ use plimsoll_core::{DType, RecomputeLevel, Space};
 use plimsoll_plan::layout::ALIGNMENT;
 use plimsoll_plan::lifetimes::lifetimes;
 use plimsoll_plan::packing::{Buffer, Packing, lower_bound, pack, pack_with_effort};
-use plimsoll_program::models::decoder::{Build, Generation, Optimizer, Source, Training, build};
+use plimsoll_program::models::decoder::{AdamState, Base, Build, Generation, Method, Optimizer, Source, Training, build};
 use plimsoll_program::models::{ModelConfig, preset, preset_names};
 use plimsoll_program::workspace::Kernels;
 use proptest::prelude::*;
@@ -32,7 +32,7 @@ fn phases(
     [batch, tokens]: [u64; 2],
     recompute: Vec<RecomputeLevel>,
 ) -> Vec<Vec<Buffer>> {
-    let optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1 };
+    let optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full };
     let set = build(&Build {
         config,
         precision,
@@ -40,6 +40,8 @@ fn phases(
         sequence: tokens,
         micro_batch: batch,
         source: Source::Random { seed: 1 },
+        method: Method::Full,
+        base: Base::Plain,
         training: Some(Training { optimizer, recompute }),
         evaluate: true,
         generation: Some(Generation { capacity: tokens, chunk: 32 }),

@@ -3,7 +3,7 @@
 
 use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, HostSpec, Link, Rates, Recipe, RecomputeLevel, Space, WorkName};
 use plimsoll_plan::search::{Pins, Question, plan_of, search};
-use plimsoll_program::models::decoder::{Generation, Optimizer, Source};
+use plimsoll_program::models::decoder::{AdamState, Generation, Optimizer, Source};
 use plimsoll_program::models::{preset, preset_names};
 use plimsoll_program::{Lifetime, Tensor};
 
@@ -34,7 +34,7 @@ fn question<'a>(config: &'a plimsoll_program::models::ModelConfig, device: &'a D
         sequence: 1024.min(config.max_positions),
         sequences: 64,
         source: Source::Random { seed: 1 },
-        optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1 }),
+        optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full }),
         evaluate: true,
         generation: Some(Generation { capacity: 256, chunk: 64 }),
         device,

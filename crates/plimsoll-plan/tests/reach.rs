@@ -3,12 +3,12 @@
 use plimsoll_core::{Budget, Bytes, DType, HostSpec};
 use plimsoll_plan::paper::paper;
 use plimsoll_plan::search::{Answer, Pins, Question, search};
-use plimsoll_program::models::decoder::{Optimizer, Source};
+use plimsoll_program::models::decoder::{AdamState, Optimizer, Source};
 use plimsoll_program::models::{ModelConfig, preset};
 use plimsoll_program::passes::check::check;
 use std::time::Instant;
 
-const ADAMW: Optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1 };
+const ADAMW: Optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full };
 
 fn planned(name: &str, device: &str, host: Bytes, ask: impl FnOnce(Question) -> Answer) -> Answer {
     let config: ModelConfig = preset(name).expect("listed");

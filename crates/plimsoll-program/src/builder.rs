@@ -95,9 +95,28 @@ impl Builder {
 
     /// A matrix product with its scratch.
     pub fn product(&mut self, product: Product) -> Op {
-        let Product { a, b, out, bias, residual, m, n, k, a_transposed, b_transposed, accumulate } = product;
+        let Product { a, b, out, bias, residual, m, n, k, a_transposed, b_transposed, accumulate, scale, .. } = product;
+        let a_stride = product.a_stride.unwrap_or(if a_transposed { m } else { k });
+        let out_stride = product.out_stride.unwrap_or(n);
         let workspace = self.scratch_beside(out, "product", self.kernels.product(self.precision, m, n, k));
-        OpKind::Product { a, b, out, bias, residual, workspace, m, n, k, a_transposed, b_transposed, accumulate }.into()
+        OpKind::Product {
+            a,
+            b,
+            out,
+            bias,
+            residual,
+            workspace,
+            m,
+            n,
+            k,
+            a_transposed,
+            b_transposed,
+            a_stride,
+            out_stride,
+            scale,
+            accumulate,
+        }
+        .into()
     }
 }
 
@@ -124,26 +143,44 @@ pub struct Product {
     pub a_transposed: bool,
     /// Whether `b` is stored `[n,k]`.
     pub b_transposed: bool,
+    /// Elements from one row of `a` as it is stored to the next, where that is more than a row has.
+    pub a_stride: Option<u64>,
+    /// The same of `out`.
+    pub out_stride: Option<u64>,
+    /// What a·b is multiplied with.
+    pub scale: f64,
     /// Whether the result is added to what is there.
     pub accumulate: bool,
 }
 
 impl Product {
-    /// `out[m,n]` = `x[m,k]` · `weight[n,k]`ᵀ: a linear layer.
-    pub fn linear(x: Operand, weight: Operand, out: Operand, m: u64, k: u64, n: u64) -> Product {
-        let (bias, residual) = (None, None);
+    /// `out[m,n]` = `a[m,k]` · `b[k,n]`.
+    pub fn plain(a: Operand, b: Operand, out: Operand, [m, n, k]: [u64; 3]) -> Product {
         Product {
-            a: x,
-            b: weight,
+            a,
+            b,
             out,
-            bias,
-            residual,
+            bias: None,
+            residual: None,
             m,
             n,
             k,
             a_transposed: false,
-            b_transposed: true,
+            b_transposed: false,
+            a_stride: None,
+            out_stride: None,
+            scale: 1.0,
             accumulate: false,
         }
+    }
+
+    /// `out[m,n]` = `x[m,k]` · `weight[n,k]`ᵀ: a linear layer.
+    pub fn linear(x: Operand, weight: Operand, out: Operand, m: u64, k: u64, n: u64) -> Product {
+        Product { b_transposed: true, ..Product::plain(x, weight, out, [m, n, k]) }
+    }
+
+    /// `dweight[n,k]` += `gradient[m,n]`ᵀ · `x[m,k]`: what a linear layer adds to the gradient of its weight.
+    pub fn of_weight(gradient: Operand, x: Operand, dweight: Operand, m: u64, k: u64, n: u64) -> Product {
+        Product { a_transposed: true, accumulate: true, ..Product::plain(gradient, x, dweight, [n, k, m]) }
     }
 }

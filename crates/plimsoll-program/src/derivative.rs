@@ -17,15 +17,28 @@ pub struct Tape<'a> {
     adjoints: HashMap<(TensorId, Index), Operand>,
     /// Where the first contribution to a gradient shall go.
     places: HashMap<(TensorId, Index), Operand>,
-    /// Persistent gradient tensors by weight.
+    /// Persistent gradient tensors by weight; what is not among them is frozen.
     weight_gradients: &'a HashMap<TensorId, TensorId>,
+    /// The ops that make a weight right before its product, by weight.
+    makers: HashMap<TensorId, Vec<Op>>,
     ops: Vec<Op>,
 }
 
 impl<'a> Tape<'a> {
-    /// A tape for one block.
-    pub fn new(builder: &'a mut Builder, weight_gradients: &'a HashMap<TensorId, TensorId>) -> Tape<'a> {
-        Tape { builder, adjoints: HashMap::new(), places: HashMap::new(), weight_gradients, ops: Vec::new() }
+    /// A tape for one block, whose forward ops are `forward`.
+    pub fn new(
+        builder: &'a mut Builder,
+        weight_gradients: &'a HashMap<TensorId, TensorId>,
+        forward: &[Op],
+    ) -> Tape<'a> {
+        let mut makers: HashMap<TensorId, Vec<Op>> = HashMap::new();
+        for op in forward {
+            if let OpKind::Dequantise { into, .. } = &op.kind {
+                makers.entry(into.tensor).or_default().push(op.clone());
+            }
+        }
+        let (adjoints, places, ops) = (HashMap::new(), HashMap::new(), Vec::new());
+        Tape { builder, adjoints, places, weight_gradients, makers, ops }
     }
 
     /// The first contribution to the gradient of `of` shall be written to `gradient`.
@@ -54,9 +67,24 @@ impl<'a> Tape<'a> {
         })
     }
 
-    fn weight(&self, weight: Operand) -> Operand {
-        let gradient = self.weight_gradients[&weight.tensor];
-        Operand { tensor: gradient, ..weight }
+    /// The gradient of a weight; none where it is frozen.
+    fn weight(&self, weight: Operand) -> Option<Operand> {
+        let gradient = *self.weight_gradients.get(&weight.tensor)?;
+        Some(Operand { tensor: gradient, ..weight })
+    }
+
+    /// A weight as the backward pass reads it: itself, or, where it is made for each product, made once more in a buffer
+    /// of the backward pass, so that neither lives from one to the other.
+    fn made_again(&mut self, weight: Operand) -> Operand {
+        let makers: Vec<Op> = self.makers.get(&weight.tensor).cloned().unwrap_or_default();
+        if makers.is_empty() {
+            return weight;
+        }
+        let name = format!("{}.gradient", self.builder.set.tensor(weight.tensor).name);
+        let copy = self.builder.find(&name).unwrap_or_else(|| self.builder.copy_of(weight.tensor, name));
+        let renamed = |tensor| if tensor == weight.tensor { copy } else { tensor };
+        self.ops.extend(makers.iter().map(|op| op.with_tensors(&renamed)));
+        Operand { tensor: copy, ..weight }
     }
 
     /// Where the gradient of `x` goes, and whether it must be added to what is there.
@@ -101,46 +129,30 @@ impl<'a> Tape<'a> {
                 k,
                 a_transposed: false,
                 b_transposed: true,
-                accumulate: false,
+                a_stride,
+                out_stride,
+                scale,
                 ..
             } => {
-                let g = self.of_output(*out);
+                assert_eq!(a_stride, k, "layers take whole rows");
+                // What an adapter adds to some columns has the gradient of these columns; what they were before keeps its own.
+                let g = self.of_output(*out).from(out.offset);
+                let g_stride = Some(*out_stride);
                 // dW[n,k] += gᵀ[n,m] · a[m,k]
-                let dweight = self.weight(*b);
-                self.product(Product {
-                    a: g,
-                    b: *a,
-                    out: dweight,
-                    bias: None,
-                    residual: None,
-                    m: *n,
-                    n: *k,
-                    k: *m,
-                    a_transposed: true,
-                    b_transposed: false,
-                    accumulate: true,
-                });
-                if let Some(bias) = bias {
-                    let into = self.weight(*bias);
+                if let Some(dweight) = self.weight(*b) {
+                    let product = Product::of_weight(g, *a, dweight, *m, *k, *n);
+                    self.product(Product { a_stride: g_stride, scale: *scale, ..product });
+                }
+                if let Some(into) = bias.and_then(|bias| self.weight(bias)) {
                     let elements = self.builder.kernels.sum_rows(*m, *n);
                     let workspace = self.builder.scratch_beside(*out, "bias_sums", elements);
                     self.push(OpKind::SumRows { x: g, into, workspace, rows: *m, columns: *n });
                 }
                 // da[m,k] (+)= g[m,n] · W[n,k]
+                let weight = self.made_again(*b);
                 let (da, accumulate) = self.contribute(*a);
-                self.product(Product {
-                    a: g,
-                    b: *b,
-                    out: da,
-                    bias: None,
-                    residual: None,
-                    m: *m,
-                    n: *k,
-                    k: *n,
-                    a_transposed: false,
-                    b_transposed: false,
-                    accumulate,
-                });
+                let product = Product::plain(g, weight, da, [*m, *k, *n]);
+                self.product(Product { a_stride: g_stride, scale: *scale, accumulate, ..product });
                 if let Some(residual) = residual {
                     // The sum passes its gradient on as it is; nobody reads g as g after this.
                     match self.gradient(*residual) {
@@ -149,9 +161,20 @@ impl<'a> Tape<'a> {
                     }
                 }
             }
+            // Frozen weights: `made_again` has what their products need.
+            OpKind::Dequantise { .. } => {}
+            OpKind::Dropout { x, out, .. } => {
+                let dout = self.of_output(*out);
+                let (dx, accumulate) = self.contribute(*x);
+                let mut gradient = op.clone();
+                if let OpKind::Dropout { x, out, accumulate: adds, .. } = &mut gradient {
+                    (*x, *out, *adds) = (dout, dx, accumulate);
+                }
+                self.push(gradient);
+            }
             OpKind::Embed { tokens, table, out, rows, hidden, vocab } => {
                 let dout = self.of_output(*out);
-                let dtable = self.weight(*table);
+                let Some(dtable) = self.weight(*table) else { return };
                 self.push(OpKind::EmbedGrad {
                     tokens: *tokens,
                     dout,
@@ -182,7 +205,7 @@ impl<'a> Tape<'a> {
             }
             OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, rows, shape, .. } => {
                 let dx = self.of_output(*out);
-                let (dq_weight, dk_weight) = (self.weight(*q_weight), self.weight(*k_weight));
+                let dweights = self.weight(*q_weight).zip(self.weight(*k_weight)).map(|(q, k)| [q, k]);
                 let elements = self.builder.kernels.head_norm_grad(*rows, shape.head_dim);
                 let scratch = self.builder.scratch_beside(*out, "norm_sums", elements);
                 self.push(OpKind::HeadNormGrad {
@@ -191,8 +214,7 @@ impl<'a> Tape<'a> {
                     k_weight: *k_weight,
                     rstd: *rstd,
                     dx,
-                    dq_weight,
-                    dk_weight,
+                    dweights,
                     workspace: scratch,
                     rows: *rows,
                     shape: *shape,

@@ -8,6 +8,7 @@
 
 pub mod builder;
 pub mod derivative;
+pub mod formats;
 pub mod models;
 pub mod op;
 mod operands;

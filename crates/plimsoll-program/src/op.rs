@@ -1,10 +1,13 @@
 //! The closed set of ops. Each says in one place what it reads and writes, what may share a
 //! buffer, how much it computes and moves; its derivative is in [`crate::derivative`].
 //!
+//! What coarse formats hold and how their codes are found is in [`crate::formats`].
+//!
 //! Legend: N rows (tokens of a micro-batch, B sequences × T), D hidden, H heads, K kv heads, E head
 //! dim, F ffn, V vocabulary, C = (H + 2K)·E columns of the fused queries | keys | values.
 //! Matrices are row-major; weights are [out, in] as in Hugging Face files.
 
+use crate::formats::{NF4_BLOCK, NF4_GROUP, STATE_BLOCK};
 use crate::tensor::{Index, Operand, TensorId};
 use plimsoll_core::DType;
 
@@ -85,11 +88,47 @@ pub enum Collective {
     Receive,
 }
 
+/// Where a quantised matrix, or whole blocks of one, stand ([`crate::formats`]).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Quantised {
+    /// A scale for each row.
+    Int8 {
+        /// A byte for each element.
+        codes: Operand,
+        /// f32, one for each row.
+        scales: Operand,
+    },
+    /// 4 bit, with scales of 8 bit.
+    Nf4 {
+        /// A byte for two elements.
+        codes: Operand,
+        /// A byte for 64 elements.
+        scales: Operand,
+        /// f32 mean and largest distance, for 256 scales.
+        groups: Operand,
+    },
+}
+
+impl Quantised {
+    /// Its operands, and how many elements of each belong to so many of the matrix.
+    pub fn parts(self, elements: u64, columns: u64) -> Vec<(Operand, u64)> {
+        match self {
+            Quantised::Int8 { codes, scales } => vec![(codes, elements), (scales, elements / columns)],
+            Quantised::Nf4 { codes, scales, groups } => {
+                let blocks = elements.div_ceil(NF4_BLOCK);
+                vec![(codes, elements.div_ceil(2)), (scales, blocks), (groups, 2 * blocks.div_ceil(NF4_GROUP))]
+            }
+        }
+    }
+}
+
 /// What an op does, with its operands and sizes.
 #[derive(Clone, Debug, PartialEq)]
 #[expect(missing_docs, reason = "fields are the letters of the legend and operands named by role")]
 pub enum OpKind {
-    /// `out[m,n]` = a·b (+ `bias[n]`) (+ `residual[m,n]`), or out += a·b. `a` is `[m,k]` (`[k,m]` if transposed), `b` is `[k,n]` (`[n,k]`).
+    /// `out[m,n]` = scale·a·b (+ `bias[n]`) (+ `residual[m,n]`), or out += scale·a·b. `a` is `[m,k]` (`[k,m]` if transposed),
+    /// `b` is `[k,n]` (`[n,k]`). Rows of `a` as it is stored lie `a_stride` elements apart, those of `out` `out_stride`:
+    /// more than their length where only some columns of a wider matrix are meant (the adapter of queries alone).
     Product {
         a: Operand,
         b: Operand,
@@ -102,6 +141,9 @@ pub enum OpKind {
         k: u64,
         a_transposed: bool,
         b_transposed: bool,
+        a_stride: u64,
+        out_stride: u64,
+        scale: f64,
         accumulate: bool,
     },
     /// `out[N,D]` = rows of `table[V,D]`.
@@ -110,14 +152,14 @@ pub enum OpKind {
     EmbedGrad { tokens: Operand, dout: Operand, dtable: Operand, rows: u64, hidden: u64, vocab: u64 },
     /// out = x / rms(x) · weight; `rstd[R]` = 1 / rms.
     RmsNorm { x: Operand, weight: Operand, out: Operand, rstd: Operand, rows: u64, dim: u64, eps: f64 },
-    /// dx = or +=, dweight +=.
+    /// dx = or +=, dweight += where the weight is trained.
     RmsNormGrad {
         x: Operand,
         weight: Operand,
         rstd: Operand,
         dout: Operand,
         dx: Operand,
-        dweight: Operand,
+        dweight: Option<Operand>,
         workspace: Operand,
         rows: u64,
         dim: u64,
@@ -134,15 +176,14 @@ pub enum OpKind {
         shape: Heads,
         eps: f64,
     },
-    /// Turns dout into dx in place; dq_weight, dk_weight +=.
+    /// Turns dout into dx in place; the gradients of q_weight and k_weight += where they are trained.
     HeadNormGrad {
         x: Operand,
         q_weight: Operand,
         k_weight: Operand,
         rstd: Operand,
         dx: Operand,
-        dq_weight: Operand,
-        dk_weight: Operand,
+        dweights: Option<[Operand; 2]>,
         workspace: Operand,
         rows: u64,
         shape: Heads,
@@ -222,7 +263,29 @@ pub enum OpKind {
     PickRow { x: Operand, scalars: Operand, out: Operand, rows: u64, columns: u64 },
     /// into += x.
     Add { x: Operand, into: Operand, elements: u64 },
-    /// All elements.
+    /// `out[N,D]` = x with elements left out at random, the others divided by 1 − probability; or out += that. Which ones is
+    /// a function of (seed, step, sample, layer, site, element), computed here: its gradient is the same op on the
+    /// gradient.
+    ///
+    /// Row r is token t = r mod sequence of sample s = first_sample + r div sequence of the step; element e = t·D + column.
+    /// Words: Philox-4x32-10 (as `InitNormal`) with counter (e div 4, layer · 256 + site, s, step) and key (low half of
+    /// seed, high half of seed xor 0x44524F50). Element e has word e mod 4; it stays where word ≥ ⌊probability · 2³²⌋.
+    /// out = x · (1 / (1 − probability)), the factor rounded to the wide type; the sum is rounded once.
+    Dropout {
+        x: Operand,
+        out: Operand,
+        scalars: Operand,
+        seed: u64,
+        first_sample: Index,
+        layer: Index,
+        site: u8,
+        probability: f64,
+        rows: u64,
+        columns: u64,
+        sequence: u64,
+        accumulate: bool,
+    },
+    /// All elements (a byte's value, where elements are bytes).
     Fill { into: Operand, value: f64, elements: u64 },
     /// Adds Σ x² to the metrics.
     SquaredNorm { x: Operand, metrics: Operand, workspace: Operand, elements: u64 },
@@ -234,6 +297,25 @@ pub enum OpKind {
         gradient: Operand,
         first: Operand,
         second: Operand,
+        scalars: Operand,
+        elements: u64,
+        betas: [f64; 2],
+        eps: f64,
+        decay: f64,
+    },
+    /// AdamW with block-wise 8-bit state. Elements b·256 .. b·256 + 256 of the tensor are a block with one scale for each
+    /// moment (the last block may be shorter), all in f32:
+    ///
+    /// m = signed map\[first\] · first_scale, v = unsigned map\[second\] · second_scale; then m, v and the weight become
+    /// what `AdamW` makes of them; first_scale = max |m|, second_scale = max v of the block; first and second = the codes
+    /// of m · inverse(first_scale) and v · inverse(second_scale) ([`crate::formats`]).
+    AdamW8 {
+        weight: Operand,
+        gradient: Operand,
+        first: Operand,
+        first_scale: Operand,
+        second: Operand,
+        second_scale: Operand,
         scalars: Operand,
         elements: u64,
         betas: [f64; 2],
@@ -254,6 +336,13 @@ pub enum OpKind {
     Cast { from: Operand, to: Operand, elements: u64 },
     /// Normal numbers, a function of (seed, number, first + element).
     InitNormal { into: Operand, seed: u64, number: u64, first: Index, std: f64, elements: u64 },
+    /// Uniform numbers from −bound to bound, a function of (seed, number, first + element): word w of `InitNormal`'s
+    /// generator becomes ((w + 0.5) / 2³² · 2 − 1) · bound in f64, rounded once. Element e has word e mod 4 of block e div 4.
+    InitUniform { into: Operand, seed: u64, number: u64, first: Index, bound: f64, elements: u64 },
+    /// Whole blocks of a matrix with rows of `columns` elements, into a coarse format. Widened or narrowed to f32 first.
+    Quantise { from: Operand, into: Quantised, elements: u64, columns: u64 },
+    /// The elements of a quantised matrix, each rounded once to the type of `into`.
+    Dequantise { from: Quantised, into: Operand, elements: u64, columns: u64 },
     /// Starts a copy between spaces; both ends live until the wait.
     TransferStart { from: Operand, to: Operand, elements: u64, sequence: u64 },
     /// The copy of that number is complete.
@@ -337,13 +426,18 @@ impl Op {
             SumRows { .. } => "sum_rows",
             PickRow { .. } => "pick_row",
             Add { .. } => "add",
+            Dropout { .. } => "dropout",
             Fill { .. } => "fill",
             SquaredNorm { .. } => "squared_norm",
             ClipFactor { .. } => "clip_factor",
             AdamW { .. } => "adam_w",
+            AdamW8 { .. } => "adam_w8",
             Sgd { .. } => "sgd",
             Cast { .. } => "cast",
             InitNormal { .. } => "init_normal",
+            InitUniform { .. } => "init_uniform",
+            Quantise { .. } => "quantise",
+            Dequantise { .. } => "dequantise",
             TransferStart { .. } => "transfer_start",
             TransferWait { .. } => "transfer_wait",
             CollectiveStart { .. } => "collective_start",
@@ -359,8 +453,24 @@ impl Op {
         let mut touch = |operand: Operand, elements: u64, mode: Mode| list.push(Access { operand, elements, mode });
         let scratch = |operand: &Operand| elements_of(operand.tensor);
         match &self.kind {
-            OpKind::Product { a, b, out, bias, residual, workspace, m, n, k, accumulate, .. } => {
-                touch(*a, m * k, Read);
+            OpKind::Product {
+                a,
+                b,
+                out,
+                bias,
+                residual,
+                workspace,
+                m,
+                n,
+                k,
+                a_transposed,
+                a_stride,
+                out_stride,
+                accumulate,
+                ..
+            } => {
+                let (rows, columns) = if *a_transposed { (k, m) } else { (m, k) };
+                touch(*a, (rows - 1) * a_stride + columns, Read);
                 touch(*b, k * n, Read);
                 if let Some(bias) = bias {
                     touch(*bias, *n, Read);
@@ -368,7 +478,8 @@ impl Op {
                 if let Some(residual) = residual {
                     touch(*residual, m * n, Read);
                 }
-                touch(*out, m * n, if *accumulate { Update } else { Write });
+                let whole = !accumulate && out_stride == n;
+                touch(*out, (m - 1) * out_stride + n, if whole { Write } else { Update });
                 touch(*workspace, scratch(workspace), Write);
             }
             OpKind::Embed { tokens, table, out, rows, hidden, vocab } => {
@@ -393,7 +504,9 @@ impl Op {
                 touch(*rstd, *rows, Read);
                 touch(*dout, rows * dim, Read);
                 touch(*dx, rows * dim, if *accumulate { Update } else { Write });
-                touch(*dweight, *dim, Update);
+                if let Some(dweight) = dweight {
+                    touch(*dweight, *dim, Update);
+                }
                 touch(*workspace, scratch(workspace), Write);
             }
             OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, rows, shape, .. } => {
@@ -403,14 +516,15 @@ impl Op {
                 touch(*out, rows * shape.columns(), Write);
                 touch(*rstd, rows * shape.rotated(), Write);
             }
-            OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dq_weight, dk_weight, workspace, rows, shape } => {
+            OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dweights, workspace, rows, shape } => {
                 touch(*x, rows * shape.columns(), Read);
                 touch(*q_weight, shape.head_dim, Read);
                 touch(*k_weight, shape.head_dim, Read);
                 touch(*rstd, rows * shape.rotated(), Read);
                 touch(*dx, rows * shape.columns(), Update);
-                touch(*dq_weight, shape.head_dim, Update);
-                touch(*dk_weight, shape.head_dim, Update);
+                for dweight in dweights.iter().flatten() {
+                    touch(*dweight, shape.head_dim, Update);
+                }
                 touch(*workspace, scratch(workspace), Write);
             }
             OpKind::Rope { qkv, table, positions, rows, table_rows, shape, .. } => {
@@ -507,7 +621,22 @@ impl Op {
                 touch(*x, *elements, Read);
                 touch(*into, *elements, Update);
             }
-            OpKind::Fill { into, elements, .. } | OpKind::InitNormal { into, elements, .. } => {
+            OpKind::Dropout { x, out, scalars, rows, columns, accumulate, .. } => {
+                touch(*x, rows * columns, Read);
+                touch(*scalars, scratch(scalars), Read);
+                touch(*out, rows * columns, if *accumulate { Update } else { Write });
+            }
+            OpKind::Fill { into, elements, .. }
+            | OpKind::InitNormal { into, elements, .. }
+            | OpKind::InitUniform { into, elements, .. } => {
+                touch(*into, *elements, Write);
+            }
+            OpKind::Quantise { from, into, elements, columns } => {
+                touch(*from, *elements, Read);
+                into.parts(*elements, *columns).into_iter().for_each(|(part, count)| touch(part, count, Write));
+            }
+            OpKind::Dequantise { from, into, elements, columns } => {
+                from.parts(*elements, *columns).into_iter().for_each(|(part, count)| touch(part, count, Read));
                 touch(*into, *elements, Write);
             }
             OpKind::SquaredNorm { x, metrics, workspace, elements } => {
@@ -524,6 +653,18 @@ impl Op {
                 touch(*scalars, scratch(scalars), Read);
                 touch(*first, *elements, Update);
                 touch(*second, *elements, Update);
+                touch(*weight, *elements, Update);
+            }
+            OpKind::AdamW8 {
+                weight, gradient, first, first_scale, second, second_scale, scalars, elements, ..
+            } => {
+                let blocks = elements.div_ceil(STATE_BLOCK);
+                touch(*gradient, *elements, Read);
+                touch(*scalars, scratch(scalars), Read);
+                touch(*first, *elements, Update);
+                touch(*first_scale, blocks, Update);
+                touch(*second, *elements, Update);
+                touch(*second_scale, blocks, Update);
                 touch(*weight, *elements, Update);
             }
             OpKind::Sgd { weight, gradient, momentum_buffer, scalars, elements, .. } => {
@@ -625,7 +766,12 @@ impl Op {
             OpKind::Add { elements, .. } => flops(0, *elements),
             OpKind::SquaredNorm { elements, .. } => flops(0, 2 * elements),
             OpKind::AdamW { elements, .. } => flops(0, 14 * elements),
+            OpKind::AdamW8 { elements, .. } => flops(0, 40 * elements),
             OpKind::Sgd { elements, .. } => flops(0, 5 * elements),
+            OpKind::Dropout { rows, columns, .. } => flops(0, 20 * rows * columns),
+            OpKind::InitUniform { elements, .. } => flops(0, 20 * elements),
+            OpKind::Quantise { elements, .. } => flops(0, 10 * elements),
+            OpKind::Dequantise { elements, .. } => flops(0, 2 * elements),
             OpKind::InitNormal { elements, .. } => flops(0, 60 * elements),
             _ => Cost::default(),
         }
@@ -646,6 +792,9 @@ impl Op {
                 rows * shape.kv_heads * shape.head_dim
             }
             OpKind::PickRow { x, columns, .. } if access.operand == *x => *columns,
+            // Only some columns of a wider matrix.
+            OpKind::Product { a, m, k, .. } if access.operand == *a => m * k,
+            OpKind::Product { out, m, n, .. } if access.operand == *out => m * n,
             _ => access.elements,
         };
         self.accesses(elements_of)

@@ -1,6 +1,6 @@
 //! Every operand of an op, to be renamed by passes.
 
-use crate::op::{Op, OpKind};
+use crate::op::{Op, OpKind, Quantised};
 use crate::tensor::{Operand, TensorId};
 
 impl Op {
@@ -28,11 +28,15 @@ pub(crate) fn operands_mut(kind: &mut OpKind) -> Vec<&mut Operand> {
         OpKind::EmbedGrad { tokens, dout, dtable, .. } => vec![tokens, dout, dtable],
         OpKind::RmsNorm { x, weight, out, rstd, .. } => vec![x, weight, out, rstd],
         OpKind::RmsNormGrad { x, weight, rstd, dout, dx, dweight, workspace, .. } => {
-            vec![x, weight, rstd, dout, dx, dweight, workspace]
+            let mut list = vec![x, weight, rstd, dout, dx, workspace];
+            list.extend(dweight.as_mut());
+            list
         }
         OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, .. } => vec![x, q_weight, k_weight, out, rstd],
-        OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dq_weight, dk_weight, workspace, .. } => {
-            vec![x, q_weight, k_weight, rstd, dx, dq_weight, dk_weight, workspace]
+        OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dweights, workspace, .. } => {
+            let mut list = vec![x, q_weight, k_weight, rstd, dx, workspace];
+            list.extend(dweights.iter_mut().flatten());
+            list
         }
         OpKind::Rope { qkv, table, positions, .. } => vec![qkv, table, positions],
         OpKind::RopeTable { table, .. } => vec![table],
@@ -56,11 +60,17 @@ pub(crate) fn operands_mut(kind: &mut OpKind) -> Vec<&mut Operand> {
         OpKind::SumRows { x, into, workspace, .. } => vec![x, into, workspace],
         OpKind::PickRow { x, scalars, out, .. } => vec![x, scalars, out],
         OpKind::Add { x, into, .. } => vec![x, into],
-        OpKind::Fill { into, .. } | OpKind::InitNormal { into, .. } => vec![into],
+        OpKind::Dropout { x, out, scalars, .. } => vec![x, out, scalars],
+        OpKind::Fill { into, .. } | OpKind::InitNormal { into, .. } | OpKind::InitUniform { into, .. } => vec![into],
+        OpKind::Quantise { from, into, .. } => with_quantised(from, into),
+        OpKind::Dequantise { from, into, .. } => with_quantised(into, from),
         OpKind::SquaredNorm { x, metrics, workspace, .. } => vec![x, metrics, workspace],
         OpKind::ClipFactor { metrics, scalars } => vec![metrics, scalars],
         OpKind::AdamW { weight, gradient, first, second, scalars, .. } => {
             vec![weight, gradient, first, second, scalars]
+        }
+        OpKind::AdamW8 { weight, gradient, first, first_scale, second, second_scale, scalars, .. } => {
+            vec![weight, gradient, first, first_scale, second, second_scale, scalars]
         }
         OpKind::Sgd { weight, gradient, momentum_buffer, scalars, .. } => {
             let mut list = vec![weight, gradient, scalars];
@@ -72,5 +82,12 @@ pub(crate) fn operands_mut(kind: &mut OpKind) -> Vec<&mut Operand> {
         OpKind::CollectiveStart { input, output, .. } | OpKind::CollectiveWait { input, output, .. } => {
             vec![input, output]
         }
+    }
+}
+
+fn with_quantised<'a>(plain: &'a mut Operand, quantised: &'a mut Quantised) -> Vec<&'a mut Operand> {
+    match quantised {
+        Quantised::Int8 { codes, scales } => vec![plain, codes, scales],
+        Quantised::Nf4 { codes, scales, groups } => vec![plain, codes, scales, groups],
     }
 }

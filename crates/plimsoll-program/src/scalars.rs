@@ -26,6 +26,8 @@ pub enum Scalar {
     CacheLength = 6,
     /// The row of this call whose logits are wanted.
     LastRow = 7,
+    /// The number of this step, counted from 1: what is drawn at random depends on it.
+    Step = 8,
 }
 
 /// Places in the metrics tensor.

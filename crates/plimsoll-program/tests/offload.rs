@@ -1,14 +1,14 @@
 //! What the offload pass promises: Programs stay well-formed, whatever waits on the host.
 
 use plimsoll_core::{DType, Offload, RecomputeLevel, Space};
-use plimsoll_program::models::decoder::{Build, Generation, Optimizer, Source, Training, build};
+use plimsoll_program::models::decoder::{AdamState, Base, Build, Generation, Method, Optimizer, Source, Training, build};
 use plimsoll_program::models::{ModelConfig, preset};
 use plimsoll_program::passes::check::check;
 use plimsoll_program::passes::offload::offload;
 use plimsoll_program::workspace::Kernels;
 use plimsoll_program::{Lifetime, ProgramSet};
 
-const ADAMW: Optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1 };
+const ADAMW: Optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full };
 const LAYERS: u32 = 4;
 
 /// Each has something that the others lack: tied heads, biases, norms of heads, a head of its own.
@@ -31,6 +31,8 @@ fn programs(config: &ModelConfig, precision: DType, optimizer: Option<Optimizer>
         sequence: 48,
         micro_batch: 2,
         source,
+        method: Method::Full,
+        base: Base::Plain,
         training: optimizer
             .map(|optimizer| Training { optimizer, recompute: vec![Nothing, Attention, Block, FeedForward] }),
         evaluate: true,

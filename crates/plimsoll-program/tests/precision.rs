@@ -1,13 +1,13 @@
 //! What a precision means for every Program: which tensors are wide, where masters stand, what files hold.
 
 use plimsoll_core::{Category, DType, RecomputeLevel, Space};
-use plimsoll_program::models::decoder::{Build, Generation, Optimizer, Source, Training, build};
+use plimsoll_program::models::decoder::{AdamState, Base, Build, Generation, Method, Optimizer, Source, Training, build};
 use plimsoll_program::models::{ModelConfig, preset};
 use plimsoll_program::passes::check::{Malformed, check};
 use plimsoll_program::workspace::Kernels;
 use plimsoll_program::{OpKind, Program, ProgramSet, Tensor};
 
-const ADAMW: Optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1 };
+const ADAMW: Optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full };
 const TARGETS: [Kernels; 2] = [Kernels::Cpu { threads: 2 }, Kernels::Cuda];
 
 /// Each has something that the others lack: tied heads, biases, norms of heads.
@@ -36,6 +36,8 @@ fn programs(
         sequence: 48,
         micro_batch: 2,
         source,
+        method: Method::Full,
+        base: Base::Plain,
         training: optimizer.map(|optimizer| Training { optimizer, recompute }),
         evaluate: true,
         generation: Some(Generation { capacity: 64, chunk: 16 }),

@@ -220,7 +220,12 @@ fn samples(file: &RunFile, model: &Model) -> Option<Generation> {
 pub fn optimizer(file: &RunFile) -> decoder::Optimizer {
     let train = &file.train;
     match train.optimizer {
-        Optimizer::Adamw => decoder::Optimizer::AdamW { betas: train.betas, eps: train.eps, decay: train.weight_decay },
+        Optimizer::Adamw => decoder::Optimizer::AdamW {
+            betas: train.betas,
+            eps: train.eps,
+            decay: train.weight_decay,
+            state: decoder::AdamState::Full,
+        },
         Optimizer::Sgd => decoder::Optimizer::Sgd { momentum: train.betas[0], decay: train.weight_decay },
     }
 }

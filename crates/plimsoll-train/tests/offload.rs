@@ -7,7 +7,7 @@ use plimsoll_core::{
 use plimsoll_device::device::FileSpace;
 use plimsoll_device::virtual_device::{Virtual, open};
 use plimsoll_plan::search::{Pins, Question, plan_of};
-use plimsoll_program::models::decoder::{Generation, Optimizer, Source};
+use plimsoll_program::models::decoder::{AdamState, Generation, Optimizer, Source};
 use plimsoll_program::models::{ModelConfig, preset};
 use plimsoll_program::passes::check::check;
 use plimsoll_program::{Lifetime, TensorId};
@@ -120,7 +120,7 @@ fn run(config: &ModelConfig, precision: DType, micro_batch: u32, offload: Offloa
         sequence: SEQUENCE,
         sequences: SEQUENCES,
         source: Source::Random { seed: 3 },
-        optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1 }),
+        optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full }),
         evaluate: true,
         generation: Some(Generation { capacity: 16, chunk: 4 }),
         device: &device,

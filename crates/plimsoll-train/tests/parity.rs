@@ -5,7 +5,7 @@ use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, HostSpec, Link, Rates,
 use plimsoll_device::cpu::executor::{open, real_values};
 use plimsoll_plan::search::{Pins, Question, plan_of};
 use plimsoll_program::ProgramSet;
-use plimsoll_program::models::decoder::{Generation, Optimizer, Source};
+use plimsoll_program::models::decoder::{AdamState, Generation, Optimizer, Source};
 use plimsoll_train::data::{DataSpec, Dataset, Format, Long, Rows};
 use plimsoll_train::files::{ModelDir, WeightFiles};
 use plimsoll_train::run::engine::{Engine, StepInput};
@@ -109,7 +109,12 @@ impl Case {
             sequence: self.sequence,
             sequences: 4,
             source: Source::Files { dtypes },
-            optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: number("eps"), decay: number("weight_decay") }),
+            optimizer: Some(Optimizer::AdamW {
+                betas: [0.9, 0.95],
+                eps: number("eps"),
+                decay: number("weight_decay"),
+                state: AdamState::Full,
+            }),
             evaluate: true,
             generation: Some(Generation { capacity: 64, chunk: 16 }),
             device: &device,

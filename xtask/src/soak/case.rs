@@ -2,7 +2,7 @@
 
 use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, Link, Rates, Recipe, RecomputeLevel};
 use plimsoll_plan::search::{Pins, Question};
-use plimsoll_program::models::decoder::{Generation, Optimizer, Source};
+use plimsoll_program::models::decoder::{AdamState, Generation, Optimizer, Source};
 use plimsoll_program::models::{ModelConfig, ModelType, RopeScaling};
 use plimsoll_train::data::Rows;
 use std::fmt;
@@ -181,7 +181,7 @@ impl Case {
             0 => Optimizer::Sgd { momentum: 0.0, decay: 0.0 },
             1 => Optimizer::Sgd { momentum: 0.9, decay: 0.1 },
             // With the usual epsilon of 1e-8, gradients that are zero but for rounding become steps.
-            _ => Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-6, decay: 0.1 },
+            _ => Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-6, decay: 0.1, state: AdamState::Full },
         });
         let chunk = draw.scaled(2, 16);
         let generation = Generation { capacity: chunk * draw.from(1, 5), chunk };

@@ -219,8 +219,15 @@ impl<'a, T: Real> Frame<'a, T> {
                 k,
                 a_transposed,
                 b_transposed,
+                a_stride,
+                out_stride,
+                scale,
                 accumulate,
             } => {
+                let dense = *a_stride == if *a_transposed { *m } else { *k } && out_stride == n;
+                if !dense || *scale != 1.0 {
+                    return Err(unsupported(op));
+                }
                 // Added in place where the sum stands on what it is added to.
                 let in_place = residual.is_some_and(|r| self.offset(&r) == self.offset(out));
                 let product = kernels::Product {
@@ -262,6 +269,7 @@ impl<'a, T: Real> Frame<'a, T> {
                 kernels::rms_norm(pool, x, weight, *eps, self.write(out, rows * dim), self.write_wide(rstd, *rows));
             }
             OpKind::RmsNormGrad { x, weight, rstd, dout, dx, dweight, workspace, rows, dim, accumulate } => {
+                let Some(dweight) = dweight else { return Err(unsupported(op)) };
                 kernels::rms_norm_grad(
                     pool,
                     self.read(x, rows * dim),
@@ -287,7 +295,8 @@ impl<'a, T: Real> Frame<'a, T> {
                     self.write_wide(rstd, rows * shape.rotated()),
                 );
             }
-            OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dq_weight, dk_weight, workspace, rows, shape } => {
+            OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dweights, workspace, rows, shape } => {
+                let Some([dq_weight, dk_weight]) = dweights else { return Err(unsupported(op)) };
                 let columns = rows * shape.columns();
                 kernels::head_norm_grad(
                     pool,
@@ -485,6 +494,11 @@ impl<'a, T: Real> Frame<'a, T> {
             OpKind::TransferStart { from, to, elements, .. } => self.transfer(from, to, *elements, files)?,
             // Copies on the CPU are done when they have started.
             OpKind::TransferWait { .. } => {}
+            OpKind::Dropout { .. }
+            | OpKind::AdamW8 { .. }
+            | OpKind::InitUniform { .. }
+            | OpKind::Quantise { .. }
+            | OpKind::Dequantise { .. } => return Err(unsupported(op)),
             OpKind::CollectiveStart { .. } | OpKind::CollectiveWait { .. } => {
                 return Err(DeviceError::Unsupported { op: op.name(), device: "a single cpu" });
             }
@@ -540,6 +554,10 @@ impl<'a, T: Real> Frame<'a, T> {
             }
         }
     }
+}
+
+fn unsupported(op: &Op) -> DeviceError {
+    DeviceError::Unsupported { op: op.name(), device: "the cpu" }
 }
 
 /// Numbers as the bytes that [`Device::write`] takes.

@@ -175,8 +175,21 @@ impl Frame<'_> {
 
     /// The shape of a product and its operands, where the op is one.
     fn product(&self, kind: &OpKind) -> Option<(Shape, Operands)> {
-        let OpKind::Product { a, b, out, bias, residual, workspace, m, n, k, a_transposed, b_transposed, accumulate } =
-            kind
+        let OpKind::Product {
+            a,
+            b,
+            out,
+            bias,
+            residual,
+            workspace,
+            m,
+            n,
+            k,
+            a_transposed,
+            b_transposed,
+            accumulate,
+            ..
+        } = kind
         else {
             return None;
         };
@@ -493,7 +506,10 @@ impl CudaDevice {
             vec![Work::Copy { from: place(from), to: place(to), bytes: elements * frame.dtype(from).bytes() }]
         };
         Ok(match &op.kind {
-            kind @ OpKind::Product { .. } => {
+            kind @ OpKind::Product { m, n, k, a_transposed, a_stride, out_stride, scale, .. } => {
+                if (*a_stride, *out_stride, *scale) != (if *a_transposed { *m } else { *k }, *n, 1.0) {
+                    return Err(DeviceError::Unsupported { op: "product of some columns", device: DEVICE });
+                }
                 let (shape, operands) = frame.product(kind).expect("a product");
                 let mut works = vec![Work::Product(shape, operands)];
                 let after = frame.after_product(kind).into_iter();

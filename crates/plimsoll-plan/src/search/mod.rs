@@ -16,7 +16,7 @@ use plimsoll_core::{
     RecomputeLevel,
 };
 use plimsoll_program::models::ModelConfig;
-use plimsoll_program::models::decoder::{Build, Generation, Optimizer, Source, Training, build};
+use plimsoll_program::models::decoder::{Base, Build, Generation, Method, Optimizer, Source, Training, build};
 use plimsoll_program::workspace::Kernels;
 use plimsoll_program::{ProgramSet, Schedule, passes};
 use profile::{Profile, choose, profile};
@@ -100,6 +100,8 @@ impl Question<'_> {
             sequence: self.sequence,
             micro_batch: u64::from(recipe.micro_batch),
             source: self.source.clone(),
+            method: Method::Full,
+            base: Base::Plain,
             training: self.optimizer.map(|optimizer| Training { optimizer, recompute: recipe.recompute.clone() }),
             evaluate: self.evaluate,
             generation: self.generation,

@@ -10,4 +10,4 @@ pub mod weights;
 pub use config::{ConfigError, ModelConfig, ModelType, RopeScaling};
 pub use presets::{closest_preset, preset, preset_names};
 pub use supported::{CUDA_HEAD_DIM_MAX, Unsupported, supported};
-pub use weights::Parameter;
+pub use weights::{Parameter, Target};

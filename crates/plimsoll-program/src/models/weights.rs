@@ -17,6 +17,95 @@
 
 use super::config::ModelConfig;
 
+/// A projection of a layer: what adapters attach to, and what a frozen model may hold quantised.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[expect(missing_docs, reason = "named after the modules of transformers: q_proj, …")]
+pub enum Target {
+    Q,
+    K,
+    V,
+    O,
+    Gate,
+    Up,
+    Down,
+}
+
+impl Target {
+    /// All of them, in the order in which a layer computes them.
+    pub const ALL: [Target; 7] = [Target::Q, Target::K, Target::V, Target::O, Target::Gate, Target::Up, Target::Down];
+
+    /// The module in transformers, and in PEFT's `target_modules`: `q_proj`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Target::Q => "q_proj",
+            Target::K => "k_proj",
+            Target::V => "v_proj",
+            Target::O => "o_proj",
+            Target::Gate => "gate_proj",
+            Target::Up => "up_proj",
+            Target::Down => "down_proj",
+        }
+    }
+
+    /// The target that a module's name means.
+    pub fn named(name: &str) -> Option<Target> {
+        Target::ALL.into_iter().find(|target| target.name() == name)
+    }
+
+    /// The part of a layer that has the module.
+    const fn group(self) -> &'static str {
+        match self {
+            Target::Q | Target::K | Target::V | Target::O => "self_attn",
+            Target::Gate | Target::Up | Target::Down => "mlp",
+        }
+    }
+
+    /// The fused tensor that its rows stand in.
+    pub const fn tensor(self) -> &'static str {
+        match self {
+            Target::Q | Target::K | Target::V => "qkv",
+            Target::O => "attention_out",
+            Target::Gate | Target::Up => "gate_up",
+            Target::Down => "down",
+        }
+    }
+
+    /// The tensors of its adapter: A `[r, columns]` and B `[rows, r]`.
+    pub const fn adapter(self) -> [&'static str; 2] {
+        match self {
+            Target::Q => ["q.lora_a", "q.lora_b"],
+            Target::K => ["k.lora_a", "k.lora_b"],
+            Target::V => ["v.lora_a", "v.lora_b"],
+            Target::O => ["o.lora_a", "o.lora_b"],
+            Target::Gate => ["gate.lora_a", "gate.lora_b"],
+            Target::Up => ["up.lora_a", "up.lora_b"],
+            Target::Down => ["down.lora_a", "down.lora_b"],
+        }
+    }
+
+    /// Rows and columns of its matrix.
+    pub fn shape(self, config: &ModelConfig) -> [u64; 2] {
+        let (d, f, q, kv) = (config.hidden, config.ffn, config.query_width(), config.kv_width());
+        match self {
+            Target::Q => [q, d],
+            Target::K | Target::V => [kv, d],
+            Target::O => [d, q],
+            Target::Gate | Target::Up => [f, d],
+            Target::Down => [d, f],
+        }
+    }
+
+    /// Its first row in the fused tensor: the first column of its results.
+    pub fn first_row(self, config: &ModelConfig) -> u64 {
+        match self {
+            Target::Q | Target::O | Target::Gate | Target::Down => 0,
+            Target::K => config.query_width(),
+            Target::V => config.query_width() + config.kv_width(),
+            Target::Up => config.ffn,
+        }
+    }
+}
+
 /// A weight as Hugging Face files hold it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Parameter {
@@ -32,6 +121,8 @@ pub struct Parameter {
     pub shape: Vec<u64>,
     /// Whether weight decay applies: to matrices only.
     pub decay: bool,
+    /// The projection that it is the matrix of.
+    pub target: Option<Target>,
 }
 
 impl Parameter {
@@ -55,36 +146,51 @@ impl ModelConfig {
         all
     }
 
-    fn push_layer(&self, layer: u64, all: &mut Vec<Parameter>) {
-        let (d, f, e) = (self.hidden, self.ffn, self.head_dim);
-        let (q, kv) = (self.query_width(), self.kv_width());
-        let mut push = |name: &str, tensor, offset, shape: Vec<u64>| {
-            let decay = shape.len() == 2;
-            let hf_name = format!("model.layers.{layer}.{name}");
-            all.push(Parameter { hf_name, tensor, layer: Some(layer), offset, shape, decay });
-        };
-        for (part, rows, width) in [("q_proj", 0, q), ("k_proj", q, kv), ("v_proj", q + kv, kv)] {
-            push(&format!("self_attn.{part}.weight"), "qkv", rows * d, vec![width, d]);
-            if self.qkv_bias {
-                push(&format!("self_attn.{part}.bias"), "qkv_bias", rows, vec![width]);
+    /// The weights of the adapters of these targets, as PEFT names them: A and B of each.
+    pub fn adapter_parameters(&self, targets: &[Target], rank: u64) -> Vec<Parameter> {
+        let mut all = Vec::new();
+        for layer in 0..self.layers {
+            for &target in targets {
+                let [rows, columns] = target.shape(self);
+                let shapes = [vec![rank, columns], vec![rows, rank]];
+                for ((tensor, shape), matrix) in target.adapter().into_iter().zip(shapes).zip(["A", "B"]) {
+                    let (group, name) = (target.group(), target.name());
+                    let hf_name = format!("base_model.model.model.layers.{layer}.{group}.{name}.lora_{matrix}.weight");
+                    let (layer, target) = (Some(layer), Some(target));
+                    all.push(Parameter { hf_name, tensor, layer, offset: 0, shape, decay: true, target });
+                }
             }
         }
-        push("self_attn.o_proj.weight", "attention_out", 0, vec![d, q]);
-        if self.qk_norm {
-            push("self_attn.q_norm.weight", "q_norm", 0, vec![e]);
-            push("self_attn.k_norm.weight", "k_norm", 0, vec![e]);
+        all
+    }
+
+    fn push_layer(&self, layer: u64, all: &mut Vec<Parameter>) {
+        let (d, e) = (self.hidden, self.head_dim);
+        let mut push = |name: &str, tensor, offset, shape: Vec<u64>, target| {
+            let decay = shape.len() == 2;
+            let hf_name = format!("model.layers.{layer}.{name}");
+            all.push(Parameter { hf_name, tensor, layer: Some(layer), offset, shape, decay, target });
+        };
+        for target in Target::ALL {
+            let ([rows, columns], first) = (target.shape(self), target.first_row(self));
+            let module = format!("{}.{}", target.group(), target.name());
+            push(&format!("{module}.weight"), target.tensor(), first * columns, vec![rows, columns], Some(target));
+            if self.qkv_bias && target.tensor() == "qkv" {
+                push(&format!("{module}.bias"), "qkv_bias", first, vec![rows], None);
+            }
+            if self.qk_norm && target == Target::O {
+                push("self_attn.q_norm.weight", "q_norm", 0, vec![e], None);
+                push("self_attn.k_norm.weight", "k_norm", 0, vec![e], None);
+            }
         }
-        push("mlp.gate_proj.weight", "gate_up", 0, vec![f, d]);
-        push("mlp.up_proj.weight", "gate_up", f * d, vec![f, d]);
-        push("mlp.down_proj.weight", "down", 0, vec![d, f]);
-        push("input_layernorm.weight", "attention_norm", 0, vec![d]);
-        push("post_attention_layernorm.weight", "ffn_norm", 0, vec![d]);
+        push("input_layernorm.weight", "attention_norm", 0, vec![d], None);
+        push("post_attention_layernorm.weight", "ffn_norm", 0, vec![d], None);
     }
 }
 
 fn outside(hf_name: &str, tensor: &'static str, shape: Vec<u64>) -> Parameter {
     let decay = shape.len() == 2;
-    Parameter { hf_name: hf_name.to_owned(), tensor, layer: None, offset: 0, shape, decay }
+    Parameter { hf_name: hf_name.to_owned(), tensor, layer: None, offset: 0, shape, decay, target: None }
 }
 
 #[cfg(test)]

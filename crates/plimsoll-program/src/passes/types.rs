@@ -2,7 +2,7 @@
 //! computed with (f64, f32 or bf16), W = [`DType::wide`] of it: sums, statistics, gradients of weights,
 //! master weights, state and scratch. The kernels of both targets rely on exactly this.
 
-use crate::op::OpKind;
+use crate::op::{OpKind, Quantised};
 use crate::tensor::Operand;
 use plimsoll_core::DType;
 
@@ -16,11 +16,18 @@ impl<'k> Types<'k> {
         self.expected.extend(operands.map(|operand| (operand, dtype)));
         self
     }
+
+    fn quantised(&mut self, matrix: &'k Quantised) -> &mut Self {
+        match matrix {
+            Quantised::Int8 { codes, scales } => self.are(DType::U8, [codes]).are(DType::F32, [scales]),
+            Quantised::Nf4 { codes, scales, groups } => self.are(DType::U8, [codes, scales]).are(DType::F32, [groups]),
+        }
+    }
 }
 
 /// The first operand of an op whose type is wrong, and the type that it must have.
 pub(super) fn mistyped(kind: &OpKind, dtype_of: &dyn Fn(&Operand) -> DType) -> Option<(Operand, DType)> {
-    use DType::{Bf16, F16, F32, F64, I32};
+    use DType::{Bf16, F16, F32, F64, I32, U8};
     // What decides the others' types; where it is none of these itself, it is what is wrong.
     let of = |operand: &Operand, choices: &[DType]| {
         let found = dtype_of(operand);
@@ -52,15 +59,17 @@ pub(super) fn mistyped(kind: &OpKind, dtype_of: &dyn Fn(&Operand) -> DType) -> O
         }
         OpKind::RmsNormGrad { x, weight, rstd, dout, dx, dweight, workspace, .. } => {
             let real = activation(x);
-            types.are(real, [x, weight, dout, dx]).are(real.wide(), [rstd, dweight, workspace]);
+            types.are(real, [x, weight, dout, dx]).are(real.wide(), [rstd, workspace]);
+            types.expected.extend(dweight.iter().map(|dweight| (dweight, real.wide())));
         }
         OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, .. } => {
             let real = activation(x);
             types.are(real, [x, q_weight, k_weight, out]).are(real.wide(), [rstd]);
         }
-        OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dq_weight, dk_weight, workspace, .. } => {
+        OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dweights, workspace, .. } => {
             let real = activation(x);
-            types.are(real, [x, q_weight, k_weight, dx]).are(real.wide(), [rstd, dq_weight, dk_weight, workspace]);
+            types.are(real, [x, q_weight, k_weight, dx]).are(real.wide(), [rstd, workspace]);
+            types.expected.extend(dweights.iter().flatten().map(|dweight| (dweight, real.wide())));
         }
         OpKind::Rope { qkv, table, positions, .. } => {
             let real = activation(qkv);
@@ -108,8 +117,18 @@ pub(super) fn mistyped(kind: &OpKind, dtype_of: &dyn Fn(&Operand) -> DType) -> O
         OpKind::Add { x, into, .. } => {
             types.are(activation(x), [x, into]);
         }
+        OpKind::Dropout { x, out, scalars, .. } => {
+            let real = activation(x);
+            types.are(real, [x, out]).are(real.wide(), [scalars]);
+        }
         OpKind::Fill { into, .. } => {
-            types.are(activation(into), [into]);
+            types.are(of(into, &[F32, F64, Bf16, U8]), [into]);
+        }
+        OpKind::Quantise { from, into, .. } => {
+            types.are(summed(from), [from]).quantised(into);
+        }
+        OpKind::Dequantise { from, into, .. } => {
+            types.are(activation(into), [into]).quantised(from);
         }
         OpKind::SquaredNorm { x, metrics, workspace, .. } => {
             types.are(summed(x), [x, workspace]).are(F64, [metrics]);
@@ -120,6 +139,10 @@ pub(super) fn mistyped(kind: &OpKind, dtype_of: &dyn Fn(&Operand) -> DType) -> O
         OpKind::AdamW { weight, gradient, first, second, scalars, .. } => {
             types.are(summed(weight), [weight, gradient, first, second, scalars]);
         }
+        OpKind::AdamW8 { weight, gradient, first, first_scale, second, second_scale, scalars, .. } => {
+            types.are(summed(weight), [weight, gradient, scalars]);
+            types.are(U8, [first, second]).are(F32, [first_scale, second_scale]);
+        }
         OpKind::Sgd { weight, gradient, momentum_buffer, scalars, .. } => {
             let sum = summed(weight);
             types.are(sum, [weight, gradient, scalars]);
@@ -128,7 +151,7 @@ pub(super) fn mistyped(kind: &OpKind, dtype_of: &dyn Fn(&Operand) -> DType) -> O
         OpKind::Cast { from, to, .. } => {
             types.are(file(from), [from]).are(file(to), [to]);
         }
-        OpKind::InitNormal { into, .. } => {
+        OpKind::InitNormal { into, .. } | OpKind::InitUniform { into, .. } => {
             types.are(summed(into), [into]);
         }
         // Bytes are moved as they are.

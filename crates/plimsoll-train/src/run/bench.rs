@@ -9,7 +9,7 @@ use plimsoll_device::{calibration, process};
 use plimsoll_plan::price::needed_product_flops;
 use plimsoll_plan::search::{Pins, Question, plan_of};
 use plimsoll_program::Op;
-use plimsoll_program::models::decoder::{Optimizer, Source};
+use plimsoll_program::models::decoder::{AdamState, Optimizer, Source};
 use plimsoll_program::models::{ModelConfig, ModelType, RopeScaling};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -153,7 +153,7 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
         sequence: shape.sequence,
         sequences,
         source: Source::Random { seed: 0 },
-        optimizer: Some(Optimizer::AdamW { betas, eps: 1e-8, decay: 0.01 }),
+        optimizer: Some(Optimizer::AdamW { betas, eps: 1e-8, decay: 0.01, state: AdamState::Full }),
         evaluate: false,
         generation: None,
         device: &device,

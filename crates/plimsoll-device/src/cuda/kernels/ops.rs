@@ -35,14 +35,19 @@ pub fn launches(kind: &OpKind, places: &impl Places) -> Option<Vec<Launch>> {
         }
         OpKind::RmsNormGrad { x, weight, rstd, dout, dx, dweight, workspace, rows, dim, accumulate } => {
             let inputs = [x, weight, rstd, dout].map(at);
-            launch::rms_norm_grad(of, inputs, at(dx), at(dweight), at(workspace), *rows, *dim, *accumulate).to_vec()
+            // The last launch adds to the weight's gradient; a frozen weight has none.
+            let (dweight, count) = dweight.as_ref().map_or((0, 1), |dweight| (at(dweight), 2));
+            let all = launch::rms_norm_grad(of, inputs, at(dx), dweight, at(workspace), *rows, *dim, *accumulate);
+            all[..count].to_vec()
         }
         OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, rows, shape, eps } => {
             launch::head_norm(of, [x, q_weight, k_weight].map(at), at(out), at(rstd), *rows, *shape, *eps).to_vec()
         }
-        OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dq_weight, dk_weight, workspace, rows, shape } => {
-            let (inputs, into) = ([x, q_weight, k_weight, rstd].map(at), [dq_weight, dk_weight].map(at));
-            launch::head_norm_grad(of, inputs, at(dx), into, at(workspace), *rows, *shape).to_vec()
+        OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dweights, workspace, rows, shape } => {
+            let inputs = [x, q_weight, k_weight, rstd].map(at);
+            let (into, count) = dweights.as_ref().map_or(([0; 2], 1), |dweights| (dweights.each_ref().map(at), 3));
+            let all = launch::head_norm_grad(of, inputs, at(dx), into, at(workspace), *rows, *shape);
+            all[..count].to_vec()
         }
         OpKind::Rope { qkv, table, positions, rows, table_rows: _, shape, inverse } => {
             launch::rope(of, at(qkv), at(table), at(positions), *rows, *shape, *inverse).to_vec()
@@ -108,6 +113,11 @@ pub fn launches(kind: &OpKind, places: &impl Places) -> Option<Vec<Launch>> {
             launch::init_normal(at(into), *seed, *number, places.index(*first) as u64, *std, *elements).to_vec()
         }
         OpKind::Product { .. }
+        | OpKind::Dropout { .. }
+        | OpKind::AdamW8 { .. }
+        | OpKind::InitUniform { .. }
+        | OpKind::Quantise { .. }
+        | OpKind::Dequantise { .. }
         | OpKind::TransferStart { .. }
         | OpKind::TransferWait { .. }
         | OpKind::CollectiveStart { .. }

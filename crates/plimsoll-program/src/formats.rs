@@ -1,0 +1,255 @@
+//! The formats that are coarser than the run's arithmetic: 8-bit optimizer state, and frozen matrices in
+//! 8 or 4 bit. Tables, blocks and the exact arithmetic; kernels of every target do the same, bit for bit.
+//! What the ops around them do is in [`crate::op`].
+//!
+//! Everything here is f32, whatever the run computes in. A code is the number of *thresholds* that lie
+//! below the value: the nearest entry of the table, and of two equally near ones the lower. Thresholds
+//! are the middles between neighbours, taken in f64 and rounded to f32.
+//!
+//! | format | a block | codes | beside them |
+//! |---|---|---|---|
+//! | 8-bit state | 256 elements | [`dynamic_map`], signed for the first moment, unsigned for the second | f32 largest magnitude |
+//! | int8 | a row | −127..=127 | f32 largest magnitude / 127 |
+//! | nf4 | 64 elements | [`NF4`], two to a byte, the first one in the upper half | 8-bit scale |
+//! | scales of nf4 | 256 scales | signed [`dynamic_map`] | f32 mean, f32 largest distance from it |
+//!
+//! Sources: Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization" (2022);
+//! Dettmers, Pagnoni, Holtzman, Zettlemoyer, "QLoRA" (2023). Two things differ from bitsandbytes: scales
+//! are centred on the mean of their group of 256 and not of the whole tensor, so that a tensor can be
+//! quantised a piece at a time; and int8 has no separate outliers.
+
+use std::sync::LazyLock;
+
+/// Elements that share a scale in 8-bit optimizer state.
+pub const STATE_BLOCK: u64 = 256;
+/// Elements that share a scale in nf4.
+pub const NF4_BLOCK: u64 = 64;
+/// Scales of nf4 that share a mean and a largest distance.
+pub const NF4_GROUP: u64 = 256;
+/// Pieces of a matrix that are quantised to nf4 by themselves begin at multiples of this.
+pub const NF4_PIECE: u64 = NF4_BLOCK * NF4_GROUP;
+/// The largest code of int8.
+pub const INT8_MOST: f32 = 127.0;
+
+/// The values of nf4: quantiles of a normal distribution, with an exact zero (QLoRA, appendix E).
+pub const NF4: [f32; 16] = [
+    -1.0,
+    -0.696_192_8,
+    -0.525_073_05,
+    -0.394_917_5,
+    -0.284_441_38,
+    -0.184_773_43,
+    -0.091_050_036,
+    0.0,
+    0.079_580_3,
+    0.160_930_2,
+    0.246_112_3,
+    0.337_915_24,
+    0.440_709_83,
+    0.562_617,
+    0.722_956_84,
+    1.0,
+];
+
+/// The dynamic 8-bit map: a sign (where there is one), a decimal exponent of varying length and a linear
+/// fraction; ascending, with an exact zero and an exact one.
+pub fn dynamic_map(signed: bool) -> &'static [f32; 256] {
+    static MAPS: LazyLock<[[f32; 256]; 2]> = LazyLock::new(|| [make_dynamic_map(false), make_dynamic_map(true)]);
+    &MAPS[usize::from(signed)]
+}
+
+fn make_dynamic_map(signed: bool) -> [f32; 256] {
+    const EXPONENTS: i32 = 7;
+    let mut values = vec![0.0f64, 1.0];
+    for exponent in 0..EXPONENTS {
+        // A shorter exponent leaves more bits to the fraction; without a sign, there is one bit more.
+        let fractions = 1u32 << (exponent as u32 + u32::from(!signed));
+        let scale = 10f64.powi(exponent - (EXPONENTS - 1));
+        for i in 0..fractions {
+            let middle = 0.1 + 0.9 * (f64::from(i) + 0.5) / f64::from(fractions);
+            values.push(scale * middle);
+            if signed {
+                values.push(-scale * middle);
+            }
+        }
+    }
+    values.sort_by(f64::total_cmp);
+    std::array::from_fn(|i| values[i] as f32)
+}
+
+/// The middles between the neighbours of an ascending table.
+pub fn thresholds<const N: usize>(table: &[f32; N]) -> Vec<f32> {
+    table.windows(2).map(|pair| ((f64::from(pair[0]) + f64::from(pair[1])) / 2.0) as f32).collect()
+}
+
+/// The thresholds of [`dynamic_map`].
+pub fn dynamic_thresholds(signed: bool) -> &'static [f32] {
+    static THRESHOLDS: LazyLock<[Vec<f32>; 2]> =
+        LazyLock::new(|| [thresholds(dynamic_map(false)), thresholds(dynamic_map(true))]);
+    &THRESHOLDS[usize::from(signed)]
+}
+
+/// The thresholds of [`NF4`].
+pub fn nf4_thresholds() -> &'static [f32] {
+    static THRESHOLDS: LazyLock<Vec<f32>> = LazyLock::new(|| thresholds(&NF4));
+    &THRESHOLDS
+}
+
+/// The code of a value: how many thresholds lie below it. 0 for NaN.
+pub fn code(thresholds: &[f32], value: f32) -> u8 {
+    thresholds.partition_point(|&threshold| threshold < value) as u8
+}
+
+/// What values are multiplied with before they get their code: 1 / scale, and 0 where all are zero.
+pub fn inverse(scale: f32) -> f32 {
+    if scale == 0.0 { 0.0 } else { 1.0 / scale }
+}
+
+/// A row in int8: the codes in two's complement, and the scale that they are multiplied with to have the values
+/// back. The codes are x · (1 / scale), rounded to the nearest, halves to even.
+pub fn int8_row(from: &[f32], codes: &mut [u8]) -> f32 {
+    let scale = largest(from) / INT8_MOST;
+    let inverse = inverse(scale);
+    for (code, x) in codes.iter_mut().zip(from) {
+        *code = (x * inverse).round_ties_even().clamp(-INT8_MOST, INT8_MOST) as i8 as u8;
+    }
+    scale
+}
+
+/// A code of int8 as its value.
+pub fn int8_value(code: u8, scale: f32) -> f32 {
+    f32::from(code as i8) * scale
+}
+
+/// Up to [`NF4_BLOCK`] elements in nf4, two codes to a byte; the last one's lower half is that of zero where there
+/// is no second. The result is the scale before it is quantised itself.
+pub fn nf4_block(from: &[f32], codes: &mut [u8]) -> f32 {
+    let scale = largest(from);
+    let inverse = inverse(scale);
+    let code = |x: f32| code(nf4_thresholds(), x * inverse);
+    for (byte, pair) in codes.iter_mut().zip(from.chunks(2)) {
+        *byte = code(pair[0]) << 4 | code(pair.get(1).copied().unwrap_or(0.0));
+    }
+    scale
+}
+
+/// Up to [`NF4_GROUP`] scales in 8 bit. The result is their mean, summed in order in f64, and the largest
+/// distance from it.
+pub fn nf4_group(scales: &[f32], codes: &mut [u8]) -> [f32; 2] {
+    let sum: f64 = scales.iter().map(|&scale| f64::from(scale)).sum();
+    let mean = (sum / scales.len() as f64) as f32;
+    let most = scales.iter().map(|scale| (scale - mean).abs()).fold(0.0, f32::max);
+    let inverse = inverse(most);
+    for (to, scale) in codes.iter_mut().zip(scales) {
+        *to = code(dynamic_thresholds(true), (scale - mean) * inverse);
+    }
+    [mean, most]
+}
+
+/// An 8-bit scale as the number that its block is multiplied with: one fused multiplication and addition.
+pub fn nf4_scale(code: u8, [mean, most]: [f32; 2]) -> f32 {
+    dynamic_map(true)[usize::from(code)].mul_add(most, mean)
+}
+
+/// Half a byte of codes as its value; `upper` for the first of the pair.
+pub fn nf4_value(byte: u8, upper: bool, scale: f32) -> f32 {
+    NF4[usize::from(if upper { byte >> 4 } else { byte & 15 })] * scale
+}
+
+fn largest(values: &[f32]) -> f32 {
+    values.iter().map(|x| x.abs()).fold(0.0, f32::max)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn maps_have_all_codes_a_zero_and_a_one_and_ascend() {
+        for signed in [false, true] {
+            let map = dynamic_map(signed);
+            assert!(map.windows(2).all(|pair| pair[0] < pair[1]));
+            assert_eq!(map[255], 1.0);
+            assert!(map.contains(&0.0));
+        }
+        // The first and last entries that bitsandbytes prints for its maps (functional.create_dynamic_map).
+        let (signed, unsigned) = (dynamic_map(true), dynamic_map(false));
+        assert_eq!((signed[0], signed[127]), (-0.992_968_75, 0.0));
+        assert_eq!((signed[128], signed[254]), (5.5e-7, 0.992_968_75));
+        assert_eq!((unsigned[0], unsigned[1], unsigned[254]), (0.0, 3.25e-7, 0.996_484_4));
+    }
+
+    #[test]
+    fn every_entry_of_a_table_is_its_own_code() {
+        for (table, thresholds) in
+            [(dynamic_map(true), dynamic_thresholds(true)), (dynamic_map(false), dynamic_thresholds(false))]
+        {
+            for (i, &value) in table.iter().enumerate() {
+                assert_eq!(usize::from(code(thresholds, value)), i);
+            }
+        }
+        for (i, &value) in NF4.iter().enumerate() {
+            assert_eq!(usize::from(code(nf4_thresholds(), value)), i);
+        }
+    }
+
+    #[test]
+    fn nf4_thresholds_are_those_of_bitsandbytes() {
+        // dQuantizeNF4 in csrc/kernels.cu, highest first.
+        let published: [f32; 15] = [
+            0.861_478_4,
+            0.642_786_9,
+            0.501_663_45,
+            0.389_312_53,
+            0.292_013_76,
+            0.203_521_25,
+            0.120_255_25,
+            0.039_790_15,
+            -0.045_525_018,
+            -0.137_911_73,
+            -0.234_607_4,
+            -0.339_679_43,
+            -0.459_995_26,
+            -0.610_632_9,
+            -0.848_096_4,
+        ];
+        for (ours, theirs) in nf4_thresholds().iter().rev().zip(published) {
+            assert!((ours - theirs).abs() <= 1.0e-7, "{ours} {theirs}");
+        }
+    }
+
+    #[test]
+    fn a_block_comes_back_within_half_a_step() {
+        let values: Vec<f32> = (0..63).map(|i| ((i * 37 % 63) as f32 - 31.0) * 0.013).collect();
+        let mut codes = [0; 32];
+        let scale = nf4_block(&values, &mut codes);
+        for (i, x) in values.iter().enumerate() {
+            let back = nf4_value(codes[i / 2], i % 2 == 0, scale);
+            let nearest = NF4.iter().map(|v| v * scale).min_by(|a, b| (a - x).abs().total_cmp(&(b - x).abs())).unwrap();
+            assert!((back - x).abs() <= (nearest - x).abs() * 1.000_01, "{x}: {back}, {nearest}");
+        }
+        // The half byte without an element stands for zero.
+        assert_eq!(codes[31] & 15, 7);
+    }
+
+    #[test]
+    fn zeros_stay_zeros() {
+        let mut codes = [1; 4];
+        assert_eq!(nf4_block(&[0.0; 8], &mut codes), 0.0);
+        assert_eq!(codes, [0x77; 4]);
+        assert_eq!(int8_row(&[0.0; 4], &mut codes), 0.0);
+        assert_eq!(codes, [0; 4]);
+        let mut codes = [1; 4];
+        let group = nf4_group(&[0.5; 4], &mut codes);
+        assert_eq!((group, codes), ([0.5, 0.0], [127; 4]));
+        assert_eq!(nf4_scale(127, group), 0.5);
+    }
+
+    #[test]
+    fn int8_keeps_the_largest_value_of_a_row_and_rounds_the_others() {
+        let mut codes = [0; 5];
+        let scale = int8_row(&[0.5, -2.54, 1.27, 0.0, 0.03], &mut codes);
+        assert_eq!(codes.map(|code| code as i8), [25, -127, 64, 0, 2]);
+        assert!((int8_value(codes[1], scale) + 2.54).abs() < 1e-6);
+    }
+}

@@ -1,0 +1,89 @@
+//! Passes without a backward pass: evaluation, and generation with its cache.
+
+use super::{Decoder, Generation};
+use crate::builder::{Builder, Product};
+use crate::op::OpKind;
+use crate::program::Block;
+use crate::tensor::{Lifetime, Operand};
+use plimsoll_core::{Category, DType, WorkName};
+
+impl Decoder<'_> {
+    pub(super) fn evaluate(&mut self) {
+        let rows = self.what.micro_batch * self.what.sequence;
+        let inputs = self.inputs("evaluate.", rows);
+        let (labels, token_weights) = self.labels("evaluate.", rows);
+        let forward = self.forward_over_batch("evaluate.", &inputs, false);
+        let correct = self.builder.transient("evaluate.correct", &[rows], DType::I32, Category::Activation, 1);
+        let mut blocks = self.forward_blocks(&forward);
+        blocks.extend(self.loss("evaluate.", forward.normed, labels, token_weights, None, Some(correct)));
+        let all = vec![inputs.tokens, inputs.positions, inputs.document_start, labels, token_weights];
+        let program = self.push(WorkName::Evaluate, "evaluate", all, vec![correct], blocks);
+        self.phase(vec![program]);
+    }
+
+    pub(super) fn generate(&mut self, generation: Generation) {
+        let layers = self.what.config.layers as u32;
+        let shape = self.shape;
+        let capacity = generation.capacity;
+        let (columns, precision) = (shape.kv_heads * shape.head_dim, self.what.precision);
+        let mut cache = |name: &str| {
+            let dims = [capacity, columns];
+            self.builder.on_device(name, &dims, precision, Category::Activation, Lifetime::Phase, layers)
+        };
+        let (keys, values) = (Operand::layer(cache("cache_keys"), 0), Operand::layer(cache("cache_values"), 0));
+        let scalars = Operand::whole(self.scalars);
+        let kernels = self.what.kernels;
+        let mut programs = Vec::new();
+        for (name, rows) in [("prefill", generation.chunk), ("decode", 1)] {
+            let prefix = format!("{name}.");
+            let inputs = self.inputs(&prefix, rows);
+            let mut attention = |b: &mut Builder, qkv: Operand, out: Operand| {
+                let elements = kernels.cached_attention(b.precision, rows, capacity, shape);
+                let scratch = b.scratch(&format!("{prefix}attention_workspace"), elements, layers);
+                let append = OpKind::AppendCache { qkv, keys, values, scalars, rows, capacity, shape };
+                let attend = OpKind::CachedAttention {
+                    qkv,
+                    keys,
+                    values,
+                    scalars,
+                    out,
+                    workspace: Operand::layer(scratch, 0),
+                    rows,
+                    capacity,
+                    shape,
+                };
+                (vec![append.into(), attend.into()], vec![])
+            };
+            let forward = self.forward(&prefix, rows, &inputs, false, &mut attention);
+            let (d, v) = (self.what.config.hidden, self.what.config.vocab);
+            let picked = self.builder.activation(&format!("{prefix}picked"), &[1, d], 1);
+            let logits = self.builder.activation(&format!("{prefix}logits"), &[1, v], 1);
+            let head = Operand::whole(self.weights.head);
+            let product = Product::linear(Operand::whole(picked), head, Operand::whole(logits), 1, d, v);
+            let product = self.builder.product(product);
+            let mut blocks = self.forward_blocks(&forward);
+            blocks.push(Block::once(
+                "logits",
+                vec![
+                    OpKind::PickRow {
+                        x: Operand::whole(forward.normed),
+                        scalars,
+                        out: Operand::whole(picked),
+                        rows,
+                        columns: d,
+                    }
+                    .into(),
+                    product,
+                ],
+            ));
+            programs.push(self.push(
+                WorkName::Generate,
+                name,
+                vec![inputs.tokens, inputs.positions],
+                vec![logits],
+                blocks,
+            ));
+        }
+        self.phase(programs);
+    }
+}
