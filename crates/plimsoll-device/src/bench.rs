@@ -4,14 +4,17 @@
 //! What is timed is what runs: the kernel and the pool of the executor, in the forms that a training step has.
 
 use crate::arena::{Arena, ArenaError};
+use crate::cpu::executor;
 use crate::cpu::kernels::{Product, Real, product};
 use crate::cpu::pool::{Pool, PoolError, Shared};
+use crate::cuda::nvml::Condition;
+use crate::cuda::{self, gpus};
 use crate::device::DeviceError;
-use crate::op_rates;
+use crate::op_rates::{self, Scale, Subject};
 use crate::probe::{self, Cpu};
 use crate::process::Scheduled;
 use half::bf16;
-use plimsoll_core::{Bytes, DType, Failure, OpRates};
+use plimsoll_core::{Bytes, DType, Failure, Link, OpRates};
 use plimsoll_program::workspace::Kernels;
 use serde::{Deserialize, Serialize};
 use std::hint::black_box;
@@ -52,6 +55,26 @@ pub struct DeviceBench {
     pub ops: OpRates,
     /// The share of the time in which the threads wanted to compute and had to wait for others to leave a core.
     pub contention: f64,
+    /// What only GPUs have.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu: Option<GpuBench>,
+}
+
+/// What is measured of a GPU beside what every device has.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct GpuBench {
+    /// The driver's version.
+    pub driver: String,
+    /// Its multiprocessors.
+    pub multiprocessors: u32,
+    /// From pinned memory of the host to the device.
+    pub to_device: Link,
+    /// From the device to pinned memory of the host.
+    pub to_host: Link,
+    /// How it was before.
+    pub before: Condition,
+    /// How it was at the end.
+    pub after: Condition,
 }
 
 impl DeviceBench {
@@ -145,23 +168,45 @@ pub fn devices(duration: Duration, mut stage: impl FnMut(&str)) -> Result<Bench,
     let taken = cpu.threads_for(None).expect("nothing was asked for");
     let mut counts = vec![1, taken];
     counts.dedup();
-    let each = duration / counts.len() as u32;
-    let devices: Vec<DeviceBench> = counts
+    let usable = usable_gpus();
+    let each = duration / (counts.len() + usable.len()) as u32;
+    let mut devices: Vec<DeviceBench> = counts
         .iter()
         .map(|&threads| measure_cpu(&cpu, threads, &[DType::F32, DType::Bf16, DType::F64], each, &mut stage))
         .collect::<Result<_, _>>()?;
-    // The CPU is the only device of this machine yet: all at once is the CPU with all the threads it would get.
-    let whole = devices.last().expect("at least one thread");
-    let all = Sum {
-        devices: vec![whole.device.clone()],
-        products: whole
-            .products
-            .iter()
-            .map(|rate| SumRate { dtype: rate.dtype, sustained_flops: rate.sustained_flops })
-            .collect(),
-        memory_bytes_per_second: whole.memory.triad,
-    };
+    let whole = devices.last().cloned().expect("at least one thread");
+    for &(here, card) in &usable {
+        devices.push(cuda::bench::measure(here, card, each, &mut stage)?);
+    }
+    let all = sum(&whole, &devices[counts.len()..]);
     Ok(Bench { plimsoll: env!("CARGO_PKG_VERSION").to_owned(), seconds: start.elapsed().as_secs_f64(), devices, all })
+}
+
+/// The GPUs that a run could be given.
+fn usable_gpus() -> Vec<(&'static gpus::Here, &'static gpus::Card)> {
+    let Ok(here) = gpus::here() else { return Vec::new() };
+    if here.nvrtc().is_err() || here.cublaslt().is_err() {
+        return Vec::new();
+    }
+    here.cards.iter().filter(|card| card.architecture.check().is_ok()).map(|card| (here, card)).collect()
+}
+
+/// The sustained rates of the processor and of all GPUs, added up: each was measured by itself, and they share nothing
+/// but the power of the machine.
+fn sum(cpu: &DeviceBench, gpus: &[DeviceBench]) -> Sum {
+    let all: Vec<&DeviceBench> = std::iter::once(cpu).chain(gpus).collect();
+    let of = |device: &DeviceBench, dtype: DType| {
+        device.products.iter().find(|rate| rate.dtype == dtype).map(|rate| rate.sustained_flops)
+    };
+    let product = |dtype: DType| {
+        let rates: Option<Vec<f64>> = all.iter().map(|device| of(device, dtype)).collect();
+        rates.map(|rates| SumRate { dtype, sustained_flops: rates.iter().sum() })
+    };
+    Sum {
+        devices: all.iter().map(|device| device.device.clone()).collect(),
+        products: cpu.products.iter().filter_map(|rate| product(rate.dtype)).collect(),
+        memory_bytes_per_second: all.iter().map(|device| device.memory.triad).sum(),
+    }
 }
 
 /// Measures the CPU with `threads` threads in about `duration`, products in each of `dtypes` (f32, bf16 and f64
@@ -199,7 +244,12 @@ pub fn measure_cpu(
     let memory = memory_rate(&pool, array_bytes(cpu), duration.mul_f64(0.35))?;
     let op_seconds = op_seconds(&pool, duration.mul_f64(0.05));
     stage(&format!("cpu, {threads} thread{plural}: the ops of a step"));
-    let ops = op_rates::measure(&pool, threads)?;
+    // Its pool would hold the cores beside the executor's.
+    drop(pool);
+    let open = |set, placement, precision| executor::open(set, placement, precision, threads as usize);
+    let kernels = Kernels::Cpu { threads: u64::from(threads) };
+    let subject = Subject { kernels, precision: DType::F32, scale: Scale::PROCESSOR, open: &open };
+    let ops = op_rates::measure(&subject)?;
     Ok(DeviceBench {
         device: "cpu".to_owned(),
         simulated: false,
@@ -210,6 +260,7 @@ pub fn measure_cpu(
         op_seconds,
         ops,
         contention: Scheduled::read().contention_since(scheduled),
+        gpu: None,
     })
 }
 
@@ -357,7 +408,7 @@ fn op_seconds(pool: &Pool, duration: Duration) -> f64 {
 
 /// The seconds of each round of `work`, for about `duration` and at least three rounds, after one that is not counted.
 /// Runs on the pool as executors do.
-pub(crate) fn pool_rounds(pool: &Pool, duration: Duration, mut work: impl FnMut() + Send) -> Vec<f64> {
+fn pool_rounds(pool: &Pool, duration: Duration, mut work: impl FnMut() + Send) -> Vec<f64> {
     pool.enter(|| {
         work();
         let start = Instant::now();
@@ -405,6 +456,29 @@ mod tests {
         assert!((0.0..1.0).contains(&measured.contention));
         let text = serde_json::to_string(&measured).unwrap();
         assert_eq!(serde_json::from_str::<DeviceBench>(&text).unwrap(), measured);
+    }
+
+    #[test]
+    fn rates_of_all_devices_are_added_up_in_the_types_that_all_compute_in() {
+        let rate = |dtype, sustained_flops| ProductRate { dtype, median_flops: 0.0, best_flops: 0.0, sustained_flops };
+        let device = |name: &str, products: Vec<ProductRate>, triad: f64| DeviceBench {
+            device: name.to_owned(),
+            simulated: false,
+            model: "Example".to_owned(),
+            threads: 0,
+            products,
+            memory: MemoryRate { array_bytes: Bytes::mib(1), read: 0.0, write: 0.0, copy: 0.0, triad },
+            op_seconds: 1e-6,
+            ops: OpRates::default(),
+            contention: 0.0,
+            gpu: None,
+        };
+        let cpu = device("cpu", vec![rate(DType::F32, 1.0), rate(DType::F64, 2.0)], 4.0);
+        let gpu = device("cuda:0", vec![rate(DType::F32, 16.0), rate(DType::Bf16, 32.0)], 64.0);
+        let all = sum(&cpu, &[gpu]);
+        assert_eq!(all.devices, ["cpu", "cuda:0"]);
+        assert_eq!(all.products, [SumRate { dtype: DType::F32, sustained_flops: 17.0 }]);
+        assert_eq!(all.memory_bytes_per_second, 68.0);
     }
 
     #[test]

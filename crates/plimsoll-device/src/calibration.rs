@@ -1,13 +1,17 @@
-//! The rates that the planner prices with: measured once on this machine, and kept for the next run.
+//! What is known of the devices of this machine from measurements: the rates that the planner prices with, and what GPUs
+//! hold outside the arena. Measured once, and kept for the next run.
 //!
-//! They lie in `devices.json` in the folder `PLIMSOLL_CACHE`, else `$XDG_CACHE_HOME/plimsoll`, else `~/.cache/plimsoll`.
-//! Rates of another processor, thread count or version of Plimsoll are not used, and rates measured while other programs
-//! took the cores are not kept. A folder that cannot be written costs
-//! the next run another measurement, and nothing else.
+//! Rates lie in `devices.json`, charges in `charges.json`, in the folder `PLIMSOLL_CACHE`, else
+//! `$XDG_CACHE_HOME/plimsoll`, else `~/.cache/plimsoll`. Those of another processor or GPU, thread count, driver or version
+//! of Plimsoll are not used, and rates measured while other programs took the cores are not kept. A folder that cannot
+//! be written costs the next run another measurement, and nothing else.
 
 use crate::bench::{self, Bench, BenchError, DeviceBench};
+use crate::cuda;
+use crate::cuda::gpus::{Card, Here};
 use crate::probe::Cpu;
-use plimsoll_core::{DType, Link, Rates};
+use plimsoll_core::{Bytes, DType, Link, Rates};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -57,11 +61,86 @@ fn cpu_cached(folder: Option<&Path>, cpu: &Cpu, threads: u32, duration: Duration
     Ok(Calibration { rates: rates(&measured), source })
 }
 
+/// A GPU's rates: from the cache, or measured now (in about [`SHORT`], and what its kernels take to be made ready) and
+/// cached.
+///
+/// # Errors
+/// Where it has to be measured, and something is missing on this machine or the GPU refuses.
+pub fn gpu(here: &'static Here, card: &Card) -> Result<Calibration, BenchError> {
+    let key = Key::of_gpu(here, card);
+    let folder = folder();
+    if let Some(known) = folder.as_deref().and_then(|folder| read(folder).into_iter().find(|known| known.key == key)) {
+        return Ok(Calibration { rates: known.rates, source: Source::Cached });
+    }
+    let rates = rates(&cuda::bench::measure(here, card, SHORT, &mut |_| {})?);
+    if let Some(folder) = &folder {
+        keep(folder, vec![Known { key, rates: rates.clone() }]);
+    }
+    Ok(Calibration { rates, source: Source::Measured })
+}
+
 /// Keeps what a longer measurement found, in the place of what was known.
 pub fn store(bench: &Bench) {
-    if let Some(folder) = folder() {
-        keep_measured(&folder, &Cpu::read(), &bench.devices);
+    let Some(folder) = folder() else { return };
+    keep_measured(&folder, &Cpu::read(), &bench.devices);
+    let Ok(here) = cuda::gpus::here() else { return };
+    let measured = |card: &Card| bench.devices.iter().find(|device| device.device == format!("cuda:{}", card.index));
+    let known = |card| Some(Known { key: Key::of_gpu(here, card), rates: rates(measured(card)?) });
+    keep(&folder, here.cards.iter().filter_map(known).collect());
+}
+
+/// What was held outside the arena on such a GPU with these libraries, where a run has measured it.
+pub fn charges(here: &Here, card: &Card) -> Option<Bytes> {
+    let (key, known) = (ChargesKey::of(here, card), load::<KnownCharges>(&folder()?.join(CHARGES)));
+    known.into_iter().find(|known| known.key == key).map(|known| known.bytes)
+}
+
+/// Keeps what a run has measured. Runs differ in the kernels that they load: the most that was seen is what the next
+/// one is planned with.
+pub fn keep_charges(here: &Here, card: &Card, bytes: Bytes) {
+    let Some(folder) = folder() else { return };
+    keep_charges_in(&folder, ChargesKey::of(here, card), bytes);
+}
+
+fn keep_charges_in(folder: &Path, key: ChargesKey, bytes: Bytes) {
+    let mut known: Vec<KnownCharges> = load(&folder.join(CHARGES));
+    match known.iter_mut().find(|known| known.key == key) {
+        Some(known) if known.bytes >= bytes => return,
+        Some(known) => known.bytes = bytes,
+        None => known.push(KnownCharges { key, bytes }),
     }
+    save(folder, CHARGES, &known);
+}
+
+/// Where charges are kept.
+const CHARGES: &str = "charges.json";
+
+/// What charges hold for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct ChargesKey {
+    plimsoll: String,
+    gpu: String,
+    driver: String,
+    cublaslt: String,
+}
+
+impl ChargesKey {
+    fn of(here: &Here, card: &Card) -> ChargesKey {
+        ChargesKey {
+            plimsoll: env!("CARGO_PKG_VERSION").to_owned(),
+            gpu: card.name.clone(),
+            driver: here.driver_version.clone(),
+            cublaslt: here.cublaslt().map(|found| found.version.clone()).unwrap_or_default(),
+        }
+    }
+}
+
+/// An entry of the charges.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct KnownCharges {
+    #[serde(flatten)]
+    key: ChargesKey,
+    bytes: Bytes,
 }
 
 fn keep_measured(folder: &Path, cpu: &Cpu, measured: &[DeviceBench]) {
@@ -69,7 +148,7 @@ fn keep_measured(folder: &Path, cpu: &Cpu, measured: &[DeviceBench]) {
     keep(folder, good.map(|device| Known { key: Key::of(cpu, device.threads), rates: rates(device) }).collect());
 }
 
-/// What the planner needs of a measurement of the CPU.
+/// What the planner needs of a measurement.
 pub fn rates(measured: &DeviceBench) -> Rates {
     let product =
         |dtype: DType| measured.products.iter().find(|rate| rate.dtype == dtype).map_or(0.0, |rate| rate.median_flops);
@@ -79,8 +158,14 @@ pub fn rates(measured: &DeviceBench) -> Rates {
         bf16_flops: product(DType::Bf16),
         memory_bytes_per_second: measured.memory.triad,
         op_seconds: measured.op_seconds,
-        // The CPU is its own host: what goes there is copied in memory.
-        host_link: Link { bytes_per_second: measured.memory.copy / 2.0, latency_seconds: measured.op_seconds },
+        // The CPU is its own host: what goes there is copied in memory. Of a GPU's two ways the slower counts.
+        host_link: match &measured.gpu {
+            None => Link { bytes_per_second: measured.memory.copy / 2.0, latency_seconds: measured.op_seconds },
+            Some(gpu) => Link {
+                bytes_per_second: gpu.to_device.bytes_per_second.min(gpu.to_host.bytes_per_second),
+                latency_seconds: gpu.to_device.latency_seconds.max(gpu.to_host.latency_seconds),
+            },
+        },
         measured: true,
         ops: measured.ops.clone(),
     }
@@ -106,6 +191,18 @@ impl Key {
             threads,
         }
     }
+
+    fn of_gpu(here: &Here, card: &Card) -> Key {
+        let library = |found: Result<&cuda::libraries::Found, _>| found.map(|found| found.version.clone());
+        let cublaslt = library(here.cublaslt()).unwrap_or_default();
+        Key {
+            plimsoll: env!("CARGO_PKG_VERSION").to_owned(),
+            device: "cuda".to_owned(),
+            model: card.name.clone(),
+            features: vec![format!("driver {}", here.driver_version), format!("cuBLASLt {cublaslt}")],
+            threads: card.multiprocessors,
+        }
+    }
 }
 
 /// An entry of the cache.
@@ -124,15 +221,30 @@ pub fn folder() -> Option<PathBuf> {
         .or_else(|| Some(named("HOME")?.join(".cache/plimsoll")))
 }
 
-fn file(folder: &Path) -> PathBuf {
-    folder.join("devices.json")
-}
+/// Where rates are kept.
+const RATES: &str = "devices.json";
 
 /// What the cache holds; nothing where it cannot be read or holds what no device could reach.
 fn read(folder: &Path) -> Vec<Known> {
-    let text = fs::read(file(folder)).unwrap_or_default();
-    let known: Vec<Known> = serde_json::from_slice(&text).unwrap_or_default();
+    let known: Vec<Known> = load(&folder.join(RATES));
     known.into_iter().filter(|known| plausible(&known.rates)).collect()
+}
+
+fn load<T: DeserializeOwned>(file: &Path) -> Vec<T> {
+    serde_json::from_slice(&fs::read(file).unwrap_or_default()).unwrap_or_default()
+}
+
+/// Written aside and renamed, so that a reader beside us never sees half a file. Failures are let go: the cache only
+/// saves time.
+fn save<T: Serialize>(folder: &Path, name: &str, known: &[T]) {
+    let aside = folder.join(format!("{name}.{}", std::process::id()));
+    let Ok(text) = serde_json::to_vec_pretty(known) else { return };
+    let written = fs::create_dir_all(folder)
+        .and_then(|()| fs::write(&aside, text))
+        .and_then(|()| fs::rename(&aside, folder.join(name)));
+    if written.is_err() {
+        let _ = fs::remove_file(&aside);
+    }
 }
 
 /// Whether rates can be divided by.
@@ -144,12 +256,13 @@ fn plausible(rates: &Rates) -> bool {
         && rates.op_seconds.is_finite()
         && rates.op_seconds >= 0.0
         && rates.measured
-        && rates.ops.product_flops.len() == rates.ops.product_sizes.len().pow(3)
-        && rates.ops.product_flops.iter().chain(rates.ops.others.values()).all(|&rate| positive(rate))
+        && std::iter::once(&rates.ops).chain(rates.ops.bf16.as_deref()).all(|ops| {
+            ops.product_flops.len() == ops.product_sizes.len().pow(3)
+                && ops.product_flops.iter().chain(ops.others.values()).all(|&rate| positive(rate))
+        })
 }
 
-/// Adds entries, replacing those of the same key. Written aside and renamed, so that a reader beside us never sees half
-/// a file. Failures are let go: the cache only saves time.
+/// Adds entries, replacing those of the same key.
 fn keep(folder: &Path, new: Vec<Known>) {
     if new.is_empty() {
         return;
@@ -157,21 +270,14 @@ fn keep(folder: &Path, new: Vec<Known>) {
     let mut known = read(folder);
     known.retain(|old| new.iter().all(|new| new.key != old.key));
     known.extend(new);
-    let aside = folder.join(format!("devices.json.{}", std::process::id()));
-    let Ok(text) = serde_json::to_vec_pretty(&known) else { return };
-    let written = fs::create_dir_all(folder)
-        .and_then(|()| fs::write(&aside, text))
-        .and_then(|()| fs::rename(&aside, file(folder)));
-    if written.is_err() {
-        let _ = fs::remove_file(&aside);
-    }
+    save(folder, RATES, &known);
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::bench::{MemoryRate, ProductRate};
-    use plimsoll_core::{Bytes, OpRates};
+    use plimsoll_core::OpRates;
 
     fn example() -> Rates {
         let link = Link { bytes_per_second: 1e10, latency_seconds: 1e-6 };
@@ -202,6 +308,7 @@ mod tests {
             op_seconds: 1e-6,
             ops: OpRates::default(),
             contention,
+            gpu: None,
         }
     }
 
@@ -246,10 +353,45 @@ mod tests {
     }
 
     #[test]
+    fn a_gpus_link_is_the_slower_of_its_two_ways() {
+        let way = |bytes_per_second, latency_seconds| Link { bytes_per_second, latency_seconds };
+        let gpu = bench::GpuBench {
+            driver: "580.1".to_owned(),
+            multiprocessors: 82,
+            to_device: way(2.5e10, 1e-5),
+            to_host: way(2.6e10, 2e-5),
+            before: Default::default(),
+            after: Default::default(),
+        };
+        assert_eq!(rates(&DeviceBench { gpu: Some(gpu), ..measured(0.0) }).host_link, way(2.5e10, 2e-5));
+    }
+
+    #[test]
+    fn of_charges_the_most_that_a_run_saw_is_kept_for_each_gpu_and_driver() {
+        let folder = tempfile::tempdir().unwrap();
+        let key = |driver: &str| ChargesKey {
+            plimsoll: "0.1.0".to_owned(),
+            gpu: "Example".to_owned(),
+            driver: driver.to_owned(),
+            cublaslt: "13.1".to_owned(),
+        };
+        let known = |driver: &str| {
+            let known: Vec<KnownCharges> = load(&folder.path().join(CHARGES));
+            known.into_iter().find(|known| known.key == key(driver)).map(|known| known.bytes)
+        };
+        keep_charges_in(folder.path(), key("550"), Bytes::mib(400));
+        keep_charges_in(folder.path(), key("550"), Bytes::mib(480));
+        keep_charges_in(folder.path(), key("550"), Bytes::mib(440));
+        assert_eq!((known("550"), known("580")), (Some(Bytes::mib(480)), None));
+        keep_charges_in(folder.path(), key("580"), Bytes::mib(300));
+        assert_eq!((known("550"), known("580")), (Some(Bytes::mib(480)), Some(Bytes::mib(300))));
+    }
+
+    #[test]
     fn a_damaged_cache_is_an_empty_one() {
         let folder = tempfile::tempdir().unwrap();
         for text in ["", "{", "[{\"model\": 3}]", "null", "[[[["] {
-            fs::write(file(folder.path()), text).unwrap();
+            fs::write(folder.path().join(RATES), text).unwrap();
             assert!(read(folder.path()).is_empty(), "{text}");
         }
         let zero = Rates { f32_flops: 0.0, ..example() };

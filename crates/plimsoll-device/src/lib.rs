@@ -14,4 +14,5 @@ mod op_rates;
 pub mod probe;
 pub mod process;
 pub mod spaces;
+mod trial;
 pub mod virtual_device;

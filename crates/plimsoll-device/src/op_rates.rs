@@ -1,82 +1,156 @@
-//! How fast each kind of op is here: products of many sizes, and the training step of a small
-//! reference model, timed op by op on the executor itself.
+//! How fast each kind of op is on a device: products of many sizes, and the training step of a small reference model,
+//! timed op by op on the executor itself. The same for every device, but for the sizes that fill it.
 
-use crate::arena::Arena;
-use crate::bench::{BenchError, median, pool_rounds};
-use crate::cpu::executor;
-use crate::cpu::kernels::{Product, product};
-use crate::cpu::pool::Pool;
+use crate::bench::{BenchError, median};
 use crate::device::{Call, DeviceError, Memory, NoFiles, Observer};
-use plimsoll_core::{DType, OpRates, RecomputeLevel, Space};
-use plimsoll_program::models::decoder::{AdamState, Base, Build, Method, Optimizer, Source, Training, build};
+use crate::trial::{Open, Trial, add, repeated, side_by_side};
+use plimsoll_core::{Category, DType, OpRates, RecomputeLevel};
+use plimsoll_program::builder::Builder;
+use plimsoll_program::models::decoder::{Build, Optimizer, Source, Training, build};
 use plimsoll_program::models::{ModelConfig, ModelType, RopeScaling};
-use plimsoll_program::workspace::{self, Kernels};
-use plimsoll_program::{Op, Placement, ProgramSet, TensorId};
+use plimsoll_program::workspace::Kernels;
+use plimsoll_program::{Op, OpKind, Operand, ProgramSet, TensorId};
 use std::collections::BTreeMap;
-use std::hint::black_box;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// Sizes along each dimension of the timed products: from a row of a small model to more than any
-/// blocking notices.
-const SIZES: [u64; 4] = [8, 48, 256, 1024];
-/// At least this long for each size; the fastest of the rounds counts.
+/// At least this long for each size of product; the median of the rounds counts.
 const EACH: Duration = Duration::from_millis(1);
 /// Steps of the reference model, the first of which is not counted.
 const STEPS: u32 = 3;
 
-/// Measures all of it, in about a second.
-///
-/// # Errors
-/// Where memory or threads are refused.
-pub(crate) fn measure(pool: &Pool, threads: u32) -> Result<OpRates, BenchError> {
-    let product_flops = products(pool)?;
-    Ok(OpRates { product_sizes: SIZES.to_vec(), product_flops, others: reference_step(threads)? })
+/// Sizes that fill a device: smaller ones would show what an op costs to start, larger ones nothing new.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Scale {
+    /// Sizes along each dimension of the timed products: from a row of a small model to more than any blocking notices.
+    pub sizes: [u64; 4],
+    /// How often a product is done in a round.
+    pub repeat: u32,
+    hidden: u64,
+    heads: u64,
+    kv_heads: u64,
+    ffn: u64,
+    vocab: u64,
+    sequence: u64,
+    micro_batch: u64,
 }
 
-fn products(pool: &Pool) -> Result<Vec<f64>, BenchError> {
-    let most = SIZES[SIZES.len() - 1];
-    let lanes = pool.threads() as u64;
-    let square = most * most;
-    let scratch_elements = workspace::cpu::product(lanes, most, most, most);
-    let arena = Arena::map((3 * square + scratch_elements) * 4)?;
-    // SAFETY: four ranges side by side, none overlapping another, and no other slices of this arena exist.
-    let (a, b, out, scratch) = unsafe {
-        (
-            arena.slice_mut::<f32>(0, square as usize),
-            arena.slice_mut::<f32>(square * 4, square as usize),
-            arena.slice_mut::<f32>(square * 8, square as usize),
-            arena.slice_mut::<f32>(square * 12, scratch_elements as usize),
-        )
+impl Scale {
+    /// A processor.
+    pub const PROCESSOR: Scale = Scale {
+        sizes: [8, 48, 256, 1024],
+        repeat: 1,
+        hidden: 256,
+        heads: 4,
+        kv_heads: 2,
+        ffn: 768,
+        vocab: 4096,
+        sequence: 256,
+        micro_batch: 4,
     };
-    for (index, x) in a.iter_mut().chain(b.iter_mut()).enumerate() {
-        *x = ((index * 37) % 101) as f32 / 101.0 - 0.4951;
+
+    /// A GPU.
+    pub const GPU: Scale = Scale {
+        sizes: [16, 128, 1024, 4096],
+        repeat: 8,
+        hidden: 2048,
+        heads: 16,
+        kv_heads: 4,
+        ffn: 5632,
+        vocab: 8192,
+        sequence: 1024,
+        micro_batch: 4,
+    };
+
+    /// Something so slow that the others would take minutes.
+    pub const TINY: Scale = Scale {
+        sizes: [4, 8, 16, 32],
+        repeat: 1,
+        hidden: 32,
+        heads: 2,
+        kv_heads: 1,
+        ffn: 48,
+        vocab: 64,
+        sequence: 16,
+        micro_batch: 2,
+    };
+}
+
+/// The device to be measured.
+pub(crate) struct Subject<'a> {
+    /// Whose kernels it has.
+    pub kernels: Kernels,
+    /// The arithmetic.
+    pub precision: DType,
+    /// What fills it.
+    pub scale: Scale,
+    /// How it is opened.
+    pub open: &'a Open<'a>,
+}
+
+/// Measures all of it; a processor takes about a second.
+///
+/// # Errors
+/// Where memory or threads are refused, or the device fails.
+pub(crate) fn measure(subject: &Subject) -> Result<OpRates, BenchError> {
+    let sizes = subject.scale.sizes;
+    let forms: Vec<[u64; 3]> =
+        sizes.iter().flat_map(|&m| sizes.iter().flat_map(move |&n| sizes.map(|k| [m, n, k]))).collect();
+    let seconds = products(subject, &forms, subject.scale.repeat, EACH)?;
+    let rate = |([m, n, k], rounds): (&[u64; 3], &Vec<f64>)| 2.0 * (m * n * k) as f64 / median(rounds);
+    let product_flops = forms.iter().zip(&seconds).map(rate).collect();
+    Ok(OpRates { product_sizes: sizes.to_vec(), product_flops, others: reference_step(subject)?, bf16: None })
+}
+
+/// The seconds of a product in each round, for each of the sizes `[m, n, k]`; the right-hand side is stored as weights
+/// are, `[n, k]`.
+///
+/// # Errors
+/// As [`measure`].
+pub(crate) fn products(
+    subject: &Subject,
+    forms: &[[u64; 3]],
+    repeat: u32,
+    each: Duration,
+) -> Result<Vec<Vec<f64>>, BenchError> {
+    let most = |size: fn(&[u64; 3]) -> u64| forms.iter().map(size).max().unwrap_or(1);
+    let sides = [most(|[m, _, k]| m * k), most(|[_, n, k]| n * k), most(|[m, n, _]| m * n)];
+    let mut builder = Builder::new(subject.precision, subject.kernels);
+    let [a, b, out] = [("a", sides[0]), ("b", sides[1]), ("out", sides[2])]
+        .map(|(name, elements)| builder.persistent(name, &[elements], subject.precision, Category::Weight, 1));
+    // One scratch for all, as large as the largest needs.
+    let needs = |[m, n, k]: &[u64; 3]| subject.kernels.product(subject.precision, *m, *n, *k);
+    let scratch = builder.scratch("scratch", forms.iter().map(needs).max().unwrap_or(0), 1);
+    for &[m, n, k] in forms {
+        let op = OpKind::Product {
+            a: Operand::whole(a),
+            b: Operand::whole(b),
+            out: Operand::whole(out),
+            bias: None,
+            residual: None,
+            workspace: Operand::whole(scratch),
+            m,
+            n,
+            k,
+            a_transposed: false,
+            b_transposed: true,
+            accumulate: false,
+        };
+        add(&mut builder.set, repeated(&name_of([m, n, k]), vec![op.into()], repeat));
     }
-    let mut rates = Vec::new();
-    for m in SIZES {
-        for n in SIZES {
-            for k in SIZES {
-                let [rows, columns, depth] = [m, n, k].map(|size| size as usize);
-                let rounds = pool_rounds(pool, EACH, || {
-                    let form = Product {
-                        m: rows,
-                        n: columns,
-                        k: depth,
-                        a: &*a,
-                        a_transposed: false,
-                        b: &*b,
-                        b_transposed: true,
-                        bias: None,
-                        residual: None,
-                        accumulate: false,
-                    };
-                    product(pool, form, black_box(&mut *out), scratch);
-                });
-                rates.push(2.0 * (m * n * k) as f64 / median(&rounds));
-            }
-        }
+    let mut trial = Trial::open(subject.open, builder.set, subject.precision, out)?;
+    trial.fill(a, subject.precision, sides[0]);
+    trial.fill(b, subject.precision, sides[1]);
+    let mut all = Vec::new();
+    for form in forms {
+        let rounds = trial.rounds(&name_of(*form), each)?;
+        all.push(rounds.into_iter().map(|seconds| seconds / f64::from(repeat)).collect());
     }
-    Ok(rates)
+    Ok(all)
+}
+
+fn name_of([m, n, k]: [u64; 3]) -> String {
+    format!("{m} × {n} × {k}")
 }
 
 /// Adds up time and work of each kind of op.
@@ -110,33 +184,34 @@ impl Observer for Timed {
 }
 
 /// Work a second by kind of op, products left out.
-fn reference_step(threads: u32) -> Result<BTreeMap<String, f64>, BenchError> {
+fn reference_step(subject: &Subject) -> Result<BTreeMap<String, f64>, BenchError> {
+    let scale = subject.scale;
     let config = ModelConfig {
         model_type: ModelType::Qwen3,
-        hidden: 256,
+        hidden: scale.hidden,
         layers: 1,
-        heads: 4,
-        kv_heads: 2,
-        head_dim: 64,
-        ffn: 768,
-        vocab: 4096,
+        heads: scale.heads,
+        kv_heads: scale.kv_heads,
+        head_dim: scale.hidden / scale.heads,
+        ffn: scale.ffn,
+        vocab: scale.vocab,
         tied: false,
         norm_eps: 1e-5,
         rope_theta: 1e4,
         rope_scaling: RopeScaling::None,
         qkv_bias: false,
         qk_norm: true,
-        max_positions: 256,
+        max_positions: scale.sequence,
         bos: None,
         eos: vec![],
         init_std: 0.02,
     };
     let set = build(&Build {
         config: &config,
-        precision: DType::F32,
-        kernels: Kernels::Cpu { threads: u64::from(threads) },
-        sequence: 256,
-        micro_batch: 4,
+        precision: subject.precision,
+        kernels: subject.kernels,
+        sequence: scale.sequence,
+        micro_batch: scale.micro_batch,
         source: Source::Random { seed: 1 },
         method: Method::Full,
         base: Base::Plain,
@@ -152,20 +227,21 @@ fn reference_step(threads: u32) -> Result<BTreeMap<String, f64>, BenchError> {
     let (tokens, labels) = (find("train.tokens"), find("train.labels"));
     let (positions, starts) = (find("train.positions"), find("train.document_start"));
     let weights = find("train.token_weights");
-    let mut device = executor::open(set.clone(), side_by_side(&set), DType::F32, threads as usize)?;
+    let mut device = (subject.open)(set.clone(), side_by_side(&set), subject.precision)?;
     let counting = Arc::new(Mutex::new(false));
     let sums = Arc::new(Mutex::new(BTreeMap::new()));
     let timed =
         Timed { set: Arc::new(set), started: Instant::now(), counting: Arc::clone(&counting), sums: Arc::clone(&sums) };
-    let rows = 4 * 256i32;
-    let ids: Vec<i32> = (0..rows).map(|i| (i * 131) % 4096).collect();
+    let (rows, sequence, vocab) =
+        ((scale.micro_batch * scale.sequence) as i32, scale.sequence as i32, scale.vocab as i32);
+    let ids: Vec<i32> = (0..rows).map(|i| (i * 131) % vocab).collect();
     device.run("load")?;
     device.run("fresh")?;
     for step in 0..STEPS {
         *counting.lock().expect("nobody panics here") = step > 0;
         device.write(tokens, 0, bytemuck::cast_slice(&ids));
         device.write(labels, 0, bytemuck::cast_slice(&ids));
-        device.write(positions, 0, bytemuck::cast_slice(&(0..rows).map(|i| i % 256).collect::<Vec<_>>()));
+        device.write(positions, 0, bytemuck::cast_slice(&(0..rows).map(|i| i % sequence).collect::<Vec<_>>()));
         device.write(starts, 0, bytemuck::cast_slice(&vec![0i32; rows as usize]));
         device.write(weights, 0, bytemuck::cast_slice(&vec![1f32; rows as usize]));
         for program in ["begin", "forward", "backward", "norm", "update"] {
@@ -177,22 +253,4 @@ fn reference_step(threads: u32) -> Result<BTreeMap<String, f64>, BenchError> {
         (*op != "product" && *work > 0.0 && *seconds > 0.0).then(|| ((*op).to_owned(), work / seconds))
     };
     Ok(sums.iter().filter_map(rate).collect())
-}
-
-/// A placement for ops that are only timed: everything has bytes of its own.
-fn side_by_side(set: &ProgramSet) -> Placement {
-    let mut next = 0;
-    let offsets = set
-        .tensors
-        .iter()
-        .map(|tensor| {
-            let mut place = || {
-                let here = next;
-                next = (here + tensor.bytes()).next_multiple_of(256);
-                here
-            };
-            (0..tensor.slots).map(|_| (tensor.space != Space::File).then(&mut place)).collect()
-        })
-        .collect();
-    Placement { offsets, arena_bytes: next, host_bytes: 0 }
 }

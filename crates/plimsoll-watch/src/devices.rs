@@ -104,9 +104,12 @@ fn pretty(value: &impl Serialize) -> String {
 pub fn bench_table(bench: &Bench) -> String {
     let mut products = vec![titles(&["device", "threads", "products", "median", "best", "sustained"])];
     let mut memory = vec![titles(&["device", "threads", "read", "write", "copy", "triad", "empty op"])];
+    let mut links = vec![titles(&["device", "to device", "from device", "latency"])];
+    let mut conditions = String::new();
     let mut simulated = false;
     for device in &bench.devices {
-        let (name, threads) = (device.device.clone(), device.threads.to_string());
+        let threads = if device.gpu.is_some() { "-".to_owned() } else { device.threads.to_string() };
+        let name = device.device.clone();
         simulated |= device.simulated;
         products.extend(device.products.iter().map(|rate| {
             let [median, best, sustained] = [rate.median_flops, rate.best_flops, rate.sustained_flops].map(flops);
@@ -114,15 +117,28 @@ pub fn bench_table(bench: &Bench) -> String {
         }));
         let [read, write, copy, triad] =
             [device.memory.read, device.memory.write, device.memory.copy, device.memory.triad].map(traffic);
-        memory.push(vec![name, threads, read, write, copy, triad, format!("{:.2} µs", device.op_seconds * 1e6)]);
+        let micros = |seconds: f64| format!("{:.2} µs", seconds * 1e6);
+        memory.push(vec![name.clone(), threads, read, write, copy, triad, micros(device.op_seconds)]);
+        if let Some(gpu) = &device.gpu {
+            let ways = [gpu.to_device.bytes_per_second, gpu.to_host.bytes_per_second].map(traffic);
+            let latency = micros(gpu.to_device.latency_seconds.max(gpu.to_host.latency_seconds));
+            let [to_device, from_device] = ways;
+            links.push(vec![name.clone(), to_device, from_device, latency]);
+            let moments = [("before", &gpu.before), ("after", &gpu.after)];
+            for (when, condition) in moments.map(|(when, condition)| (when, condition.describe())) {
+                if !condition.is_empty() {
+                    conditions += &format!("{name} {when}: {condition}\n");
+                }
+            }
+        }
     }
     let mut text = format!("{}\n{}\n", columns(&products, ""), columns(&memory, ""));
+    if links.len() > 1 {
+        text += &format!("{}\n{conditions}", columns(&links, ""));
+    }
     let sums = bench.all.products.iter().map(|sum| format!("{} {}", flops(sum.sustained_flops), sum.dtype));
     let sums: Vec<String> = sums.chain([traffic(bench.all.memory_bytes_per_second)]).collect();
-    text += &format!("all at once ({}): {}\n", bench.all.devices.join(", "), sums.join(", "));
-    if bench.devices.iter().any(|device| device.device == "cpu") {
-        text += "products in bf16 do not exist on the cpu in this version\n";
-    }
+    text += &format!("all together ({}): {}\n", bench.all.devices.join(", "), sums.join(", "));
     let contention = bench.devices.iter().map(|device| device.contention).fold(0.0, f64::max);
     if bench.devices.iter().any(DeviceBench::disturbed) {
         let share = percent(contention, 0);
@@ -302,7 +318,7 @@ fn draw_device(frame: &mut Frame, row: Rect, found: &Found, busy: Option<f64>) {
 mod tests {
     use super::*;
     use plimsoll_core::{DType, DeviceKind};
-    use plimsoll_device::bench::{MemoryRate, ProductRate, Sum, SumRate};
+    use plimsoll_device::bench::{GpuBench, MemoryRate, ProductRate, Sum, SumRate};
     use plimsoll_device::cuda::libraries::Library;
     use plimsoll_device::cuda::nvml::{Condition, Pcie, Process};
     use plimsoll_device::probe::{LibraryState, Nvidia, Takes};
@@ -455,6 +471,7 @@ NVIDIA driver not found
             op_seconds: 3.26e-6 / f64::from(threads * threads),
             ops: plimsoll_core::OpRates::default(),
             contention: f64::from(threads) / 100.0,
+            gpu: None,
         }
     }
 
@@ -481,13 +498,43 @@ device  threads       read      write       copy      triad  empty op
 cpu           1  20.0 GB/s  11.0 GB/s  15.0 GB/s  16.0 GB/s   3.26 µs
 cpu          16  20.0 GB/s  11.0 GB/s  15.0 GB/s  16.0 GB/s   0.01 µs
 
-all at once (cpu): 1.35 TFLOP/s f32, 16.0 GB/s
-products in bf16 do not exist on the cpu in this version
+all together (cpu): 1.35 TFLOP/s f32, 16.0 GB/s
 other programs held the cores for up to 16 % of the time: rates too low are not kept
 ";
         assert_eq!(bench_table(&bench), expected);
         let value: serde_json::Value = serde_json::from_str(&bench_json(&bench)).unwrap();
         assert_eq!(value["devices"][1]["products"][0]["dtype"], "f32");
+    }
+
+    #[test]
+    fn a_gpus_figures_come_with_its_link_and_how_it_was() {
+        let way = |bytes_per_second| plimsoll_core::Link { bytes_per_second, latency_seconds: 1.2e-5 };
+        let gpu = GpuBench {
+            driver: "550.54.14".to_owned(),
+            multiprocessors: 82,
+            to_device: way(2.5e10),
+            to_host: way(2.6e10),
+            before: Condition { temperature_celsius: Some(40), ..Condition::default() },
+            after: Condition {
+                temperature_celsius: Some(71),
+                throttled_by: vec!["power limit".to_owned()],
+                ..Condition::default()
+            },
+        };
+        let device = DeviceBench { device: "cuda:0".to_owned(), threads: 0, gpu: Some(gpu), ..measured(1, 3e13) };
+        let all = Sum { devices: vec!["cuda:0".to_owned()], products: vec![], memory_bytes_per_second: 9e11 };
+        let bench = Bench { plimsoll: "0.1.0".to_owned(), seconds: 30.0, devices: vec![device], all };
+        let text = bench_table(&bench);
+        let expected = "\
+device   to device  from device   latency
+cuda:0  25.0 GB/s    26.0 GB/s  12.00 µs
+
+cuda:0 before: 40 °C
+cuda:0 after: 71 °C, held back by power limit
+all together (cuda:0): 900.0 GB/s
+";
+        assert!(text.ends_with(expected), "{text}");
+        assert!(text.contains("cuda:0        -       f32  30.0 TFLOP/s"), "{text}");
     }
 
     #[test]

@@ -3,6 +3,7 @@
 //! [`staging`], held together by a [`machine`]; [`products`] beside them; the [`executor`] on top, and [`open`] from a GPU's number to it.
 
 pub mod arena;
+pub mod bench;
 pub mod compile;
 pub mod driver;
 pub mod executor;
