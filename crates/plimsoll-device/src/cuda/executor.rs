@@ -187,8 +187,10 @@ impl Frame<'_> {
             k,
             a_transposed,
             b_transposed,
+            a_stride,
+            out_stride,
+            scale,
             accumulate,
-            ..
         } = kind
         else {
             return None;
@@ -199,6 +201,7 @@ impl Frame<'_> {
             _ => result,
         };
         let operands = Operands {
+            scale: *scale as f32,
             a: self.at(a),
             b: self.at(b),
             added,
@@ -212,6 +215,9 @@ impl Frame<'_> {
             k: *k,
             a_transposed: *a_transposed,
             b_transposed: *b_transposed,
+            a_stride: *a_stride,
+            added_stride: if residual.is_some() && !accumulate { *n } else { *out_stride },
+            out_stride: *out_stride,
             input: self.dtype(a),
             output: self.dtype(out),
             bias: bias.is_some(),
@@ -506,15 +512,16 @@ impl CudaDevice {
             vec![Work::Copy { from: place(from), to: place(to), bytes: elements * frame.dtype(from).bytes() }]
         };
         Ok(match &op.kind {
-            kind @ OpKind::Product { m, n, k, a_transposed, a_stride, out_stride, scale, .. } => {
-                if (*a_stride, *out_stride, *scale) != (if *a_transposed { *m } else { *k }, *n, 1.0) {
-                    return Err(DeviceError::Unsupported { op: "product of some columns", device: DEVICE });
-                }
+            kind @ OpKind::Product { .. } => {
                 let (shape, operands) = frame.product(kind).expect("a product");
                 let mut works = vec![Work::Product(shape, operands)];
                 let after = frame.after_product(kind).into_iter();
-                let needed =
-                    after.filter(|(what, _)| *what == AfterProduct::Residual || self.products.bias_by_kernel(&shape));
+                let mut needed = after
+                    .filter(|(what, _)| *what == AfterProduct::Residual || self.products.bias_by_kernel(&shape))
+                    .peekable();
+                if needed.peek().is_some() && shape.out_stride != shape.n {
+                    return Err(DeviceError::Unsupported { op: "sum into some columns", device: DEVICE });
+                }
                 works.extend(needed.map(|(_, launch)| kernel(launch)));
                 works
             }

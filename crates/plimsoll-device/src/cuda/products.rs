@@ -108,6 +108,12 @@ pub struct Shape {
     pub a_transposed: bool,
     /// Whether `b` is stored `[n,k]`.
     pub b_transposed: bool,
+    /// Elements from one stored row of `a` to the next.
+    pub a_stride: u64,
+    /// The same of what is added.
+    pub added_stride: u64,
+    /// The same of the result.
+    pub out_stride: u64,
     /// Of `a` and `b`.
     pub input: DType,
     /// Of the result, and of what is added.
@@ -123,8 +129,10 @@ pub struct Shape {
 }
 
 /// The operands of one product.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Operands {
+    /// What the product is multiplied with.
+    pub scale: f32,
     /// `[m,k]`, or `[k,m]` if transposed.
     pub a: Address,
     /// `[k,n]`, or `[n,k]` if transposed.
@@ -152,15 +160,22 @@ impl Operands {
 }
 
 impl Shape {
-    /// The product in words: `2048×1024×384 nt bf16→f32 +bias +c @256,256,256,256 in 32 MiB`.
+    /// The product in words: `2048×1024×384 nt bf16→f32 +bias +c @256,256,256,256 in 33554432`; strides where rows
+    /// are parts of longer ones.
     pub fn name(&self) -> String {
         let letter = |transposed: bool| if transposed { 't' } else { 'n' };
         let (a, b) = (letter(self.a_transposed), letter(self.b_transposed));
         let bias = if self.bias { " +bias" } else { "" };
         let adds = if self.adds { " +c" } else { "" };
+        let dense = (if self.a_transposed { self.m } else { self.k }, self.n, self.n);
+        let strides = if (self.a_stride, self.added_stride, self.out_stride) == dense {
+            String::new()
+        } else {
+            format!(" rows {},{},{}", self.a_stride, self.added_stride, self.out_stride)
+        };
         let [first, second, third, fourth] = self.alignment;
         format!(
-            "{}×{}×{} {a}{b} {}→{}{bias}{adds} @{first},{second},{third},{fourth} in {}",
+            "{}×{}×{} {a}{b}{strides} {}→{}{bias}{adds} @{first},{second},{third},{fourth} in {}",
             self.m, self.n, self.k, self.input, self.output, self.workspace_bytes
         )
     }
@@ -179,16 +194,19 @@ struct Told {
     first: (ColumnMajor, bool),
     /// The second matrix, which is `a`.
     second: (ColumnMajor, bool),
-    /// The result, and what is added.
+    /// What is added.
+    added: ColumnMajor,
+    /// The result.
     out: ColumnMajor,
 }
 
 fn told(shape: &Shape) -> Told {
-    let Shape { m, n, k, a_transposed, b_transposed, .. } = *shape;
+    let Shape { m, n, k, a_transposed, b_transposed, a_stride, added_stride, out_stride, .. } = *shape;
     Told {
         first: if b_transposed { ((k, n, k), true) } else { ((n, k, n), false) },
-        second: if a_transposed { ((m, k, m), true) } else { ((k, m, k), false) },
-        out: (n, m, n),
+        second: if a_transposed { ((m, k, a_stride), true) } else { ((k, m, a_stride), false) },
+        added: (n, m, added_stride),
+        out: (n, m, out_stride),
     }
 }
 
@@ -343,11 +361,11 @@ impl Products {
 
     /// Whether the library takes an algorithm for a product, within the workspace.
     fn fits(&self, description: &Description, words: &Words, workspace_bytes: u64) -> bool {
-        let (mut found, [a, b, d]) = (Found::default(), description.layouts);
+        let (mut found, [a, b, c, d]) = (Found::default(), description.layouts);
         // SAFETY: all handles live; reads 64 bytes and writes one structure.
         let status = unsafe {
             let check = self.library.cublasLtMatmulAlgoCheck;
-            check(self.handle, description.product, a, b, d, d, words, &mut found)
+            check(self.handle, description.product, a, b, c, d, words, &mut found)
         };
         status == 0 && found.workspace_bytes as u64 <= workspace_bytes
     }
@@ -363,12 +381,12 @@ impl Products {
             preference.set(attribute, &bytes)?;
         }
         let (mut found, mut count) = ([Found::default(); PROPOSALS], 0);
-        let [a, b, d] = description.layouts;
+        let [a, b, c, d] = description.layouts;
         // SAFETY: all handles live; writes at most as many structures as it is asked for, and one integer.
         let status = unsafe {
             let ask = self.library.cublasLtMatmulAlgoGetHeuristic;
             let (room, asked) = (found.as_mut_ptr(), PROPOSALS as c_int);
-            ask(self.handle, description.product, a, b, d, d, preference.handle, asked, room, &mut count)
+            ask(self.handle, description.product, a, b, c, d, preference.handle, asked, room, &mut count)
         };
         let count = if status == 0 { (count.max(0) as usize).min(PROPOSALS) } else { 0 };
         let usable = |found: &&Found| found.state == 0 && found.workspace_bytes as u64 <= shape.workspace_bytes;
@@ -427,9 +445,9 @@ impl Products {
         algorithm: &Words,
         stream: &Stream,
     ) -> Status {
-        let Operands { a, b, added, out, workspace, .. } = *operands;
-        let [first, second, result] = description.layouts;
-        let (one, beta) = (1.0f32, if shape.adds { 1.0f32 } else { 0.0 });
+        let Operands { scale, a, b, added, out, workspace, .. } = *operands;
+        let [first, second, addend, result] = description.layouts;
+        let beta = if shape.adds { 1.0f32 } else { 0.0 };
         let added = if shape.adds { added } else { out };
         let at = |address: Address| address as *const c_void;
         // SAFETY: as the caller promises; the two factors are read before the call returns (pointer mode host).
@@ -437,14 +455,14 @@ impl Products {
             (self.library.cublasLtMatmul)(
                 self.handle,
                 description.product,
-                ptr::from_ref(&one).cast(),
+                ptr::from_ref(&scale).cast(),
                 at(b),
                 first,
                 at(a),
                 second,
                 ptr::from_ref(&beta).cast(),
                 at(added),
-                result,
+                addend,
                 at(out).cast_mut(),
                 result,
                 algorithm,
@@ -489,11 +507,12 @@ impl Library {
     }
 }
 
-/// A product as the library has it: its description, and the layouts of its first and second matrix and its result.
+/// A product as the library has it: its description, and the layouts of its first and second matrix, of what is added
+/// and of the result.
 struct Description {
     library: Arc<Library>,
     product: Handle,
-    layouts: [Handle; 3],
+    layouts: [Handle; 4],
 }
 
 fn kind(dtype: DType) -> c_uint {
@@ -504,18 +523,19 @@ impl Description {
     fn new(library: &Arc<Library>, shape: &Shape) -> Result<Description, CudaError> {
         // What is still null is not destroyed.
         let mut made =
-            Description { library: library.clone(), product: ptr::null_mut(), layouts: [ptr::null_mut(); 3] };
+            Description { library: library.clone(), product: ptr::null_mut(), layouts: [ptr::null_mut(); 4] };
         // SAFETY: writes one handle.
         let status = unsafe { (library.cublasLtMatmulDescCreate)(&mut made.product, COMPUTE_32F, R_32F) };
         library.check("describe a product", status)?;
-        let Told { first, second, out } = told(shape);
+        let Told { first, second, added, out } = told(shape);
         for (attribute, turned) in [(DESC_TRANSA, first.1), (DESC_TRANSB, second.1)] {
             made.set(attribute, &c_int::from(turned))?;
         }
         if shape.bias {
             made.set(DESC_EPILOGUE, &EPILOGUE_BIAS)?;
         }
-        let matrices = [(shape.input, first.0), (shape.input, second.0), (shape.output, out)];
+        let [input, output] = [shape.input, shape.output];
+        let matrices = [(input, first.0), (input, second.0), (output, added), (output, out)];
         for (layout, (dtype, (rows, columns, leading))) in made.layouts.iter_mut().zip(matrices) {
             // SAFETY: writes one handle.
             let status =
@@ -597,6 +617,9 @@ mod tests {
             k,
             a_transposed,
             b_transposed,
+            a_stride: if a_transposed { m } else { k },
+            added_stride: n,
+            out_stride: n,
             input: DType::F32,
             output: DType::F32,
             bias: false,
@@ -616,22 +639,26 @@ mod tests {
     proptest! {
         #[test]
         fn a_library_of_columns_is_told_the_product_of_rows_that_is_meant(
-            (m, n, k) in (1u64..7, 1u64..7, 1u64..7), a_transposed: bool, b_transposed: bool
+            (m, n, k) in (1u64..7, 1u64..7, 1u64..7), a_transposed: bool, b_transposed: bool,
+            (more_a, more_out) in (0u64..3, 0u64..3)
         ) {
-            let shape = shape(m, n, k, a_transposed, b_transposed);
+            let dense = shape(m, n, k, a_transposed, b_transposed);
+            let (a_stride, out_stride) = (dense.a_stride + more_a, n + more_out);
+            let shape = Shape { a_stride, out_stride, ..dense };
             let numbers = |count: u64, seed: u64| (0..count).map(|i| ((i * 7 + seed) % 11) as f64 - 5.0).collect::<Vec<_>>();
-            let (a, b) = (numbers(m * k, 3), numbers(k * n, 8));
-            let Told { first, second, out: (rows, columns, leading) } = told(&shape);
-            prop_assert_eq!((rows, columns, leading), (n, m, n));
+            let (a, b) = (numbers((m + k) * a_stride, 3), numbers(k * n, 8));
+            let Told { first, second, added, out: (rows, columns, leading) } = told(&shape);
+            prop_assert_eq!((rows, columns, leading), (n, m, out_stride));
+            prop_assert_eq!(added, (n, m, n));
             for i in 0..m {
                 for j in 0..n {
-                    let of_a = |l: u64| a[if a_transposed { l * m + i } else { i * k + l } as usize];
+                    let of_a = |l: u64| a[if a_transposed { l * a_stride + i } else { i * a_stride + l } as usize];
                     let of_b = |l: u64| b[if b_transposed { j * k + l } else { l * n + j } as usize];
                     let meant: f64 = (0..k).map(|l| of_a(l) * of_b(l)).sum();
                     // Element (j, i) of the library's result stands where element (i, j) of ours does.
                     let told: f64 = (0..k).map(|l| at(&b, first, j, l) * at(&a, second, l, i)).sum();
                     prop_assert_eq!(meant, told);
-                    prop_assert_eq!(j + i * leading, i * n + j);
+                    prop_assert_eq!(j + i * leading, i * out_stride + j);
                 }
             }
         }
@@ -660,12 +687,13 @@ mod tests {
             Shape { a_transposed: true, ..plain },
             Shape { alignment: [256, 256, 256, 64], ..plain },
             Shape { workspace_bytes: 0, ..plain },
+            Shape { out_stride: 5, ..plain },
         ];
         let mut names: Vec<String> = others.iter().map(Shape::name).collect();
         names.push(plain.name());
         names.sort();
         names.dedup();
-        assert_eq!(names.len(), 8);
+        assert_eq!(names.len(), 9);
     }
 
     #[test]

@@ -1,0 +1,468 @@
+//! The executor of GPUs, end to end on the stand-in (it runs on the CPU): whole Programs against the CPU's executor, and
+//! what happens when the device refuses or is lost. What a stand-in cannot show is in `cuda_stand_in/README.md`.
+
+use plimsoll_core::{Bytes, Category, DType, Exit, Failure, RecomputeLevel, Space};
+use plimsoll_device::cpu::executor;
+use plimsoll_device::cuda::compile::Compiler;
+use plimsoll_device::cuda::driver::{CudaError, Driver};
+use plimsoll_device::cuda::executor::{Opened, Opening, open};
+use plimsoll_device::cuda::products::{self, Algorithms};
+use plimsoll_device::device::{Call, Device, DeviceError, FileSpace, Memory, NoFiles, Observer, Unobserved};
+use plimsoll_program::models::config::{ModelConfig, ModelType, RopeScaling};
+use plimsoll_program::models::decoder::{
+    AdamState, Base, Build, Generation, Method, Optimizer, Source, Training, build,
+};
+use plimsoll_program::scalars::{METRIC_COUNT, Metric, SCALAR_COUNT, Scalar};
+use plimsoll_program::workspace::Kernels;
+use plimsoll_program::{Op, Placement, ProgramSet, TensorId};
+use std::collections::BTreeMap;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Arc, OnceLock};
+
+const BATCH: u64 = 2;
+const SEQUENCE: u64 = 37;
+const CHUNK: u64 = 5;
+const VOCAB: i32 = 61;
+
+/// A model with everything: grouped heads, biases, norms of heads, a tied head, stretched positions.
+fn model() -> ModelConfig {
+    ModelConfig {
+        model_type: ModelType::Qwen3,
+        hidden: 24,
+        layers: 2,
+        heads: 4,
+        kv_heads: 2,
+        head_dim: 8,
+        ffn: 40,
+        vocab: VOCAB as u64,
+        tied: true,
+        norm_eps: 1e-5,
+        rope_theta: 1e4,
+        rope_scaling: RopeScaling::Linear { factor: 2.0 },
+        qkv_bias: true,
+        qk_norm: true,
+        max_positions: 64,
+        bos: None,
+        eos: vec![],
+        init_std: 0.3,
+    }
+}
+
+fn programs(precision: DType, kernels: Kernels) -> ProgramSet {
+    build(&Build {
+        config: &model(),
+        precision,
+        kernels,
+        sequence: SEQUENCE,
+        micro_batch: BATCH,
+        source: Source::Random { seed: 4 },
+        method: Method::Full,
+        base: Base::Plain,
+        training: Some(Training {
+            // An epsilon above the rounding of gradients: else a step magnifies it where they are nearly 0.
+            optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-3, decay: 0.1, state: AdamState::Full },
+            recompute: vec![RecomputeLevel::Nothing, RecomputeLevel::Block],
+        }),
+        evaluate: true,
+        generation: Some(Generation { capacity: 16, chunk: CHUNK }),
+        files: true,
+    })
+}
+
+/// A placement in which everything has bytes of its own, but for the scratch of ops, which begins where all else ends.
+fn side_by_side(set: &ProgramSet) -> Placement {
+    let mut placement = Placement { offsets: vec![Vec::new(); set.tensors.len()], ..Placement::default() };
+    let is_scratch = |index: &usize| set.tensors[*index].category == Category::Workspace;
+    let (scratch, rest): (Vec<usize>, Vec<usize>) = (0..set.tensors.len()).partition(is_scratch);
+    for index in rest {
+        let tensor = &set.tensors[index];
+        let end = match tensor.space {
+            Space::Device => Some(&mut placement.arena_bytes),
+            Space::Host => Some(&mut placement.host_bytes),
+            Space::File => None,
+        };
+        let bytes = tensor.bytes().next_multiple_of(256);
+        let first = end.map(|end| std::mem::replace(end, *end + bytes * u64::from(tensor.slots)));
+        placement.offsets[index] = (0..tensor.slots).map(|slot| Some(first? + u64::from(slot) * bytes)).collect();
+    }
+    let first = placement.arena_bytes;
+    for index in scratch {
+        let tensor = &set.tensors[index];
+        placement.offsets[index] = vec![Some(first); tensor.slots as usize];
+        placement.arena_bytes = placement.arena_bytes.max(first + tensor.bytes());
+    }
+    placement
+}
+
+/// The stand-in's libraries, built once.
+fn stand_in() -> &'static Path {
+    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
+    FOLDER.get_or_init(|| {
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("stand-in");
+        let build = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda_stand_in/build");
+        assert!(Command::new(build).arg(&folder).status().unwrap().success());
+        folder
+    })
+}
+
+fn open_stand_in(
+    set: ProgramSet,
+    placement: Placement,
+    precision: DType,
+    algorithms: Option<&Algorithms>,
+) -> Result<Opened, DeviceError> {
+    let folder = stand_in();
+    let driver = Arc::new(Driver::load(&folder.join("libcuda.so.1"))?);
+    let products = Arc::new(products::Library::load(&folder.join("libcublasLt.so.13"))?);
+    let compiler = Compiler::open(&folder.join("libnvrtc.so.13"), "13", Some(folder))?;
+    let opening = Opening {
+        driver: &driver,
+        products: &products,
+        compiler: &compiler,
+        ordinal: 0,
+        precision,
+        threads: 1,
+        algorithms,
+        free_before: None,
+    };
+    open(&opening, set, placement)
+}
+
+/// Files in memory.
+#[derive(Default)]
+struct Files(BTreeMap<String, Vec<u8>>);
+
+impl FileSpace for Files {
+    fn read(&mut self, tensor: &str, offset: u64, into: &mut [u8]) -> io::Result<()> {
+        let file = self.0.get(tensor).ok_or_else(|| io::Error::other("no such file"))?;
+        into.copy_from_slice(&file[offset as usize..offset as usize + into.len()]);
+        Ok(())
+    }
+
+    fn write(&mut self, tensor: &str, offset: u64, from: &[u8]) -> io::Result<()> {
+        let file = self.0.entry(tensor.to_owned()).or_default();
+        file.resize(file.len().max(offset as usize + from.len()), 0);
+        file[offset as usize..offset as usize + from.len()].copy_from_slice(from);
+        Ok(())
+    }
+}
+
+/// A device, the Programs that it runs, and its files.
+struct Run {
+    device: Box<dyn Device>,
+    set: ProgramSet,
+    files: Files,
+}
+
+fn numbers(dtype: DType, bytes: &[u8]) -> Vec<f64> {
+    match dtype {
+        DType::F64 => bytes.chunks_exact(8).map(|b| f64::from_le_bytes(b.try_into().unwrap())).collect(),
+        DType::F32 => bytes.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap()).into()).collect(),
+        DType::I32 => bytes.chunks_exact(4).map(|b| i32::from_le_bytes(b.try_into().unwrap()).into()).collect(),
+        DType::Bf16 => {
+            bytes.chunks_exact(2).map(|b| half::bf16::from_le_bytes(b.try_into().unwrap()).to_f64()).collect()
+        }
+        other => panic!("no {other} here"),
+    }
+}
+
+fn bytes_of(dtype: DType, values: &[f64]) -> Vec<u8> {
+    match dtype {
+        DType::F64 => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
+        DType::F32 => values.iter().flat_map(|x| (*x as f32).to_le_bytes()).collect(),
+        DType::I32 => values.iter().flat_map(|x| (*x as i32).to_le_bytes()).collect(),
+        other => panic!("no {other} here"),
+    }
+}
+
+impl Run {
+    fn on_cpu() -> Run {
+        let set = programs(DType::F64, Kernels::Cpu { threads: 1 });
+        let device = executor::open(set.clone(), side_by_side(&set), DType::F64, 1).unwrap();
+        Run { device, set, files: Files::default() }
+    }
+
+    fn on_stand_in(precision: DType) -> Run {
+        Run::with(precision, None).0
+    }
+
+    fn with(precision: DType, algorithms: Option<&Algorithms>) -> (Run, Opened2) {
+        let set = programs(precision, Kernels::Cuda);
+        let opened = open_stand_in(set.clone(), side_by_side(&set), precision, algorithms).unwrap();
+        let Opened { device, algorithms, chosen_anew, charges, gpu } = opened;
+        assert!(gpu.name.contains("stand-in"), "{gpu:?}");
+        assert!(charges.libraries > Bytes::ZERO && charges.rounding < Bytes(2 << 20), "{charges:?}");
+        (Run { device, set, files: Files::default() }, (algorithms, chosen_anew))
+    }
+
+    fn put(&mut self, name: &str, values: &[f64]) {
+        let tensor = self.set.find(name).unwrap();
+        self.device.write(tensor, 0, &bytes_of(self.set.tensor(tensor).dtype, values));
+    }
+
+    fn get(&mut self, tensor: TensorId, slot: u32) -> Vec<f64> {
+        let mut bytes = vec![0; self.set.tensor(tensor).bytes() as usize];
+        self.device.read(tensor, slot, &mut bytes);
+        numbers(self.set.tensor(tensor).dtype, &bytes)
+    }
+
+    fn all_of(&mut self, category: Category) -> BTreeMap<String, Vec<f64>> {
+        let mut found = BTreeMap::new();
+        for id in (0..self.set.tensors.len() as u32).map(TensorId) {
+            let tensor = self.set.tensor(id).clone();
+            if tensor.category == category && tensor.space == Space::Device {
+                for slot in 0..tensor.slots {
+                    found.insert(format!("{}.{slot}", tensor.name), self.get(id, slot));
+                }
+            }
+        }
+        found
+    }
+
+    fn run(&mut self, program: &str) {
+        self.try_run(program, &mut Unobserved).unwrap_or_else(|error| panic!("{program}: {error}"));
+    }
+
+    fn try_run(&mut self, program: &str, observer: &mut dyn Observer) -> Result<(), DeviceError> {
+        self.device.run_observed(Call::of(program), &mut self.files, observer)
+    }
+
+    fn scalars(&mut self, some: &[(Scalar, f64)]) {
+        let mut all = [0.0; SCALAR_COUNT as usize];
+        for (which, value) in some {
+            all[*which as usize] = *value;
+        }
+        self.put("scalars", &all);
+    }
+
+    fn batch(&mut self, prefix: &str, seed: usize) {
+        let rows = (BATCH * SEQUENCE) as usize;
+        let draw = |i: usize, of: i32| ((i * 7919 + seed * 104_729 + i * i) % of as usize) as f64;
+        let at = |i: usize| i % SEQUENCE as usize;
+        let start = |i: usize| if at(i) < 11 { 0.0 } else { 11.0 };
+        let all = |f: &dyn Fn(usize) -> f64| (0..rows).map(f).collect::<Vec<_>>();
+        self.put(&format!("{prefix}tokens"), &all(&|i| draw(i, VOCAB)));
+        self.put(&format!("{prefix}labels"), &all(&|i| if i == 3 { -100.0 } else { draw(i + 1, VOCAB) }));
+        self.put(&format!("{prefix}positions"), &all(&|i| at(i) as f64 - start(i)));
+        self.put(&format!("{prefix}document_start"), &all(&start));
+        self.put(&format!("{prefix}token_weights"), &vec![1.0; rows]);
+    }
+
+    /// The same weights as another device has, by way of its files.
+    fn restore_from(&mut self, other: &Run) {
+        for (name, bytes) in &other.files.0 {
+            let dtype = |set: &ProgramSet| set.tensor(set.find(name).unwrap()).dtype;
+            let bytes = bytes_of(dtype(&self.set), &numbers(dtype(&other.set), bytes));
+            self.files.0.insert(name.clone(), bytes);
+        }
+        self.run("restore");
+    }
+
+    /// Steps of training, each of two micro-batches; the losses.
+    fn train(&mut self, steps: usize) -> Vec<f64> {
+        let mut losses = Vec::new();
+        for step in 0..steps {
+            self.gradients(step);
+            self.run("update");
+            losses.push(self.metric(Metric::LossSum) / 148.0);
+        }
+        losses
+    }
+
+    fn gradients(&mut self, step: usize) {
+        let power = |beta: f64| 1.0 - beta.powi(step as i32 + 1);
+        self.scalars(&[
+            (Scalar::LearningRate, 0.01),
+            (Scalar::BiasCorrection1, power(0.9)),
+            (Scalar::BiasCorrection2, power(0.95)),
+            (Scalar::ClipNorm, 0.5),
+            (Scalar::ClipFactor, 1.0),
+            (Scalar::InverseTokens, 1.0 / 148.0),
+        ]);
+        self.run("begin");
+        for micro_batch in 0..2 {
+            self.batch("train.", 2 * step + micro_batch);
+            self.run("forward");
+            self.run("backward");
+        }
+        self.run("norm");
+    }
+
+    fn metric(&mut self, which: Metric) -> f64 {
+        let metrics = self.set.find("metrics").unwrap();
+        self.get(metrics, 0)[which as usize]
+    }
+
+    fn evaluate(&mut self) -> (f64, Vec<f64>) {
+        self.put("metrics", &[0.0; METRIC_COUNT as usize]);
+        self.batch("evaluate.", 77);
+        self.run("evaluate");
+        let correct = self.set.find("evaluate.correct").unwrap();
+        (self.metric(Metric::LossSum), self.get(correct, 0))
+    }
+
+    /// Logits after a prompt and after one more token.
+    fn generate(&mut self) -> Vec<f64> {
+        let mut logits = Vec::new();
+        for (program, first, rows) in [("prefill", 0, CHUNK), ("decode", CHUNK, 1)] {
+            self.scalars(&[(Scalar::CacheLength, first as f64), (Scalar::LastRow, (rows - 1) as f64)]);
+            let positions: Vec<f64> = (first..first + rows).map(|at| at as f64).collect();
+            self.put(&format!("{program}.positions"), &positions);
+            self.put(&format!("{program}.tokens"), &positions.iter().map(|at| 7.0 * at).collect::<Vec<_>>());
+            self.run(program);
+            let of = self.set.find(&format!("{program}.logits")).unwrap();
+            logits.extend(self.get(of, 0));
+        }
+        logits
+    }
+}
+
+type Opened2 = (Algorithms, bool);
+
+#[track_caller]
+fn close(got: &[f64], want: &[f64], tolerance: f64, what: &str) {
+    let size = (want.iter().map(|x| x * x).sum::<f64>() / want.len() as f64).sqrt();
+    assert_eq!(got.len(), want.len(), "{what}");
+    for (i, (got, want)) in got.iter().zip(want).enumerate() {
+        assert!((got - want).abs() <= tolerance * size, "{what}[{i}]: {got} for {want}, of {size}");
+    }
+}
+
+#[test]
+#[ignore = "needs g++: cargo xtask cuda-check"]
+fn training_evaluating_and_generating_in_f32_are_those_of_the_cpu_in_f64() {
+    let (mut gpu, mut cpu) = (Run::on_stand_in(DType::F32), Run::on_cpu());
+    gpu.run("load");
+    gpu.run("fresh");
+    gpu.run("checkpoint");
+    cpu.restore_from(&gpu);
+    close(&gpu.train(3), &cpu.train(3), 1e-5, "losses");
+    let (got, want) = (gpu.all_of(Category::Weight), cpu.all_of(Category::Weight));
+    for (name, want) in &want {
+        close(&got[name], want, 2e-4, name);
+    }
+    let ((loss, correct), (want, hits)) = (gpu.evaluate(), cpu.evaluate());
+    close(&[loss], &[want], 1e-5, "loss");
+    assert_eq!(correct, hits);
+    close(&gpu.generate(), &cpu.generate(), 5e-4, "logits");
+    let stats = gpu.device.stats();
+    assert_eq!(stats.arena_measured_bytes, stats.arena_bytes, "everything was used, and nothing beside it");
+    assert!(!gpu.device.memory().strayed(Space::Device));
+}
+
+#[test]
+#[ignore = "needs g++: cargo xtask cuda-check"]
+fn training_in_bf16_follows_the_cpu_in_f64() {
+    let (mut gpu, mut cpu) = (Run::on_stand_in(DType::Bf16), Run::on_cpu());
+    gpu.run("load");
+    gpu.run("fresh");
+    gpu.run("checkpoint");
+    cpu.restore_from(&gpu);
+    close(&gpu.train(3), &cpu.train(3), 2e-2, "losses");
+    let ((loss, _), (want, _)) = (gpu.evaluate(), cpu.evaluate());
+    close(&[loss], &[want], 2e-2, "loss");
+}
+
+/// Looks at every op, and does nothing.
+struct Looks;
+
+impl Observer for Looks {}
+
+/// Refuses one op of one Program once.
+struct Refuses {
+    tick: u32,
+    singly: bool,
+}
+
+impl Observer for Refuses {
+    fn before(&mut self, tick: u32, op: &Op, _: &mut dyn Memory) -> Result<(), DeviceError> {
+        let refused = DeviceError::Refused { program: "update".into(), tick, op: op.name() };
+        if tick == self.tick { Err(refused) } else { Ok(()) }
+    }
+
+    fn one_at_a_time(&self) -> bool {
+        self.singly
+    }
+}
+
+#[test]
+#[ignore = "needs g++: cargo xtask cuda-check"]
+fn who_looks_changes_no_bit_and_algorithms_that_were_kept_are_taken_again() {
+    let (mut first, (algorithms, chosen_anew)) = Run::with(DType::F32, None);
+    assert!(chosen_anew && !algorithms.chosen.is_empty());
+    let (mut second, (again, chosen_anew)) = Run::with(DType::F32, Some(&algorithms));
+    assert!(!chosen_anew, "all were known");
+    assert_eq!(again, algorithms);
+    for run in [&mut first, &mut second] {
+        run.run("load");
+        run.run("fresh");
+    }
+    first.train(2);
+    for step in 0..2 {
+        second.gradients(step);
+        second.try_run("update", &mut Looks).unwrap();
+    }
+    assert_eq!(first.all_of(Category::Weight), second.all_of(Category::Weight));
+    assert_eq!(first.all_of(Category::Optimizer), second.all_of(Category::Optimizer));
+    // Of another library nothing is taken over.
+    let other = Algorithms { library: 1, ..algorithms };
+    assert!(Run::with(DType::F32, Some(&other)).1.1);
+}
+
+#[test]
+#[ignore = "needs g++: cargo xtask cuda-check"]
+fn an_update_that_is_refused_at_any_op_goes_on_where_it_stopped() {
+    let mut plain = Run::on_stand_in(DType::F32);
+    plain.run("load");
+    plain.run("fresh");
+    plain.run("checkpoint");
+    plain.gradients(0);
+    plain.run("update");
+    let want = plain.all_of(Category::Weight);
+    let mut rehearsed = Run::on_stand_in(DType::F32);
+    rehearsed.restore_from(&plain);
+    let ticks = rehearsed.set.program("update").unwrap().length() as u32;
+    for tick in 1..=ticks {
+        for singly in [false, true] {
+            rehearsed.run("restore");
+            rehearsed.gradients(0);
+            let refused = rehearsed.try_run("update", &mut Refuses { tick, singly });
+            assert!(refused.unwrap_err().is_refusal());
+            let rest = Call { from: tick, ..Call::of("update") };
+            rehearsed.device.run_observed(rest, &mut NoFiles, &mut Unobserved).unwrap();
+            assert_eq!(rehearsed.all_of(Category::Weight), want, "op {tick}");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs g++: cargo xtask cuda-check"]
+fn an_arena_larger_than_the_gpu_does_not_fit_and_leaves_nothing_behind() {
+    let set = programs(DType::F32, Kernels::Cuda);
+    let placement = Placement { arena_bytes: 1 << 40, ..side_by_side(&set) };
+    let Err(error) = open_stand_in(set, placement, DType::F32, None) else { panic!("a TiB fits") };
+    assert!(error.is_refusal());
+    assert!(matches!(error, DeviceError::Cuda(CudaError::Refused { asked: Bytes(asked), .. }) if asked == 1 << 40));
+    assert_eq!(Failure::from(error).exit, Exit::DoesNotFit);
+    // What was taken on the way is free again.
+    Run::on_stand_in(DType::F32).run("load");
+}
+
+#[test]
+#[ignore = "needs g++: cargo xtask cuda-check"]
+fn a_file_that_fails_is_named_and_the_device_goes_on() {
+    let mut run = Run::on_stand_in(DType::F32);
+    run.run("load");
+    run.run("fresh");
+    let failed = run.device.run_observed(Call::of("checkpoint"), &mut NoFiles, &mut Unobserved);
+    assert!(matches!(failed, Err(DeviceError::File { .. })), "{failed:?}");
+    run.run("checkpoint");
+    let weights = run.all_of(Category::Weight);
+    run.gradients(0);
+    run.run("update");
+    assert_ne!(run.all_of(Category::Weight), weights);
+    run.run("restore");
+    assert_eq!(run.all_of(Category::Weight), weights);
+}
