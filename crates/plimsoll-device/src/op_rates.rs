@@ -6,7 +6,7 @@ use crate::device::{Call, DeviceError, Memory, NoFiles, Observer};
 use crate::trial::{Open, Trial, add, repeated, side_by_side};
 use plimsoll_core::{Category, DType, OpRates, RecomputeLevel};
 use plimsoll_program::builder::Builder;
-use plimsoll_program::models::decoder::{Build, Optimizer, Source, Training, build};
+use plimsoll_program::models::decoder::{AdamState, Base, Build, Method, Optimizer, Source, Training, build};
 use plimsoll_program::models::{ModelConfig, ModelType, RopeScaling};
 use plimsoll_program::workspace::Kernels;
 use plimsoll_program::{Op, OpKind, Operand, ProgramSet, TensorId};
@@ -134,6 +134,9 @@ pub(crate) fn products(
             k,
             a_transposed: false,
             b_transposed: true,
+            a_stride: k,
+            out_stride: n,
+            scale: 1.0,
             accumulate: false,
         };
         add(&mut builder.set, repeated(&name_of([m, n, k]), vec![op.into()], repeat));
