@@ -4,12 +4,14 @@
 //!
 //! With one thread the time is that of the CPU, which other work on the machine disturbs less.
 //!
-//! cargo run --release -p plimsoll-device --example kernels [THREADS] [HOW NAMES BEGIN]
+//! cargo run --release -p plimsoll-device --example kernels [THREADS] [f32 or bf16] [HOW NAMES BEGIN]
+
+use half::bf16;
 
 use plimsoll_device::cpu::kernels::*;
 use plimsoll_device::cpu::pool::Pool;
 use plimsoll_program::op::RopeScaling;
-use plimsoll_program::workspace;
+use plimsoll_program::workspace::{self, Kernels};
 use std::time::{Duration, Instant};
 
 const BATCH: usize = 8;
@@ -77,22 +79,35 @@ impl Bench {
 }
 
 /// Numbers between -1 and 1, made in no time.
-fn numbers(n: usize) -> Vec<f32> {
-    (0..n).map(|i| (i as u32).wrapping_mul(2_654_435_769) as i32 as f32 / 2f32.powi(31)).collect()
+fn numbers<T: Real>(n: usize) -> Vec<T> {
+    (0..n).map(|i| T::of(f64::from((i as u32).wrapping_mul(2_654_435_769) as i32) / 2f64.powi(31))).collect()
+}
+
+fn zeros<T: Real>(n: usize) -> Vec<T> {
+    vec![T::ZERO; n]
 }
 
 fn main() {
-    let threads = std::env::args().nth(1).and_then(|text| text.parse().ok()).unwrap_or(2);
-    let only = std::env::args().nth(2);
+    let argument = |at: usize| std::env::args().nth(at);
+    let threads = argument(1).and_then(|text| text.parse().ok()).unwrap_or(2);
     println!("{threads} threads, {:?} vectors", level());
-    let mut bench = Bench { pool: Pool::new(threads).unwrap(), only, products: 0.0, others: 0.0 };
-    products(&mut bench, threads as u64);
-    decode(&mut bench, threads as u64);
-    others(&mut bench, threads as u64);
+    let mut bench = Bench { pool: Pool::new(threads).unwrap(), only: argument(3), products: 0.0, others: 0.0 };
+    match argument(2).as_deref() {
+        None | Some("f32") => all::<f32>(&mut bench, threads as u64),
+        Some("bf16") => all::<bf16>(&mut bench, threads as u64),
+        Some(other) => panic!("{other}: f32 or bf16"),
+    }
     println!("products {:.0} ms, others {:.0} ms a step", bench.products, bench.others);
 }
 
-fn products(bench: &mut Bench, lanes: u64) {
+fn all<T: Real<Wide = f32>>(bench: &mut Bench, lanes: u64) {
+    products::<T>(bench, lanes);
+    decode::<T>(bench, lanes);
+    others::<T>(bench, lanes);
+    update::<T>(bench);
+}
+
+fn products<T: Real<Wide = f32>>(bench: &mut Bench, lanes: u64) {
     let forward = |name, n, k| (name, ROWS, n, k, false, true);
     let weights = |name, m, n| (name, m, n, ROWS, true, false);
     let inputs = |name, n, k| (name, ROWS, n, k, false, false);
@@ -113,26 +128,32 @@ fn products(bench: &mut Bench, lanes: u64) {
         ("head", 1, inputs("inputs", HIDDEN, VOCAB)),
         ("head", 1, weights("weights", VOCAB, HIDDEN)),
     ] {
-        let (a, b) = (numbers(m * k), numbers(k * n));
-        let mut out = vec![0.0; m * n];
-        let mut scratch = vec![0.0; workspace::cpu::product(lanes, m as u64, n as u64, k as u64) as usize];
+        let (a, b) = (numbers::<T>(m * k), numbers::<T>(k * n));
+        let (mut out, mut gradient) = (zeros::<T>(m * n), zeros::<f32>(m * n));
+        let size = Kernels::Cpu { threads: lanes }.product(T::DTYPE, m as u64, n as u64, k as u64);
+        let mut scratch = vec![0.0; size as usize];
         let of = format!("product {name} {of} {m}x{n}x{k}");
         bench.time(&of, per_step, Work::Flops(2 * m * n * k), |pool| {
             // Gradients of weights are added up over micro-batches.
             let accumulate = a_transposed;
             let p =
                 Product { m, n, k, a: &a, a_transposed, b: &b, b_transposed, bias: None, residual: None, accumulate };
-            product(pool, p, &mut out, &mut scratch);
+            if accumulate {
+                product(pool, p, &mut gradient, &mut scratch);
+            } else {
+                product(pool, p, &mut out, &mut scratch);
+            }
         });
     }
 }
 
-fn decode(bench: &mut Bench, lanes: u64) {
+fn decode<T: Real<Wide = f32>>(bench: &mut Bench, lanes: u64) {
     for (m, n, k) in [(1, VOCAB, HIDDEN), (1, 4096, 4096), (4, 4096, 4096), (16, 4096, 4096), (64, 2 * FFN, HIDDEN)] {
-        let (a, b) = (numbers(m * k), numbers(k * n));
-        let mut out = vec![0.0; m * n];
-        let mut scratch = vec![0.0; workspace::cpu::product(lanes, m as u64, n as u64, k as u64) as usize];
-        bench.time(&format!("decode {m}x{n}x{k}"), 0, Work::Bytes(4 * n * k), |pool| {
+        let (a, b) = (numbers::<T>(m * k), numbers::<T>(k * n));
+        let mut out = zeros::<T>(m * n);
+        let size = Kernels::Cpu { threads: lanes }.product(T::DTYPE, m as u64, n as u64, k as u64);
+        let mut scratch = vec![0.0; size as usize];
+        bench.time(&format!("decode {m}x{n}x{k}"), 0, Work::Bytes(size_of::<T>() * n * k), |pool| {
             let p = Product {
                 m,
                 n,
@@ -150,20 +171,24 @@ fn decode(bench: &mut Bench, lanes: u64) {
     }
 }
 
-fn others(bench: &mut Bench, lanes: u64) {
+fn others<T: Real<Wide = f32>>(bench: &mut Bench, lanes: u64) {
     let tokens: Vec<i32> = (0..ROWS).map(|i| (i * 37 % VOCAB) as i32).collect();
     let positions: Vec<i32> = (0..ROWS).map(|i| (i % SEQUENCE) as i32).collect();
     let starts = vec![0; ROWS];
     let ones = vec![1.0; ROWS];
-    let weight = numbers(HIDDEN);
+    let weight = numbers::<T>(HIDDEN);
+    let kernels = Kernels::Cpu { threads: lanes };
+    let size = size_of::<T>();
 
-    let (x, dout) = (numbers(ROWS * HIDDEN), numbers(ROWS * HIDDEN));
-    let (mut out, mut rstd) = (vec![0.0; ROWS * HIDDEN], vec![0.0; ROWS]);
-    let row_bytes = ROWS * HIDDEN * 4;
-    let mut table = numbers(VOCAB * HIDDEN);
+    let (x, dout) = (numbers::<T>(ROWS * HIDDEN), numbers::<T>(ROWS * HIDDEN));
+    let (mut out, mut rstd) = (zeros::<T>(ROWS * HIDDEN), vec![0.0; ROWS]);
+    let row_bytes = ROWS * HIDDEN * size;
+    let table = numbers::<T>(VOCAB * HIDDEN);
     bench.time("embed", 1, Work::Bytes(2 * row_bytes), |pool| embed(pool, &tokens, &table, HIDDEN, &mut out));
-    bench
-        .time("embed_grad", 1, Work::Bytes(3 * row_bytes), |pool| embed_grad(pool, &tokens, &dout, HIDDEN, &mut table));
+    let mut dtable = zeros::<f32>(VOCAB * HIDDEN);
+    bench.time("embed_grad", 1, Work::Bytes(row_bytes + 8 * ROWS * HIDDEN), |pool| {
+        embed_grad(pool, &tokens, &dout, HIDDEN, &mut dtable)
+    });
     bench.time("rms_norm", 2 * LAYERS + 1, Work::Bytes(2 * row_bytes), |pool| {
         rms_norm(pool, &x, &weight, 1e-5, &mut out, &mut rstd)
     });
@@ -174,9 +199,9 @@ fn others(bench: &mut Bench, lanes: u64) {
     });
     bench.time("add", 0, Work::Bytes(3 * row_bytes), |pool| add(pool, &x, &mut out));
 
-    let mut qkv = numbers(ROWS * QKV);
-    let mut dqkv = vec![0.0; ROWS * QKV];
-    let (wq, wk) = (numbers(64), numbers(64));
+    let mut qkv = numbers::<T>(ROWS * QKV);
+    let mut dqkv = zeros::<T>(ROWS * QKV);
+    let (wq, wk) = (numbers::<T>(64), numbers::<T>(64));
     let mut heads = vec![0.0; ROWS * 12];
     bench.time("head_norm", 0, Work::Bytes(6 * row_bytes), |pool| {
         head_norm(pool, SHAPE, &qkv, &wq, &wk, 1e-5, &mut dqkv, &mut heads)
@@ -192,7 +217,7 @@ fn others(bench: &mut Bench, lanes: u64) {
         rope(pool, SHAPE, &table, &positions, false, &mut qkv)
     });
     let mut stats = vec![0.0; ROWS * 6];
-    let mut scratch = vec![0.0; workspace::cpu::attention_grad(lanes, SEQUENCE as u64, 64) as usize];
+    let mut scratch = vec![0.0; kernels.attention_grad(T::DTYPE, 1, SEQUENCE as u64, SHAPE) as usize];
     let scores = BATCH * 6 * SEQUENCE * (SEQUENCE + 1) / 2;
     bench.time("attention", LAYERS, Work::Flops(4 * 64 * scores), |pool| {
         attention(pool, SHAPE, SEQUENCE, &qkv, &starts, &mut out, &mut stats, &mut scratch)
@@ -202,45 +227,47 @@ fn others(bench: &mut Bench, lanes: u64) {
     });
     {
         let (long, shape) = (2048, Heads { heads: 8, kv_heads: 2, head_dim: 128 });
-        let qkv = numbers(long * 12 * 128);
-        let (mut out, mut stats) = (vec![0.0; long * 1024], vec![0.0; long * 8]);
-        let mut dqkv = vec![0.0; qkv.len()];
-        let mut scratch = vec![0.0; workspace::cpu::attention_grad(lanes, long as u64, 128) as usize];
+        let qkv = numbers::<T>(long * 12 * 128);
+        let (mut out, mut stats) = (zeros::<T>(long * 1024), vec![0.0; long * 8]);
+        let mut dqkv = zeros::<T>(qkv.len());
+        let mut scratch = vec![0.0; kernels.attention_grad(T::DTYPE, 1, long as u64, shape) as usize];
         let starts = vec![0; long];
         let scores = 8 * long * (long + 1) / 2;
         bench.time("long attention 2048 of 128, 8 on 2", 0, Work::Flops(4 * 128 * scores), |pool| {
             attention(pool, shape, long, &qkv, &starts, &mut out, &mut stats, &mut scratch)
         });
-        let dout = numbers(out.len());
+        let dout = numbers::<T>(out.len());
         bench.time("long attention_grad", 0, Work::Flops(10 * 128 * scores), |pool| {
             attention_grad(pool, shape, long, &qkv, &out, &dout, &stats, &starts, &mut dqkv, &mut scratch)
         });
-        let (keys, values) = (numbers(long * 256), numbers(long * 256));
-        bench.time("long cached_attention 1 on 2047", 0, Work::Bytes(2 * 4 * long * 256), |pool| {
+        let (keys, values) = (numbers::<T>(long * 256), numbers::<T>(long * 256));
+        bench.time("long cached_attention 1 on 2047", 0, Work::Bytes(2 * size * long * 256), |pool| {
             cached_attention(pool, shape, &qkv[..1536], &keys, &values, 2047, &mut out[..1024], &mut scratch)
         });
     }
 
-    let (gate_up, dffn) = (numbers(ROWS * 2 * FFN), numbers(ROWS * FFN));
-    let mut gated = vec![0.0; ROWS * FFN];
-    bench.time("swiglu", LAYERS, Work::Bytes(3 * 4 * ROWS * FFN), |pool| swiglu(pool, FFN, &gate_up, &mut gated));
+    let (gate_up, dffn) = (numbers::<T>(ROWS * 2 * FFN), numbers::<T>(ROWS * FFN));
+    let mut gated = zeros::<T>(ROWS * FFN);
+    bench.time("swiglu", LAYERS, Work::Bytes(3 * size * ROWS * FFN), |pool| swiglu(pool, FFN, &gate_up, &mut gated));
     let mut dgate_up = gate_up.clone();
-    bench.time("swiglu_grad", LAYERS, Work::Bytes(5 * 4 * ROWS * FFN), |pool| {
+    bench.time("swiglu_grad", LAYERS, Work::Bytes(5 * size * ROWS * FFN), |pool| {
         swiglu_grad(pool, FFN, &gate_up, &dffn, &mut dgate_up)
     });
 
-    let kept = numbers(ROWS * VOCAB);
+    let kept = numbers::<T>(ROWS * VOCAB);
     let mut logits = kept.clone();
     let mut scratch = vec![0.0; ROWS];
-    bench.time("cross_entropy", 0, Work::Bytes(4 * ROWS * VOCAB), |pool| {
+    bench.time("cross_entropy", 0, Work::Bytes(size * ROWS * VOCAB), |pool| {
         cross_entropy(pool, VOCAB, &logits, &tokens, &ones, None, &mut scratch);
     });
-    bench.time("cross_entropy_grad", 1, Work::Bytes(8 * ROWS * VOCAB), |pool| {
+    bench.time("cross_entropy_grad", 1, Work::Bytes(2 * size * ROWS * VOCAB), |pool| {
         cross_entropy_grad(pool, VOCAB, &mut logits, &tokens, &ones, 1.0, None, &mut scratch);
     });
+}
 
-    let mut weight = numbers(PARAMETERS);
-    let gradient = numbers(PARAMETERS);
+fn update<T: Real<Wide = f32>>(bench: &mut Bench) {
+    let mut weight = numbers::<f32>(PARAMETERS);
+    let gradient = numbers::<f32>(PARAMETERS);
     let (mut first, mut second) = (vec![0.0; PARAMETERS], vec![0.0; PARAMETERS]);
     bench.time("squared_norm", 1, Work::Bytes(4 * PARAMETERS), |pool| {
         std::hint::black_box(squared_norm(pool, &gradient));
@@ -248,6 +275,11 @@ fn others(bench: &mut Bench, lanes: u64) {
     let step = AdamW { rate: 1e-4, betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, bias_corrections: [0.5, 0.5], clip: 0.9 };
     bench.time("adamw", 1, Work::Bytes(28 * PARAMETERS), |pool| {
         adamw(pool, step, &mut weight, &gradient, &mut first, &mut second)
+    });
+    let mut narrow = zeros::<T>(PARAMETERS);
+    let masters = usize::from(!T::IS_WIDE);
+    bench.time("round (masters)", masters, Work::Bytes((4 + size_of::<T>()) * PARAMETERS), |pool| {
+        round(pool, &weight, &mut narrow)
     });
     bench.time("fill (gradients)", 1, Work::Bytes(4 * PARAMETERS), |pool| fill(pool, 0.0, &mut first));
     bench.time("copy", 0, Work::Bytes(8 * PARAMETERS), |pool| copy(pool, &gradient, &mut first));

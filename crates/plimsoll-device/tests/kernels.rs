@@ -662,6 +662,133 @@ fn cached_attention_continues_what_attention_began() {
     check::<bf16>();
 }
 
+// In bf16: the kernel in f64 on the same numbers is the reference, and each result is rounded once
+
+#[test]
+fn gradients_of_attention_in_bf16_are_rounded_once() {
+    let mut draw = Draw(20);
+    for shape in SHAPES {
+        for (batch, sequence, longest) in SEQUENCES {
+            let starts = documents(&mut draw, batch, sequence, longest);
+            let qkv: Vec<bf16> = draw.many(batch * sequence * shape.columns() as usize);
+            let dout: Vec<bf16> = draw.many(batch * sequence * shape.query_columns() as usize);
+            let (out, stats) = run_attention(2, shape, sequence, &qkv, &starts);
+            let got = attention_grad_of(2, shape, sequence, &qkv, &out, &dout, &stats, &starts);
+            let [wide_qkv, wide_out, wide_dout] = [&qkv, &out, &dout].map(|x| wide(x));
+            let want = attention_grad_of(1, shape, sequence, &wide_qkv, &wide_out, &wide_dout, &wide(&stats), &starts);
+            close(&got, &want, 2e-5, &format!("{shape:?} {sequence}"));
+        }
+    }
+}
+
+#[test]
+fn gradients_of_norms_in_bf16_are_rounded_once() {
+    let mut draw = Draw(21);
+    for (rows, dim) in [(1, 1), (70, 37), (40, 384)] {
+        let (x, dout): (Vec<bf16>, Vec<bf16>) = (draw.many(rows * dim), draw.many(rows * dim));
+        let (weight, before): (Vec<bf16>, Vec<bf16>) = (draw.many(dim), draw.many(rows * dim));
+        let (mut out, mut rstd) = (vec![bf16::ZERO; rows * dim], vec![0.0f32; rows]);
+        rms_norm(&pool(2), &x, &weight, 1e-3, &mut out, &mut rstd);
+        for accumulate in [false, true] {
+            let size = workspace::cpu::sum_rows(rows as u64, dim as u64);
+            let (mut dx, mut dweight) = (before.clone(), vec![1.0f32; dim]);
+            let space = &mut scratch(size);
+            rms_norm_grad(&pool(2), &x, &weight, &rstd, &dout, &mut dx, &mut dweight, accumulate, space);
+            let (mut want, mut want_weight) = (wide(&before), vec![1.0; dim]);
+            rms_norm_grad(
+                &pool(1),
+                &wide(&x),
+                &wide(&weight),
+                &wide(&rstd),
+                &wide(&dout),
+                &mut want,
+                &mut want_weight,
+                accumulate,
+                &mut scratch(size),
+            );
+            close(&dx, &want, tolerance::<bf16>(40), "dx");
+            close(&dweight, &want_weight, tolerance::<f32>(rows), "dweight");
+        }
+    }
+    for shape in SHAPES {
+        let (rows, e) = (35, shape.head_dim as usize);
+        let x: Vec<bf16> = draw.many(rows * shape.columns() as usize);
+        let dout: Vec<bf16> = draw.many(x.len());
+        let (wq, wk): (Vec<bf16>, Vec<bf16>) = (draw.many(e), draw.many(e));
+        let (mut out, mut rstd) = (vec![bf16::ZERO; x.len()], vec![0.0f32; rows * shape.rotated() as usize]);
+        head_norm(&pool(2), shape, &x, &wq, &wk, 1e-3, &mut out, &mut rstd);
+        let size = workspace::cpu::sum_rows(rows as u64, 2 * shape.head_dim);
+        let (mut dx, mut dq, mut dk) = (dout.clone(), vec![0.0f32; e], vec![0.0f32; e]);
+        head_norm_grad(&pool(2), shape, &x, &wq, &wk, &rstd, &mut dx, &mut dq, &mut dk, &mut scratch(size));
+        let (mut want, mut want_q, mut want_k) = (wide(&dout), vec![0.0; e], vec![0.0; e]);
+        let [x, wq, wk] = [&x, &wq, &wk].map(|x| wide(x));
+        let space = &mut scratch(size);
+        head_norm_grad(&pool(1), shape, &x, &wq, &wk, &wide(&rstd), &mut want, &mut want_q, &mut want_k, space);
+        close(&dx, &want, tolerance::<bf16>(40), "dx");
+        close(&dq, &want_q, tolerance::<f32>(rows * 4), "dq");
+        close(&dk, &want_k, tolerance::<f32>(rows * 4), "dk");
+    }
+}
+
+#[test]
+fn the_feed_forward_part_in_bf16_is_rounded_once() {
+    let mut draw = Draw(22);
+    for (rows, ffn) in [(1, 1), (3, 37), (40, 130)] {
+        let gate_up: Vec<bf16> = draw.many::<f64>(rows * 2 * ffn).iter().map(|x| bf16::from_f64(x * 6.0)).collect();
+        let dout: Vec<bf16> = draw.many(rows * ffn);
+        let (mut out, mut want) = (vec![bf16::NAN; rows * ffn], vec![f64::NAN; rows * ffn]);
+        swiglu(&pool(2), ffn, &gate_up, &mut out);
+        swiglu(&pool(1), ffn, &wide(&gate_up), &mut want);
+        close(&out, &want, 2e-6, "swiglu");
+        let (mut got, mut want) = (vec![bf16::NAN; gate_up.len()], vec![f64::NAN; gate_up.len()]);
+        swiglu_grad(&pool(2), ffn, &gate_up, &dout, &mut got);
+        swiglu_grad(&pool(1), ffn, &wide(&gate_up), &wide(&dout), &mut want);
+        close(&got, &want, 2e-6, "dgate_up");
+        let mut in_place = gate_up.clone();
+        swiglu_grad_in_place(&pool(2), ffn, &mut in_place, &dout);
+        assert_eq!(in_place, got);
+    }
+}
+
+#[test]
+fn the_loss_in_bf16_is_rounded_once() {
+    let mut draw = Draw(23);
+    for (rows, vocab) in [(1, 1), (33, 101), (3, 1000)] {
+        let logits: Vec<bf16> = draw.many::<f64>(rows * vocab).iter().map(|x| bf16::from_f64(x * 4.0)).collect();
+        let labels: Vec<i32> =
+            (0..rows).map(|row| if row % 5 == 2 { IGNORED } else { draw.below(vocab) as i32 }).collect();
+        let weights: Vec<f32> = draw.many(rows);
+        let size = rows as u64;
+        let (mut got, mut want) = (logits.clone(), wide(&logits));
+        let (mut hit, mut want_hit) = (vec![-1; rows], vec![-1; rows]);
+        let space = &mut scratch(size);
+        let loss = cross_entropy_grad(&pool(2), vocab, &mut got, &labels, &weights, 0.25, Some(&mut hit), space);
+        let (wide_weights, space) = (wide(&weights), &mut scratch(size));
+        let want_loss =
+            cross_entropy_grad(&pool(1), vocab, &mut want, &labels, &wide_weights, 0.25, Some(&mut want_hit), space);
+        assert!((loss - want_loss).abs() <= 1e-5 * (1.0 + want_loss.abs()));
+        assert_eq!(loss, cross_entropy(&pool(2), vocab, &logits, &labels, &weights, None, &mut scratch(size)));
+        assert_eq!(hit, want_hit);
+        close(&got, &want, 2e-6, "dlogits");
+    }
+}
+
+#[test]
+fn sums_and_casts_take_either_type() {
+    let mut draw = Draw(24);
+    let (x, y): (Vec<bf16>, Vec<f32>) = (draw.many(70_001), draw.many(70_001));
+    let (mut narrow, mut full) = (x.clone(), y.clone());
+    add(&pool(2), &y, &mut narrow);
+    add(&pool(2), &x, &mut full);
+    for i in 0..x.len() {
+        assert_eq!(full[i], y[i] + x[i].to_f32());
+        assert_eq!(narrow[i], bf16::from_f32(full[i]));
+    }
+    let mut rounded = vec![bf16::NAN; y.len()];
+    round(&pool(2), &y, &mut rounded);
+    assert!(y.iter().zip(&rounded).all(|(y, rounded)| bf16::from_f32(*y) == *rounded));
+}
+
 // Feed-forward
 
 #[test]
@@ -969,6 +1096,20 @@ fn everything(threads: usize) -> Vec<(&'static str, Vec<u32>)> {
     keep("loss", &[loss as f32, (loss - f64::from(loss as f32)) as f32]);
     let norm = squared_norm(pool, &qkv);
     keep("norm", &[norm as f32, (norm - f64::from(norm as f32)) as f32]);
+
+    let widened = |x: &[bf16]| x.iter().map(|x| x.to_f32()).collect::<Vec<f32>>();
+    for bits in [0, 1, 2, 3, 31] {
+        let case = flags(200, 150, 2100, bits);
+        keep("product in bf16", &widened(&run_product::<bf16, bf16>(threads, case, &mut Draw(bits as u64)).0));
+        keep("product of bf16", &run_product::<bf16, f32>(threads, case, &mut Draw(bits as u64)).0);
+    }
+    let qkv: Vec<bf16> = draw.many(qkv.len());
+    let (out, stats) = run_attention(threads, shape, 300, &qkv, &starts);
+    keep("attention in bf16", &widened(&out));
+    keep(
+        "attention_grad in bf16",
+        &widened(&attention_grad_of(threads, shape, 300, &qkv, &out, &out, &stats, &starts)),
+    );
     results
 }
 

@@ -313,9 +313,9 @@ pub struct BenchStepArgs {
     /// Steps before those
     #[arg(long, default_value_t = 4)]
     pub warmup: u32,
-    /// The arithmetic
-    #[arg(long, default_value = "f32", value_parser = ["f32"])]
-    dtype: String,
+    /// The arithmetic: f32 or bf16
+    #[arg(long, default_value = "f32", value_parser = ["f32", "bf16"])]
+    pub dtype: String,
     /// The device
     #[arg(long, default_value = "cpu", value_parser = ["cpu"])]
     device: String,

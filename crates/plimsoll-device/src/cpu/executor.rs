@@ -6,6 +6,7 @@ use crate::arena::Arena;
 use crate::device::{Call, Device, DeviceError, FileSpace, Memory, Observer};
 use crate::spaces::Spaces;
 use bytemuck::bytes_of;
+use half::bf16;
 use plimsoll_core::{DType, Space};
 use plimsoll_program::scalars::{Metric, Scalar};
 use plimsoll_program::{Op, OpKind, Operand, Placement, ProgramSet, TensorId};
@@ -105,7 +106,7 @@ pub(crate) fn runner(precision: DType) -> RunOp {
     match precision {
         DType::F32 => run::<f32>,
         DType::F64 => run::<f64>,
-        DType::Bf16 => run::<half::bf16>,
+        DType::Bf16 => run::<bf16>,
         other => panic!("the CPU does not compute in {other}"),
     }
 }
@@ -560,19 +561,34 @@ fn unsupported(op: &Op) -> DeviceError {
     DeviceError::Unsupported { op: op.name(), device: "the cpu" }
 }
 
-/// Numbers as the bytes that [`Device::write`] takes.
-pub fn real_bytes(precision: DType, values: &[f64]) -> Vec<u8> {
-    let narrow = |v: &f64| *v as f32;
-    match precision {
-        DType::F64 => values.iter().flat_map(|v| bytes_of(v).to_vec()).collect(),
-        _ => values.iter().map(narrow).flat_map(|v| bytes_of(&v).to_vec()).collect(),
+/// Numbers as the bytes that [`Device::write`] takes for a tensor of this type.
+///
+/// # Panics
+/// For a type that the CPU does not compute in.
+pub fn real_bytes(dtype: DType, values: &[f64]) -> Vec<u8> {
+    fn bytes<T: Real>(values: &[f64]) -> Vec<u8> {
+        values.iter().flat_map(|v| bytes_of(&T::of(*v)).to_vec()).collect()
+    }
+    match dtype {
+        DType::F64 => bytes::<f64>(values),
+        DType::F32 => bytes::<f32>(values),
+        DType::Bf16 => bytes::<bf16>(values),
+        other => panic!("the CPU does not compute in {other}"),
     }
 }
 
-/// The numbers in bytes that [`Device::read`] gave.
-pub fn real_values(precision: DType, bytes: &[u8]) -> Vec<f64> {
-    match precision {
-        DType::F64 => bytes.chunks_exact(8).map(|b| f64::from_le_bytes(b.try_into().expect("eight bytes"))).collect(),
-        _ => bytes.chunks_exact(4).map(|b| f64::from(f32::from_le_bytes(b.try_into().expect("four bytes")))).collect(),
+/// The numbers in bytes that [`Device::read`] gave for a tensor of this type.
+///
+/// # Panics
+/// As [`real_bytes`].
+pub fn real_values(dtype: DType, bytes: &[u8]) -> Vec<f64> {
+    fn values<T: Real>(bytes: &[u8]) -> Vec<f64> {
+        bytes.chunks_exact(size_of::<T>()).map(|b| bytemuck::pod_read_unaligned::<T>(b).wide()).collect()
+    }
+    match dtype {
+        DType::F64 => values::<f64>(bytes),
+        DType::F32 => values::<f32>(bytes),
+        DType::Bf16 => values::<bf16>(bytes),
+        other => panic!("the CPU does not compute in {other}"),
     }
 }

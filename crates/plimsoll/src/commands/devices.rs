@@ -4,7 +4,7 @@
 use super::model::line;
 use crate::args::{BenchDevicesArgs, BenchStepArgs, DevicesArgs};
 use crate::say;
-use plimsoll_core::{Exit, Failure};
+use plimsoll_core::{DType, Exit, Failure};
 use plimsoll_device::{bench, calibration, probe};
 use plimsoll_train::run::bench::{StepShape, step};
 use plimsoll_watch::devices;
@@ -58,6 +58,7 @@ pub fn time_step(args: &BenchStepArgs) -> Result<Exit, Failure> {
         threads: args.threads,
         steps: u64::from(args.steps),
         warmup: u64::from(args.warmup),
+        dtype: if args.dtype == "bf16" { DType::Bf16 } else { DType::F32 },
         checkpoint: args.checkpoint,
     })?;
     say::answer(&line(&measured));
