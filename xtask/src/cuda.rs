@@ -5,6 +5,7 @@
 //! NVRTC and ptxas come from PyPI into `parity/cuda/.venv`, or lie in the venv that
 //! `PLIMSOLL_CUDA_VENV` names.
 
+use crate::stand_in::succeed;
 use anyhow::{Context, bail, ensure};
 use plimsoll_device::cuda::kernels::{OPTIONS, Unit};
 use serde::Deserialize;
@@ -74,12 +75,6 @@ fn python(root: &Path) -> anyhow::Result<PathBuf> {
         std::fs::copy(&wanted, &installed)?;
     }
     Ok(python)
-}
-
-fn succeed(command: &mut Command) -> anyhow::Result<()> {
-    let status = command.status().with_context(|| format!("running {command:?}"))?;
-    ensure!(status.success(), "{command:?}: {status}");
-    Ok(())
 }
 
 /// Each unit as a file of its own, where nothing else lies.
@@ -155,7 +150,7 @@ fn document(compiler: &Compiler, needs: &[Needs]) -> String {
          Registers of a thread, for f32 / bf16 activations where the kernel depends on them; nothing is spilled.\n\
          *Stack* is the most bytes of local memory of a thread (the slow path of sines in double), *shared* the\n\
          static shared memory of a block; the dynamic one is in `cuda/kernels/launch.rs`. The number behind\n\
-         `attention` is the head dimension.\n\n\
+         `attention` is the head dimension. What attention on tensor cores may reach: `cuda-attention.md`.\n\n\
          | file | kernel | sm_{} | stack | shared |\n|---|---|{}---|---|\n",
         compiler.nvrtc,
         OPTIONS.join(" "),
@@ -182,8 +177,8 @@ fn document(compiler: &Compiler, needs: &[Needs]) -> String {
 /// The kernels on the CPU, against the CPU's own.
 fn arithmetic(root: &Path) -> anyhow::Result<()> {
     ensure!(Command::new("g++").arg("--version").output().is_ok(), "g++ is needed to run kernels on the CPU");
-    let arguments = ["test", "--package", "plimsoll-device", "--test", "cuda_kernels", "--", "--ignored"];
-    succeed(Command::new("cargo").args(arguments).current_dir(root))
+    let tests = ["--test", "cuda_kernels", "--test", "cuda_tensor", "--", "--ignored"];
+    succeed(Command::new("cargo").args(["test", "--package", "plimsoll-device"]).args(tests).current_dir(root))
 }
 
 #[cfg(test)]

@@ -4,13 +4,16 @@
 
 mod arrows;
 mod cuda;
+mod gpu;
 mod kill;
 mod soak;
+mod stand_in;
 
 const USAGE: &str = "usage: cargo xtask CHORE
 
   arrows      check which crates may depend on which, and where unsafe code may stand
   cuda-check  compile the CUDA kernels for every architecture, and run their arithmetic on the CPU
+  gpu-check   pack the check for a machine with a GPU, or rehearse it without one; gpu-check --help says how
   kill        kill runs at random moments and compare what they end with; kill --help says how
   soak        show on random models that plans are exact; soak --help says how";
 
@@ -19,6 +22,7 @@ fn main() -> anyhow::Result<()> {
     match arguments.first().map(String::as_str) {
         Some("arrows") => arrows::run(),
         Some("cuda-check") => cuda::run(),
+        Some("gpu-check") => gpu::run(&arguments[1..]),
         Some("kill") => kill::run(&arguments[1..]),
         Some("soak") => soak::run(&arguments[1..]),
         _ => anyhow::bail!("{USAGE}"),

@@ -6,14 +6,21 @@
 mod case;
 mod checks;
 mod drive;
+mod place;
+mod plans;
 mod tally;
 #[cfg(test)]
 mod tests;
+mod twin;
 mod watch;
 mod whole;
 
 use anyhow::{Context, bail};
+use case::Case;
 use clap::{Parser, ValueEnum};
+use place::Place;
+use plans::Size;
+use plimsoll_core::DType;
 use plimsoll_device::heap::Counting;
 use serde::{Deserialize, Serialize};
 use std::io::{BufRead, BufReader, IsTerminal, Write};
@@ -51,9 +58,22 @@ struct Options {
     /// Runs cases from this number on, and prints each tally as a line of JSON.
     #[arg(long, hide = true)]
     worker_from: Option<u64>,
-    /// Only the cases, or only the whole processes (larger runs, each in a process of its own).
+    /// Only the cases, only the whole processes (larger runs, each in a process of its own), every op of the cases beside
+    /// the CPU's in f64, or plans of larger models under load lines of a GPU.
     #[arg(long)]
     only: Option<Only>,
+    /// Where the cases run: cpu, or cuda:0.
+    #[arg(long, default_value = "cpu")]
+    device: Place,
+    /// Their arithmetic: f32, or bf16.
+    #[arg(long, default_value = "f32", value_parser = dtype)]
+    dtype: DType,
+    /// How large the models of plans are.
+    #[arg(long, default_value = "large")]
+    size: Size,
+    /// Begins no new case after so many seconds.
+    #[arg(long)]
+    seconds: Option<u64>,
     /// One of the whole processes.
     #[arg(long, hide = true)]
     whole_worker: Option<usize>,
@@ -67,6 +87,41 @@ struct Options {
 enum Only {
     Cases,
     Whole,
+    Ops,
+    Plans,
+}
+
+impl Options {
+    /// A case where these want it.
+    fn case_of(&self, number: u64) -> Case {
+        Case::new(self.seed, number).on(self.device, self.dtype)
+    }
+
+    fn run(&self, case: &Case) -> Tally {
+        match self.only {
+            Some(Only::Ops) => checks::run_ops(case),
+            Some(Only::Plans) => plans::run_plan(case.seed, case.number, self.size, self.device, self.dtype),
+            _ => checks::run_case(case),
+        }
+    }
+
+    /// What a worker has to know.
+    fn handed_on(&self, started: Instant) -> Vec<String> {
+        let mut list = vec![format!("--device={}", self.device), format!("--dtype={}", self.dtype)];
+        let named = |value: &dyn Fn() -> Option<clap::builder::PossibleValue>| {
+            value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+        };
+        list.extend(self.only.map(|only| format!("--only={}", named(&|| only.to_possible_value()))));
+        list.push(format!("--size={}", named(&|| self.size.to_possible_value())));
+        let left = |seconds: u64| seconds.saturating_sub(started.elapsed().as_secs());
+        list.extend(self.seconds.map(|seconds| format!("--seconds={}", left(seconds))));
+        list
+    }
+}
+
+/// `f32` or `bf16`.
+fn dtype(text: &str) -> Result<DType, String> {
+    [DType::F32, DType::Bf16].into_iter().find(|dtype| dtype.to_string() == text).ok_or("expected f32 or bf16".into())
 }
 
 /// What a worker says.
@@ -83,25 +138,26 @@ enum Word {
 pub fn run(arguments: &[String]) -> anyhow::Result<()> {
     let options = Options::try_parse_from(arguments).unwrap_or_else(|error| error.exit());
     let (first, end) = options.case.map_or((0, options.runs), |case| (case, case + 1));
+    let started = Instant::now();
     if let Some(from) = options.worker_from {
-        return work(options.seed, from..options.runs);
+        return work(&options, from..options.runs, started);
     }
     if let (Some(number), Some(folder)) = (options.whole_worker, &options.folder) {
         return whole::work(number, folder);
     }
-    let started = Instant::now();
     let mut tally = Tally::default();
     let mut next = if options.only == Some(Only::Whole) { end } else { first };
-    while next < end {
-        next = supervise(&options, next, end, &mut tally)?;
+    while next < end && !is_late(&options, started) {
+        next = supervise(&options, next, end, started, &mut tally)?;
     }
-    let alone = options.case.is_some() || options.only == Some(Only::Cases);
-    let table = if alone { None } else { Some(whole::whole(&mut tally)?) };
+    let whole = options.case.is_none() && options.device == Place::Cpu;
+    let whole = whole && options.only.is_none_or(|only| only == Only::Whole);
+    let table = if whole { Some(whole::whole(&mut tally)?) } else { None };
     if options.json {
         println!("{}", serde_json::to_string(&tally)?);
     } else {
-        if options.only != Some(Only::Whole) {
-            println!("seed {}, cases {first} to {}", options.seed, end - 1);
+        if next > first {
+            println!("seed {}, cases {first} to {}", options.seed, next - 1);
         }
         println!("{:.0} s", started.elapsed().as_secs_f64());
         table.iter().for_each(|table| println!("{table}"));
@@ -117,19 +173,28 @@ pub fn run(arguments: &[String]) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Whether the time is over.
+fn is_late(options: &Options, started: Instant) -> bool {
+    options.seconds.is_some_and(|seconds| started.elapsed().as_secs() >= seconds)
+}
+
 /// Cases, one line of JSON before and after each.
-fn work(seed: u64, numbers: std::ops::Range<u64>) -> anyhow::Result<()> {
+fn work(options: &Options, numbers: std::ops::Range<u64>, started: Instant) -> anyhow::Result<()> {
     let say = |word: &Word| -> anyhow::Result<()> {
         let mut out = std::io::stdout().lock();
         writeln!(out, "{}", serde_json::to_string(word)?)?;
         Ok(out.flush()?)
     };
     for number in numbers {
+        if is_late(options, started) {
+            break;
+        }
+        let case = options.case_of(number);
         say(&Word::Starts(number))?;
-        let tally = catch_unwind(AssertUnwindSafe(|| checks::run_case(seed, number))).unwrap_or_else(|panic| {
+        let tally = catch_unwind(AssertUnwindSafe(|| options.run(&case))).unwrap_or_else(|panic| {
             let said = panic.downcast_ref::<String>().cloned();
             let said = said.or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned())).unwrap_or_default();
-            one_failure("no case panics", format!("{}: {said}", case::Case::new(seed, number)))
+            one_failure("no case panics", format!("{case}: {said}"))
         });
         say(&Word::Ends(tally))?;
     }
@@ -143,11 +208,12 @@ fn one_failure(kind: &str, message: String) -> Tally {
 }
 
 /// Starts a worker at case `first` and listens to it; gives the case to go on from.
-fn supervise(options: &Options, first: u64, end: u64, tally: &mut Tally) -> anyhow::Result<u64> {
+fn supervise(options: &Options, first: u64, end: u64, started: Instant, tally: &mut Tally) -> anyhow::Result<u64> {
     let program = std::env::current_exe().context("where is this program?")?;
     let mut child = Command::new(program)
         .args(["soak", "--seed", &options.seed.to_string(), "--runs", &end.to_string()])
         .args(["--worker-from", &first.to_string()])
+        .args(options.handed_on(started))
         .stdout(Stdio::piped())
         .spawn()
         .context("cannot start a worker")?;
@@ -184,11 +250,11 @@ fn supervise(options: &Options, first: u64, end: u64, tally: &mut Tally) -> anyh
                 let status = child.wait().context("cannot wait for a worker")?;
                 let _ = listener.join();
                 if let Some(number) = running {
-                    let case = case::Case::new(options.seed, number);
+                    let case = options.case_of(number);
                     tally.add(one_failure("no case ends the process", format!("{case}: {status}")));
                     return Ok(number + 1);
                 }
-                if next < end {
+                if next < end && !is_late(options, started) {
                     bail!("a worker ended before its work: {status}");
                 }
                 return Ok(next);

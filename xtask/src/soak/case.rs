@@ -1,6 +1,7 @@
 //! Random cases: a small model, what is done with it, its data. Everything is a function of (seed, number).
 
-use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, Link, Rates, Recipe, RecomputeLevel};
+use super::place::Place;
+use plimsoll_core::{Bytes, DType, DeviceSpec, HostSpec, Link, Rates, Recipe, RecomputeLevel};
 use plimsoll_plan::search::{Pins, Question};
 use plimsoll_program::models::decoder::{AdamState, Generation, Optimizer, Source};
 use plimsoll_program::models::{ModelConfig, ModelType, RopeScaling};
@@ -95,6 +96,10 @@ pub struct Case {
     pub clip_norm: f64,
     /// Of the device.
     pub load: Load,
+    /// The device.
+    pub place: Place,
+    /// Its arithmetic.
+    pub precision: DType,
 }
 
 impl fmt::Display for Case {
@@ -102,9 +107,11 @@ impl fmt::Display for Case {
         let c = &self.config;
         write!(
             f,
-            "--seed {} --case {}: {} {} layers, hidden {}, heads {}/{}×{}, ffn {}, vocab {}{}; {} × {} tokens, {} thread(s), {}{}{}, {:?}",
+            "--seed {} --case {} --device {} --dtype {}: {} {} layers, hidden {}, heads {}/{}×{}, ffn {}, vocab {}{}; {} × {} tokens, {} thread(s), {}{}{}, {:?}",
             self.seed,
             self.number,
+            self.place,
+            self.precision,
             c.model_type,
             c.layers,
             c.hidden,
@@ -171,7 +178,12 @@ fn config(draw: &mut Draw) -> ModelConfig {
 }
 
 impl Case {
-    /// A case by its number.
+    /// The same case on another device, in another arithmetic.
+    pub fn on(self, place: Place, precision: DType) -> Case {
+        Case { place, precision, ..self }
+    }
+
+    /// A case by its number, on the CPU in f32.
     pub fn new(seed: u64, number: u64) -> Case {
         let mut draw = Draw::new(seed, number);
         let config = config(&mut draw);
@@ -204,6 +216,8 @@ impl Case {
                 1 => Load::Plenty,
                 _ => Load::Between(draw.share()),
             },
+            place: Place::Cpu,
+            precision: DType::F32,
             config,
         }
     }
@@ -211,8 +225,8 @@ impl Case {
     /// The device under a load line.
     pub fn device(&self, budget: Bytes, threads: u32) -> DeviceSpec {
         DeviceSpec {
-            name: "cpu".into(),
-            kind: DeviceKind::Cpu,
+            name: "device".into(),
+            kind: self.place.kind(),
             budget,
             charges: Bytes::ZERO,
             charges_measured: false,
@@ -241,6 +255,7 @@ impl Case {
             evaluate: self.evaluate,
             generation: self.generation,
             device,
+            host: HostSpec::NONE,
             pins: Pins::default(),
         }
     }

@@ -2,9 +2,10 @@
 
 use super::case::{Case, Draw, Load};
 use super::drive::{How, Numbers, drive};
+use super::place::Place;
 use super::tally::Tally;
 use super::watch::Look;
-use plimsoll_core::{Bytes, DType, Recipe, RecomputeLevel};
+use plimsoll_core::{Bytes, DType, Recipe, RecomputeLevel, Space};
 use plimsoll_plan::layout::{ALIGNMENT, Layout};
 use plimsoll_plan::lifetimes::lifetimes;
 use plimsoll_plan::search::{Answer, plan_of, search};
@@ -14,25 +15,44 @@ use plimsoll_program::passes::check::check;
 /// How far losses and weights may be apart in f64.
 const F64_DISTANCE: f64 = 1e-9;
 
-/// Everything that is shown of one case.
-pub fn run_case(seed: u64, number: u64) -> Tally {
-    let case = Case::new(seed, number);
+/// Every op of a case beside the CPU's in f64.
+pub fn run_ops(case: &Case) -> Tally {
     let mut tally = Tally::default();
-    let Some(answer) = budgets(&case, &mut tally) else { return tally };
-    covers(&case, &answer.plan.recipe, &mut tally);
-    placed(&case, &answer.set, &answer.layout, &mut tally);
+    let device = case.device(Bytes(1 << 40), case.threads);
+    let mut draw = Draw::new(case.seed ^ 4, case.number);
+    let recipe = Recipe::on_device(draw.from(1, case.sequences) as u32, draw.levels(case.config.layers));
+    let answer = plan_of(&case.question(&device, case.precision), &recipe);
     let label = case.to_string();
-    let how = How::new(&case, &label);
-    let Some(plain) = fits_and_runs(&case, &answer, how, &mut tally) else { return tally };
+    fits_and_runs(case, &answer, How { look: Look::Twin, ..How::new(case, &label) }, &mut tally);
+    tally
+}
+
+/// Everything that is shown of one case.
+pub fn run_case(case: &Case) -> Tally {
+    let mut tally = Tally::default();
+    let Some(answer) = budgets(case, &mut tally) else { return tally };
+    covers(case, &answer.plan.recipe, &mut tally);
+    placed(case, &answer.set, &answer.layout, &mut tally);
+    let label = case.to_string();
+    let how = How::new(case, &label);
+    let Some(plain) = fits_and_runs(case, &answer, how, &mut tally) else { return tally };
     tally.check("losses and logits are finite", plain.finite(), || format!("{label}: {:?}", plain.losses));
-    if let Some(poisoned) = fits_and_runs(&case, &answer, How { look: Look::EveryOp, ..how }, &mut tally) {
+    let again = (case.place != Place::Cpu).then(|| fits_and_runs(case, &answer, how, &mut tally)).flatten();
+    if let Some(again) = again {
+        tally.check("same device, same plan, same bits", plain.same_bits(&again), || {
+            format!("{label}: {:?} was {:?}", again.losses, plain.losses)
+        });
+    }
+    if let Some(poisoned) = fits_and_runs(case, &answer, How { look: Look::EveryOp, ..how }, &mut tally) {
         let same = plain.same_bits(&poisoned);
         tally.check("poison in everything dead changes no bit", same, || {
             format!("{label}: {:?} was {:?}", poisoned.losses, plain.losses)
         });
     }
-    other_recipes(&case, &answer.plan.recipe, &plain, &mut tally);
-    other_threads(&case, &answer.plan.recipe, &plain, &mut tally);
+    other_recipes(case, &answer.plan.recipe, &plain, &mut tally);
+    if case.place == Place::Cpu {
+        other_threads(case, &answer.plan.recipe, &plain, &mut tally);
+    }
     tally
 }
 
@@ -63,7 +83,7 @@ fn budgets(case: &Case, tally: &mut Tally) -> Option<Answer> {
     let mut draw = Draw::new(case.seed ^ 1, case.number);
     let mut ask = |budget: u64| {
         let device = case.device(Bytes(budget), case.threads);
-        let answer = search(&case.question(&device, DType::F32));
+        let answer = search(&case.question(&device, case.precision));
         overhead(case, &answer, tally);
         let arena = answer.plan.devices[0].arena_bytes.0;
         tally.check("a plan that fits is under the load line", !answer.plan.fits || arena <= budget, || {
@@ -102,7 +122,7 @@ fn budgets(case: &Case, tally: &mut Tally) -> Option<Answer> {
     for (budget, answer) in &between {
         tally.check("no false no", answer.plan.fits, || format!("{case}: needs {need}, refused at {budget}"));
     }
-    leaner(case, need, refused.layout.lower_bound_bytes, tally);
+    leaner(case, need, refused.layout.device.lower_bound_bytes, tally);
     tally.check("no false no", chosen.plan.fits, || {
         format!("{case}: needs {need}, the load line of the case is refused")
     });
@@ -113,7 +133,7 @@ fn budgets(case: &Case, tally: &mut Tally) -> Option<Answer> {
 /// how much packing misses the bound is a figure of its own.)
 fn leaner(case: &Case, need: u64, bound: u64, tally: &mut Tally) {
     let device = case.device(Bytes(1), case.threads);
-    let question = case.question(&device, DType::F32);
+    let question = case.question(&device, case.precision);
     let mut recipes: Vec<Recipe> = RecomputeLevel::ALL.iter().map(|&level| case.uniform(1, level)).collect();
     if case.optimizer.is_none() {
         recipes.truncate(1);
@@ -133,7 +153,7 @@ fn leaner(case: &Case, need: u64, bound: u64, tally: &mut Tally) {
 }
 
 fn overhead(case: &Case, answer: &Answer, tally: &mut Tally) {
-    let (arena, bound) = (answer.layout.placement.arena_bytes, answer.layout.lower_bound_bytes);
+    let (arena, bound) = (answer.layout.placement.arena_bytes, answer.layout.device.lower_bound_bytes);
     let percent = (arena as f64 / bound as f64 - 1.0) * 100.0;
     tally.figure("packing over the bound, percent", percent, arena >= bound, || {
         format!("{case}: {arena} for a bound of {bound}")
@@ -149,8 +169,12 @@ pub fn placed(case: &Case, set: &ProgramSet, layout: &Layout, tally: &mut Tally)
     let malformed = check(set).err();
     tally.check("programs are well-formed", malformed.is_none(), || format!("{case}: {}", malformed.unwrap()));
     let placement = &layout.placement;
-    for phase in &set.phases {
-        let lifetimes = lifetimes(set, phase);
+    let spaces = [
+        (Space::Device, layout.device.persistent_bytes, placement.arena_bytes),
+        (Space::Host, layout.host.persistent_bytes, placement.host_bytes),
+    ];
+    for (phase, (space, persistent_bytes, arena_bytes)) in set.phases.iter().flat_map(|p| spaces.map(|s| (p, s))) {
+        let lifetimes = lifetimes(set, phase, space);
         let first = |i: usize| {
             let (id, slot) = lifetimes.slots[i][0];
             placement.offset(id, slot)
@@ -158,10 +182,7 @@ pub fn placed(case: &Case, set: &ProgramSet, layout: &Layout, tally: &mut Tally)
         let mut wrong = None;
         for (i, a) in lifetimes.buffers.iter().enumerate() {
             let start = first(i);
-            if !start.is_multiple_of(ALIGNMENT)
-                || start + a.bytes > placement.arena_bytes
-                || start < layout.persistent_bytes
-            {
+            if !start.is_multiple_of(ALIGNMENT) || start + a.bytes > arena_bytes || start < persistent_bytes {
                 wrong = Some(format!("{:?} at {start}", lifetimes.slots[i]));
             }
             for (j, b) in lifetimes.buffers.iter().enumerate().skip(i + 1) {
@@ -190,27 +211,30 @@ fn other_recipes(case: &Case, recipe: &Recipe, plain: &Numbers, tally: &mut Tall
     if case.optimizer.is_some() {
         let mixed = Recipe::on_device(recipe.micro_batch, draw.levels(case.config.layers));
         for other in [case.uniform(size, RecomputeLevel::Nothing), case.uniform(size, RecomputeLevel::Block), mixed] {
-            if let Some(numbers) = run(&other, DType::F32, tally) {
+            if let Some(numbers) = run(&other, case.precision, tally) {
                 tally.check("identical is identical", numbers.same_bits(plain), || {
                     format!("{case}: {other} is not {recipe}: {:?} was {:?}", numbers.losses, plain.losses)
                 });
             }
         }
     }
-    let other_size = |draw: &mut Draw| {
-        Recipe::on_device(draw.from(1, case.sequences) as u32, draw.levels(case.config.layers))
-    };
+    let other_size =
+        |draw: &mut Draw| Recipe::on_device(draw.from(1, case.sequences) as u32, draw.levels(case.config.layers));
     let others = [
         case.uniform(1, RecomputeLevel::Nothing),
         case.uniform(case.sequences, RecomputeLevel::Block),
         other_size(&mut draw),
     ];
-    for (precision, most) in [(DType::F64, F64_DISTANCE), (DType::F32, f64::INFINITY)] {
-        let first = if precision == DType::F32 { Some(plain.clone()) } else { run(recipe, precision, tally) };
+    for (precision, most) in [(DType::F64, F64_DISTANCE), (case.precision, f64::INFINITY)] {
+        // GPUs compute in f32 and bf16 alone.
+        if precision == DType::F64 && case.place != Place::Cpu {
+            continue;
+        }
+        let first = if precision == case.precision { Some(plain.clone()) } else { run(recipe, precision, tally) };
         let Some(first) = first else { continue };
         for other in &others {
             let Some(numbers) = run(other, precision, tally) else { continue };
-            let (distance, of) = first.distance(&numbers, precision);
+            let (distance, of) = first.distance(&numbers);
             let kind = format!("reordered: distance over micro-batches in {precision}");
             tally.figure(&kind, distance, distance <= most, || {
                 format!("{case}: {other} from {recipe}: {of} is {distance:e} away")
@@ -223,7 +247,7 @@ fn other_recipes(case: &Case, recipe: &Recipe, plain: &Numbers, tally: &mut Tall
 fn other_threads(case: &Case, recipe: &Recipe, plain: &Numbers, tally: &mut Tally) {
     for threads in (1..=3).filter(|&threads| threads != case.threads) {
         let device = case.device(Bytes(1 << 40), threads);
-        let answer = plan_of(&case.question(&device, DType::F32), recipe);
+        let answer = plan_of(&case.question(&device, case.precision), recipe);
         let label = format!("{case}, with {threads} threads");
         let how = How { threads, ..How::new(case, &label) };
         if let Some(numbers) = fits_and_runs(case, &answer, how, tally) {

@@ -2,9 +2,9 @@
 
 use super::case::{Case, Draw};
 use super::tally::Tally;
+use super::twin::values;
 use super::watch::{Look, Watched, standing_at};
 use plimsoll_core::{Category, DType, Recipe, Space};
-use plimsoll_device::cpu::executor::open;
 use plimsoll_device::device::{Device, DeviceError, FileSpace};
 use plimsoll_device::heap;
 use plimsoll_plan::search::Answer;
@@ -27,8 +27,8 @@ pub struct Numbers {
     pub evaluated: Option<(f64, u64)>,
     /// Logits after the prompt and after each new token.
     pub logits: Vec<Vec<f64>>,
-    /// Weights and optimizer state, after the steps.
-    pub tensors: BTreeMap<String, Vec<u8>>,
+    /// Weights and optimizer state, after the steps, with the type of their elements.
+    pub tensors: BTreeMap<String, (DType, Vec<u8>)>,
 }
 
 impl Numbers {
@@ -50,15 +50,14 @@ impl Numbers {
     }
 
     /// The largest relative distance of a loss, or of a tensor (norm-wise) among weights; and which it is.
-    pub fn distance(&self, other: &Numbers, precision: DType) -> (f64, String) {
+    pub fn distance(&self, other: &Numbers) -> (f64, String) {
         let relative = |a: f64, b: f64| if a == b { 0.0 } else { (a - b).abs() / a.abs().max(b.abs()) };
         let losses = self.losses.iter().flatten().zip(other.losses.iter().flatten());
         let losses = losses.map(|(a, b)| (relative(*a, *b), "loss or norm".to_owned()));
         // State of the optimizer may be an average of rounding noise, where the true gradient is zero.
         let is_weight = |name: &str| !name.contains(".first[") && !name.contains(".second[");
-        let weights = self.tensors.iter().filter(|(name, _)| is_weight(name)).map(|(name, a)| {
-            let values = |bytes| plimsoll_device::cpu::executor::real_values(precision, bytes);
-            let (a, b) = (values(a), values(&other.tensors[name]));
+        let weights = self.tensors.iter().filter(|(name, _)| is_weight(name)).map(|(name, (dtype, a))| {
+            let (a, b) = (values(*dtype, a), values(*dtype, &other.tensors[name].1));
             let square = |x: f64| x * x;
             let apart: f64 = a.iter().zip(&b).map(|(a, b)| square(a - b)).sum();
             let size: f64 = a.iter().map(|a| square(*a)).sum();
@@ -109,7 +108,7 @@ impl FileSpace for Memory {
     }
 }
 
-fn persistent(engine: &mut Engine, set: &ProgramSet) -> BTreeMap<String, Vec<u8>> {
+fn persistent(engine: &mut Engine, set: &ProgramSet) -> BTreeMap<String, (DType, Vec<u8>)> {
     let mut all = BTreeMap::new();
     for (id, tensor) in set.tensors.iter().enumerate() {
         let kept = matches!(tensor.category, Category::Weight | Category::Optimizer);
@@ -119,14 +118,14 @@ fn persistent(engine: &mut Engine, set: &ProgramSet) -> BTreeMap<String, Vec<u8>
         for slot in 0..tensor.slots {
             let mut bytes = vec![0; tensor.bytes() as usize];
             engine.device().read(TensorId(id as u32), slot, &mut bytes);
-            all.insert(format!("{}[{slot}]", tensor.name), bytes);
+            all.insert(format!("{}[{slot}]", tensor.name), (tensor.dtype, bytes));
         }
     }
     all
 }
 
-/// What files hold, checked against the tensors that were in the arena.
-fn files_hold(case: &Case, memory: &Memory, tensors: &BTreeMap<String, Vec<u8>>, precision: DType) -> Option<String> {
+/// What files hold, checked against the tensors that were in the arena. Where weights have masters, checkpoints hold these.
+fn files_hold(case: &Case, memory: &Memory, tensors: &BTreeMap<String, (DType, Vec<u8>)>) -> Option<String> {
     for p in case.config.hf_parameters() {
         for (file, bytes) in &memory.0 {
             let Some((group, name)) = file.split_once(':') else { continue };
@@ -135,10 +134,15 @@ fn files_hold(case: &Case, memory: &Memory, tensors: &BTreeMap<String, Vec<u8>>,
                 Some(state) => format!(".{}", state.trim_end_matches('.')),
                 None => continue,
             };
-            let size = precision.bytes();
+            if group == "model" {
+                continue;
+            }
+            let layer = p.layer.unwrap_or(0);
+            let master = tensors.get(&format!("{}.master[{layer}]", p.tensor)).filter(|_| state.is_empty());
+            let (dtype, tensor) = master.unwrap_or_else(|| &tensors[&format!("{}{state}[{layer}]", p.tensor)]);
+            let size = dtype.bytes();
             let first = (p.offset * size) as usize;
-            let tensor = &tensors[&format!("{}{state}[{}]", p.tensor, p.layer.unwrap_or(0))];
-            if group != "model" && tensor[first..first + (p.elements() * size) as usize] != bytes[..] {
+            if tensor[first..first + (p.elements() * size) as usize] != bytes[..] {
                 return Some(format!("{file} is not what the arena holds"));
             }
         }
@@ -162,10 +166,10 @@ pub struct How<'a> {
 }
 
 impl<'a> How<'a> {
-    /// In f32 with the case's threads, undamaged.
+    /// In the case's precision with its threads, undamaged.
     pub fn new(case: &Case, label: &'a str) -> How<'a> {
         let undamaged = |device| device;
-        How { precision: DType::F32, threads: case.threads, look: Look::Beside, label, damage: undamaged }
+        How { precision: case.precision, threads: case.threads, look: Look::Beside, label, damage: undamaged }
     }
 }
 
@@ -179,8 +183,9 @@ pub fn drive(case: &Case, answer: &Answer, how: How, tally: &mut Tally) -> Resul
     let placement: Placement = answer.layout.placement.clone();
     let recipe: Recipe = answer.plan.recipe.clone();
     let found = Arc::new(Mutex::new(Tally::default()));
-    let inner = damage(open(answer.set.clone(), placement.clone(), precision, threads as usize)?);
-    let device = Watched::new(inner, Arc::clone(&set), placement.clone(), look, Arc::clone(&found), label.to_owned());
+    let inner = damage(case.place.open(answer.set.clone(), placement.clone(), precision, threads)?);
+    let (its_set, its_found) = (Arc::clone(&set), Arc::clone(&found));
+    let device = Watched::new(inner, its_set, placement.clone(), precision, look, its_found, label.to_owned())?;
     let (sequence, vocab) = (case.sequence, case.config.vocab);
     let mut engine = Engine::new(Box::new(device), &set, precision, recipe.clone(), sequence, vocab);
     let mut memory = Memory::new(&set, &mut Draw::new(case.seed, case.number));
@@ -223,7 +228,7 @@ pub fn drive(case: &Case, answer: &Answer, how: How, tally: &mut Tally) -> Resul
     if case.optimizer.is_some() {
         engine.move_files("checkpoint", &mut memory)?;
         engine.move_files("save", &mut memory)?;
-        let wrong = files_hold(case, &memory, &numbers.tensors, precision);
+        let wrong = files_hold(case, &memory, &numbers.tensors);
         tally.check("files hold what the arena holds", wrong.is_none(), || {
             format!("{label}: {}", wrong.unwrap_or_default())
         });

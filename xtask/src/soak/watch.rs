@@ -2,7 +2,8 @@
 //! depends on bytes that nobody wrote.
 
 use super::tally::Tally;
-use plimsoll_core::{Category, Space};
+use super::twin::Twin;
+use plimsoll_core::{Category, DType, Space};
 use plimsoll_device::device::{Call, Device, DeviceError, FileSpace, Memory, Observer, Unobserved};
 use plimsoll_device::heap;
 use plimsoll_plan::lifetimes::{Lifetimes, Slot, deaths, lifetimes};
@@ -21,6 +22,8 @@ pub enum Look {
     Beside,
     /// The whole arena is compared after every op, and everything dead is poisoned.
     EveryOp,
+    /// What every op writes is compared with what the CPU computes from the same numbers in f64.
+    Twin,
 }
 
 /// A device that is looked at.
@@ -29,22 +32,32 @@ pub struct Watched {
     set: Arc<ProgramSet>,
     found: Arc<Mutex<Tally>>,
     shadow: Option<Shadow>,
+    twin: Option<Twin>,
     case: String,
 }
 
 impl Watched {
-    /// Looks at a device whose Programs are `set`, and writes down what it sees in `found`.
+    /// Looks at a device whose Programs are `set`, run in `precision`, and writes down what it sees in `found`.
+    ///
+    /// # Errors
+    /// When there is no memory for a twin.
     pub fn new(
         inner: Box<dyn Device>,
         set: Arc<ProgramSet>,
         placement: Placement,
+        precision: DType,
         look: Look,
         found: Arc<Mutex<Tally>>,
         case: String,
-    ) -> Watched {
-        let shadow =
-            (look == Look::EveryOp).then(|| Shadow::new(Arc::clone(&set), placement, Arc::clone(&found), case.clone()));
-        Watched { inner, set, found, shadow, case }
+    ) -> Result<Watched, DeviceError> {
+        let (its_set, its_found) = (Arc::clone(&set), Arc::clone(&found));
+        let (mut shadow, mut twin) = (None, None);
+        match look {
+            Look::Beside => {}
+            Look::EveryOp => shadow = Some(Shadow::new(its_set, placement, its_found, case.clone())),
+            Look::Twin => twin = Some(Twin::new(its_set, placement, precision, its_found, case.clone())?),
+        }
+        Ok(Watched { inner, set, found, shadow, twin, case })
     }
 }
 
@@ -53,6 +66,10 @@ impl Device for Watched {
         if let Some(shadow) = &mut self.shadow {
             shadow.enter(call.program, call.micro_batch);
             return self.inner.run_observed(call, files, shadow);
+        }
+        if let Some(twin) = &mut self.twin {
+            twin.enter(call);
+            return self.inner.run_observed(call, files, twin);
         }
         let program = call.program;
         let (result, grown) = heap::grown(|| self.inner.run_observed(call, files, &mut Unobserved));
@@ -121,7 +138,7 @@ impl Shadow {
             .phases
             .iter()
             .map(|phase| {
-                let lifetimes = lifetimes(&set, phase);
+                let lifetimes = lifetimes(&set, phase, Space::Device);
                 let deaths = deaths(&set, &lifetimes);
                 (lifetimes, deaths)
             })

@@ -81,8 +81,18 @@ double now() {
 }
 
 void protect(int protection) {
-    for (auto& [address, mapping] : mappings)
-        if (mapping.accessible && mprotect((void*)address, mapping.bytes, protection)) die("mprotect of device memory");
+    // Not each time where a test looks at memory after every op: it costs more than the ops.
+    static const bool guarded = setting("GUARD", "1") == "1";
+    if (!guarded && protection == PROT_NONE) return;
+    for (auto at = mappings.begin(); at != mappings.end();) {
+        Address first = at->first, end = first;
+        for (; at != mappings.end() && at->first == end && at->second.accessible; ++at) end += at->second.bytes;
+        if (end == first) {
+            ++at;
+            continue;
+        }
+        if (mprotect((void*)first, end - first, protection)) die("mprotect of device memory");
+    }
 }
 
 // While one of these lives, this process may touch device memory.
