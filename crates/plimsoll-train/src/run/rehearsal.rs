@@ -180,6 +180,10 @@ impl Observer for Rehearsed<'_> {
     fn after(&mut self, tick: u32, op: &Op, memory: &mut dyn Memory) {
         self.inner.after(tick, op, memory);
     }
+
+    fn one_at_a_time(&self) -> bool {
+        self.inner.one_at_a_time()
+    }
 }
 
 #[cfg(test)]
