@@ -1,8 +1,9 @@
 //! Programs, the blocks they are made of, and the order in which a device runs them.
 
-use crate::op::Op;
+use crate::op::{Op, OpKind};
 use crate::tensor::{Tensor, TensorId};
-use plimsoll_core::WorkName;
+use plimsoll_core::{Space, WorkName};
+use std::collections::HashSet;
 
 /// A part of a Program that runs `repeat` times; its variable takes `first`, `first + step`, …
 #[derive(Clone, Debug, PartialEq)]
@@ -92,6 +93,21 @@ impl ProgramSet {
     /// A Program by its name.
     pub fn program(&self, name: &str) -> Option<&Program> {
         self.programs.iter().find(|p| p.name == name)
+    }
+
+    /// The tensors of files that a Program reads or writes, each once, in the order of its ops.
+    pub fn files(&self, program: &str) -> Vec<&Tensor> {
+        let mut seen = HashSet::new();
+        let mut files = Vec::new();
+        for op in self.program(program).iter().flat_map(|program| &program.blocks).flat_map(|block| &block.ops) {
+            let OpKind::TransferStart { from, to, .. } = &op.kind else { continue };
+            for tensor in [from.tensor, to.tensor] {
+                if self.tensor(tensor).space == Space::File && seen.insert(tensor) {
+                    files.push(self.tensor(tensor));
+                }
+            }
+        }
+        files
     }
 
     /// The index of a Program by its name.

@@ -113,6 +113,8 @@ fn only_adapters_have_gradients_masters_and_state() {
             }
         }
         let saved: Vec<&str> = set.tensors.iter().filter_map(|t| t.name.strip_prefix("saved:")).collect();
+        let files = set.files("save").into_iter().filter_map(|t| t.name.strip_prefix("saved:"));
+        assert_eq!(files.collect::<Vec<_>>(), saved, "in the order of the tensors");
         assert_eq!(saved.len(), 3 * 7 * 2);
         assert_eq!(saved[0], "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight");
         assert_eq!(saved[9], "base_model.model.model.layers.0.mlp.gate_proj.lora_B.weight");
