@@ -78,95 +78,116 @@ impl Spaces {
         bytes.copy_from_slice(&self.look(known.space, first..first + bytes.len() as u64));
     }
 
-    /// Goes over from one plan to another: persistent tensors that both have keep every bit, wherever they stand in the
-    /// new one; all other bytes hold the pattern that shows what is written. While it happens an arena is at most as
-    /// large as the larger of its two sizes; where tensors take each other's places, one of them waits beside the arenas.
+    /// Goes over from one plan to another; see [`adopt`].
     ///
     /// # Errors
     /// What the machine refuses, or a tensor that has another shape in the new plan; all is then as it was.
     pub fn adopt(&mut self, old: Plan, new: Plan) -> Result<Moved, DeviceError> {
-        let stays = carried(old, new)?;
-        for space in [Space::Device, Space::Host] {
-            let arena = self.of_mut(space);
-            let held = arena.bytes().0;
-            if size(new.1, space) > held
-                && let Err(error) = arena.resize(size(new.1, space), held)
-            {
-                self.shrink(old.1, |_| u64::MAX)?;
-                return Err(error.into());
-            }
-        }
-        let moved = self.carry(stays.iter().filter(|stay| stay.from != stay.to).copied().collect());
-        let kept = |space| stays.iter().filter(|s| s.to.0 == space).map(|s| s.to.1 + s.bytes).max().unwrap_or(0);
-        self.shrink(new.1, kept)?;
-        Ok(moved)
+        adopt(self, old, new)
+    }
+}
+
+/// Two arenas whose tensors can be moved while no op runs.
+pub(crate) trait Arenas: Memory {
+    /// Makes an arena as large as that. What lies below `kept` stays; above it is the pattern that shows what is written.
+    fn resize(&mut self, space: Space, bytes: u64, kept: u64) -> Result<(), DeviceError>;
+
+    /// Copies bytes from one place to another, which may overlap.
+    fn copy(&mut self, from: (Space, u64), to: (Space, u64), bytes: u64);
+}
+
+impl Arenas for Spaces {
+    fn resize(&mut self, space: Space, bytes: u64, kept: u64) -> Result<(), DeviceError> {
+        Ok(self.of_mut(space).resize(bytes, kept)?)
     }
 
-    /// Makes the arenas as large as a placement says, which is not more than they are; what lies below `kept` stays.
-    fn shrink(&mut self, placement: &Placement, kept: impl Fn(Space) -> u64) -> Result<(), ArenaError> {
-        for space in [Space::Device, Space::Host] {
-            let bytes = size(placement, space);
-            self.of_mut(space).resize(bytes, kept(space).min(bytes))?;
-        }
-        Ok(())
-    }
-
-    /// Moves slots, none of which may be overwritten before it has moved.
-    fn carry(&mut self, moves: Vec<Stay>) -> Moved {
-        let mut moved = Moved::default();
-        for step in &moves {
-            match (step.from.0, step.to.0) {
-                (Space::Device, Space::Host) => moved.out += Bytes(step.bytes),
-                (Space::Host, Space::Device) => moved.into += Bytes(step.bytes),
-                _ => {}
-            }
-        }
-        // Where what has not moved yet stands, by its first byte; and what waits, some of it aside.
-        let mut standing: BTreeMap<(Space, u64), u64> = moves.iter().map(|m| (m.from, m.bytes)).collect();
-        let mut waiting: Vec<(Stay, Option<Vec<u8>>)> = moves.into_iter().map(|step| (step, None)).collect();
-        while !waiting.is_empty() {
-            let before = waiting.len();
-            waiting.retain(|(step, aside)| {
-                let ((space, first), end) = (step.to, step.to.1 + step.bytes);
-                let own = |from: (Space, u64)| aside.is_none() && from == step.from;
-                // Nothing overlaps: what reaches into the target begins in it, or is the last that begins before it.
-                let inside = standing.range((space, first)..(space, end)).any(|(&from, _)| !own(from));
-                let below = standing.range((space, 0)..(space, first)).next_back();
-                let reaches = below.is_some_and(|(&from, bytes)| !own(from) && from.1 + bytes > first);
-                if inside || reaches {
-                    return true;
-                }
-                match aside {
-                    Some(bytes) => self.fill(space, first, bytes),
-                    None => {
-                        self.copy(step);
-                        standing.remove(&step.from);
-                    }
-                }
-                false
-            });
-            if waiting.len() == before {
-                // They stand in each other's way: one of them goes aside until the others have moved.
-                let (step, aside) =
-                    waiting.iter_mut().find(|(_, aside)| aside.is_none()).expect("one stands in the way");
-                let (space, first) = step.from;
-                *aside = Some(self.look(space, first..first + step.bytes).into_owned());
-                standing.remove(&step.from);
-            }
-        }
-        moved
-    }
-
-    fn copy(&mut self, step: &Stay) {
-        let (from, to) = (step.from.1 as usize..(step.from.1 + step.bytes) as usize, step.to.1 as usize);
-        if step.from.0 == step.to.0 {
-            self.of_mut(step.from.0).contents().copy_within(from, to);
+    fn copy(&mut self, from: (Space, u64), to: (Space, u64), bytes: u64) {
+        let (source_range, first) = (from.1 as usize..(from.1 + bytes) as usize, to.1 as usize);
+        if from.0 == to.0 {
+            self.of_mut(from.0).contents().copy_within(source_range, first);
             return;
         }
         let (device, host) = (self.device.contents(), self.host.contents());
-        let (source, target) = if step.from.0 == Space::Device { (device, host) } else { (host, device) };
-        target[to..to + from.len()].copy_from_slice(&source[from]);
+        let (source, target) = if from.0 == Space::Device { (device, host) } else { (host, device) };
+        target[first..first + bytes as usize].copy_from_slice(&source[source_range]);
     }
+}
+
+/// Goes over from one plan to another: persistent tensors that both have keep every bit, wherever they stand in the
+/// new one; all other bytes hold the pattern that shows what is written. While it happens an arena is at most as
+/// large as the larger of its two sizes; where tensors take each other's places, one of them waits beside the arenas.
+///
+/// # Errors
+/// What the machine refuses, or a tensor that has another shape in the new plan; all is then as it was.
+pub(crate) fn adopt(arenas: &mut dyn Arenas, old: Plan, new: Plan) -> Result<Moved, DeviceError> {
+    let stays = carried(old, new)?;
+    for space in [Space::Device, Space::Host] {
+        let held = arenas.bytes(space).0;
+        if size(new.1, space) > held
+            && let Err(error) = arenas.resize(space, size(new.1, space), held)
+        {
+            shrink(arenas, old.1, |_| u64::MAX)?;
+            return Err(error);
+        }
+    }
+    let moved = carry(arenas, stays.iter().filter(|stay| stay.from != stay.to).copied().collect());
+    let kept = |space| stays.iter().filter(|s| s.to.0 == space).map(|s| s.to.1 + s.bytes).max().unwrap_or(0);
+    shrink(arenas, new.1, kept)?;
+    Ok(moved)
+}
+
+/// Makes the arenas as large as a placement says, which is not more than they are; what lies below `kept` stays.
+fn shrink(arenas: &mut dyn Arenas, placement: &Placement, kept: impl Fn(Space) -> u64) -> Result<(), DeviceError> {
+    for space in [Space::Device, Space::Host] {
+        let bytes = size(placement, space);
+        arenas.resize(space, bytes, kept(space).min(bytes))?;
+    }
+    Ok(())
+}
+
+/// Moves slots, none of which may be overwritten before it has moved.
+fn carry(arenas: &mut dyn Arenas, moves: Vec<Stay>) -> Moved {
+    let mut moved = Moved::default();
+    for step in &moves {
+        match (step.from.0, step.to.0) {
+            (Space::Device, Space::Host) => moved.out += Bytes(step.bytes),
+            (Space::Host, Space::Device) => moved.into += Bytes(step.bytes),
+            _ => {}
+        }
+    }
+    // Where what has not moved yet stands, by its first byte; and what waits, some of it aside.
+    let mut standing: BTreeMap<(Space, u64), u64> = moves.iter().map(|m| (m.from, m.bytes)).collect();
+    let mut waiting: Vec<(Stay, Option<Vec<u8>>)> = moves.into_iter().map(|step| (step, None)).collect();
+    while !waiting.is_empty() {
+        let before = waiting.len();
+        waiting.retain(|(step, aside)| {
+            let ((space, first), end) = (step.to, step.to.1 + step.bytes);
+            let own = |from: (Space, u64)| aside.is_none() && from == step.from;
+            // Nothing overlaps: what reaches into the target begins in it, or is the last that begins before it.
+            let inside = standing.range((space, first)..(space, end)).any(|(&from, _)| !own(from));
+            let below = standing.range((space, 0)..(space, first)).next_back();
+            let reaches = below.is_some_and(|(&from, bytes)| !own(from) && from.1 + bytes > first);
+            if inside || reaches {
+                return true;
+            }
+            match aside {
+                Some(bytes) => arenas.fill(space, first, bytes),
+                None => {
+                    arenas.copy(step.from, step.to, step.bytes);
+                    standing.remove(&step.from);
+                }
+            }
+            false
+        });
+        if waiting.len() == before {
+            // They stand in each other's way: one of them goes aside until the others have moved.
+            let (step, aside) = waiting.iter_mut().find(|(_, aside)| aside.is_none()).expect("one stands in the way");
+            let (space, first) = step.from;
+            *aside = Some(arenas.look(space, first..first + step.bytes).into_owned());
+            standing.remove(&step.from);
+        }
+    }
+    moved
 }
 
 /// Bytes that went from one arena to the other.

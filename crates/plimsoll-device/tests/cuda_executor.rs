@@ -73,7 +73,13 @@ fn programs(precision: DType, kernels: Kernels) -> ProgramSet {
 
 /// A placement in which everything has bytes of its own, but for the scratch of ops, which begins where all else ends.
 fn side_by_side(set: &ProgramSet) -> Placement {
-    let mut placement = Placement { offsets: vec![Vec::new(); set.tensors.len()], ..Placement::default() };
+    side_by_side_from(set, 0)
+}
+
+/// The same, above `first` bytes of the device's arena that nobody uses.
+fn side_by_side_from(set: &ProgramSet, first: u64) -> Placement {
+    let offsets = vec![Vec::new(); set.tensors.len()];
+    let mut placement = Placement { offsets, arena_bytes: first, ..Placement::default() };
     let is_scratch = |index: &usize| set.tensors[*index].category == Category::Workspace;
     let (scratch, rest): (Vec<usize>, Vec<usize>) = (0..set.tensors.len()).partition(is_scratch);
     for index in rest {
@@ -116,7 +122,7 @@ fn open_stand_in(
     let folder = stand_in();
     let driver = Arc::new(Driver::load(&folder.join("libcuda.so.1"))?);
     let products = Arc::new(products::Library::load(&folder.join("libcublasLt.so.13"))?);
-    let compiler = Compiler::open(&folder.join("libnvrtc.so.13"), "13", Some(folder))?;
+    let compiler = Arc::new(Compiler::open(&folder.join("libnvrtc.so.13"), "13", Some(folder))?);
     let opening = Opening {
         driver: &driver,
         products: &products,
@@ -414,14 +420,14 @@ fn who_looks_changes_no_bit_and_algorithms_that_were_kept_are_taken_again() {
 #[test]
 #[ignore = "needs g++: cargo xtask cuda-check"]
 fn an_update_that_is_refused_at_any_op_goes_on_where_it_stopped() {
-    let mut plain = Run::on_stand_in(DType::F32);
+    let (mut plain, (algorithms, _)) = Run::with(DType::F32, None);
     plain.run("load");
     plain.run("fresh");
     plain.run("checkpoint");
     plain.gradients(0);
     plain.run("update");
     let want = plain.all_of(Category::Weight);
-    let mut rehearsed = Run::on_stand_in(DType::F32);
+    let mut rehearsed = Run::with(DType::F32, Some(&algorithms)).0;
     rehearsed.restore_from(&plain);
     let ticks = rehearsed.set.program("update").unwrap().length() as u32;
     for tick in 1..=ticks {
@@ -465,4 +471,31 @@ fn a_file_that_fails_is_named_and_the_device_goes_on() {
     assert_ne!(run.all_of(Category::Weight), weights);
     run.run("restore");
     assert_eq!(run.all_of(Category::Weight), weights);
+}
+
+#[test]
+#[ignore = "needs g++: cargo xtask cuda-check"]
+fn what_stays_keeps_every_bit_when_the_plan_changes_between_steps() {
+    let (mut plain, (algorithms, _)) = Run::with(DType::F32, None);
+    let mut moved = Run::with(DType::F32, Some(&algorithms)).0;
+    for run in [&mut plain, &mut moved] {
+        run.run("load");
+        run.run("fresh");
+        run.train(1);
+    }
+    let size = |run: &mut Run| run.device.memory().bytes(Space::Device).0;
+    let before = size(&mut moved);
+    // Up by more than a piece, by less than a tensor, and down again.
+    for first in [40 << 20, (40 << 20) + 512, 256] {
+        let placement = side_by_side_from(&moved.set, first);
+        moved.device.adopt(moved.set.clone(), placement).unwrap();
+        assert_eq!(size(&mut moved), before + first);
+        assert_eq!(moved.all_of(Category::Weight), plain.all_of(Category::Weight));
+        assert_eq!(moved.all_of(Category::Optimizer), plain.all_of(Category::Optimizer));
+        assert_eq!(moved.train(1), plain.train(1));
+    }
+    let refused = moved.device.adopt(moved.set.clone(), side_by_side_from(&moved.set, 1 << 40));
+    assert!(refused.unwrap_err().is_refusal());
+    assert_eq!(moved.train(1), plain.train(1));
+    assert_eq!(moved.all_of(Category::Weight), plain.all_of(Category::Weight));
 }

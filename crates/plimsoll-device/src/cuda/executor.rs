@@ -30,6 +30,7 @@ use super::queues::{self, Signals};
 use crate::cpu::executor::{RunOp, Site, runner};
 use crate::cpu::pool::Pool;
 use crate::device::{Call, Device, DeviceError, FileSpace, Memory, NoFiles, Observer, Unseen};
+use crate::spaces::{self, Arenas};
 use plimsoll_core::{Bytes, DType, Space};
 use plimsoll_program::op::Queue;
 use plimsoll_program::{Index, Op, OpKind, Operand, Placement, Program, ProgramSet, TensorId, order};
@@ -48,7 +49,7 @@ pub struct Opening<'a> {
     /// cuBLASLt.
     pub products: &'a Arc<products::Library>,
     /// NVRTC and its cache.
-    pub compiler: &'a Compiler,
+    pub compiler: &'a Arc<Compiler>,
     /// The GPU's number among the visible ones.
     pub ordinal: u32,
     /// What the run computes in: f32 or bf16.
@@ -103,13 +104,13 @@ pub fn open(opening: &Opening, set: ProgramSet, placement: Placement) -> Result<
     // Zeros are valid tokens, positions and lengths.
     machine.fill_all(0)?;
     let products = Products::new(opening.products, &context, opening.algorithms)?;
-    let is_on_host = |program: &Program| program.trace().any(|(op, _)| op.queue == Queue::Host);
-    let pool = set.programs.iter().any(is_on_host).then(|| Pool::new(opening.threads)).transpose()?;
     let plan = Plan { set, placement, real };
-    let mut device =
-        CudaDevice { prepared: BTreeMap::new(), products, kernels: Kernels::default(), plan, machine, pool };
-    device.load_kernels(opening.compiler)?;
-    device.choose_algorithms()?;
+    let pool = plan.pool(opening.threads)?;
+    let (prepared, kernels, compiler) = (BTreeMap::new(), Kernels::default(), opening.compiler.clone());
+    let threads = opening.threads;
+    let mut device = CudaDevice { prepared, products, kernels, plan, machine, pool, threads, compiler };
+    device.load_kernels()?;
+    device.choose_algorithms(true)?;
     device.rehearse()?;
     let (free_after, _) = context.memory()?;
     device.machine.fill_pattern()?;
@@ -145,6 +146,14 @@ struct Plan {
     set: ProgramSet,
     placement: Placement,
     real: Real,
+}
+
+impl Plan {
+    /// Threads for the ops of the host's processor, where there are any.
+    fn pool(&self, threads: usize) -> Result<Option<Pool>, DeviceError> {
+        let is_on_host = |program: &Program| program.trace().any(|(op, _)| op.queue == Queue::Host);
+        Ok(self.set.programs.iter().any(is_on_host).then(|| Pool::new(threads)).transpose()?)
+    }
 }
 
 /// An iteration of a block: where operands stand in it.
@@ -407,6 +416,8 @@ struct CudaDevice {
     machine: Machine,
     /// For ops of the host's processor, where there are any.
     pool: Option<Pool>,
+    threads: usize,
+    compiler: Arc<Compiler>,
 }
 
 impl Drop for CudaDevice {
@@ -423,8 +434,8 @@ impl CudaDevice {
 
     // ---- opening ----
 
-    /// Compiles and loads every kernel that an op of any Program starts.
-    fn load_kernels(&mut self, compiler: &Compiler) -> Result<(), DeviceError> {
+    /// Compiles and loads every kernel that an op of any Program starts, as far as that was not done before.
+    fn load_kernels(&mut self) -> Result<(), DeviceError> {
         let mut shared_bytes: BTreeMap<(Unit, &'static str), u32> = BTreeMap::new();
         for program in &self.plan.set.programs {
             for (op, variable) in program.trace() {
@@ -434,10 +445,11 @@ impl CudaDevice {
                 }
             }
         }
-        let units: BTreeSet<Unit> = shared_bytes.keys().map(|(unit, _)| *unit).collect();
-        let units: Vec<Unit> = units.into_iter().collect();
+        let mut units: Vec<Unit> = shared_bytes.keys().map(|(unit, _)| *unit).collect();
+        units.dedup();
+        units.retain(|unit| !self.kernels.modules.contains_key(unit));
         let context = &self.machine.context;
-        let cubins = compiler.cubins(&units, context.gpu().architecture)?;
+        let cubins = self.compiler.cubins(&units, context.gpu().architecture)?;
         for (unit, cubin) in units.into_iter().zip(cubins) {
             self.kernels.modules.insert(unit, Module::load(context, &cubin)?);
         }
@@ -448,13 +460,13 @@ impl CudaDevice {
         Ok(())
     }
 
-    /// Chooses an algorithm for every distinct product, on an arena that holds nothing yet.
-    fn choose_algorithms(&mut self) -> Result<(), CudaError> {
+    /// Chooses an algorithm for every distinct product. Timing overwrites what stands in the arena.
+    fn choose_algorithms(&mut self, timed: bool) -> Result<(), CudaError> {
         for program in &self.plan.set.programs {
             for (op, variable) in program.trace() {
                 let frame = Frame { plan: &self.plan, machine: &self.machine, variable, micro_batch: 0 };
                 if let Some((shape, operands)) = frame.product(&op.kind) {
-                    let stream = self.machine.queues.compute();
+                    let stream = timed.then(|| self.machine.queues.compute());
                     // SAFETY: ranges of the arena, as large as the plan says (`passes::check`); nothing else is at work.
                     unsafe { self.products.prepare(shape, &operands, stream) }?;
                 }
@@ -492,6 +504,19 @@ impl CudaDevice {
             }
         }
         Ok(self.machine.context.synchronize()?)
+    }
+
+    /// Makes the plan that it has now, instead of `old`, run: first all that can be refused, then what stays moves.
+    /// Algorithms are not timed now: the arena holds what stays.
+    fn go_over_from(&mut self, old: &Plan) -> Result<(), DeviceError> {
+        let pool = self.plan.pool(self.threads)?;
+        self.load_kernels()?;
+        self.choose_algorithms(false)?;
+        self.prepare_all()?;
+        let (old, new) = ((&old.set, &old.placement), (&self.plan.set, &self.plan.placement));
+        spaces::adopt(&mut self.machine, old, new)?;
+        self.pool = pool;
+        Ok(())
     }
 
     // ---- preparing ----
@@ -867,6 +892,26 @@ impl Device for CudaDevice {
         if self.machine.keep(read).is_none() {
             bytes.fill(0xff);
         }
+    }
+
+    fn adopt(&mut self, set: ProgramSet, placement: Placement) -> Result<(), DeviceError> {
+        self.machine.check()?;
+        self.machine.context.enter()?;
+        self.machine.context.synchronize()?;
+        let before = self.machine.bytes(Space::Device).0;
+        // Addresses of the new plan need not lie in the arena as it is.
+        if placement.arena_bytes > before {
+            self.machine.resize(Space::Device, placement.arena_bytes, before)?;
+        }
+        let real = self.plan.real;
+        let old = std::mem::replace(&mut self.plan, Plan { set, placement, real });
+        let old_prepared = std::mem::take(&mut self.prepared);
+        let done = self.go_over_from(&old);
+        if done.is_err() {
+            (self.plan, self.prepared) = (old, old_prepared);
+            self.machine.resize(Space::Device, before, before)?;
+        }
+        done
     }
 
     fn memory(&mut self) -> &mut dyn Memory {

@@ -6,7 +6,7 @@ use super::driver::{Address, Context, CudaError};
 use super::queues::Queues;
 use super::staging::Staging;
 use crate::device::{DeviceError, Memory, NoFiles};
-use crate::spaces::Spaces;
+use crate::spaces::{Arenas, Spaces};
 use plimsoll_core::{Bytes, Space};
 use plimsoll_program::Placement;
 use std::borrow::Cow;
@@ -228,6 +228,48 @@ impl Machine {
             end = start;
         }
         Ok(0)
+    }
+}
+
+impl Host {
+    /// Makes the arena another size; see [`Arenas::resize`].
+    fn resize(&mut self, bytes: u64, kept: u64) -> Result<(), DeviceError> {
+        if bytes == self.bytes() {
+            return self.spaces.resize(Space::Host, bytes, kept);
+        }
+        self.unpin()?;
+        let resized = self.spaces.resize(Space::Host, bytes, kept);
+        self.pin()?;
+        resized
+    }
+}
+
+impl Arenas for Machine {
+    fn resize(&mut self, space: Space, bytes: u64, kept: u64) -> Result<(), DeviceError> {
+        self.context.synchronize()?;
+        if space == Space::Host {
+            return self.host.resize(bytes, kept);
+        }
+        self.arena.resize(bytes)?;
+        let first = kept.next_multiple_of(2);
+        if let Some(above) = self.held().0.checked_sub(first).filter(|above| *above > 0) {
+            // SAFETY: held by the arena, and nothing is at work in it.
+            unsafe { self.queues.compute().fill(self.arena.base() + first, PATTERN, above & !1) }?;
+        }
+        self.scratch_end = 0;
+        Ok(())
+    }
+
+    fn copy(&mut self, from: (Space, u64), to: (Space, u64), bytes: u64) {
+        // Through the host in parts, in the order in which nothing is overwritten before it was read.
+        const PART: u64 = 8 << 20;
+        let parts = bytes.div_ceil(PART);
+        for turn in 0..parts {
+            let part = if from.0 == to.0 && to.1 > from.1 { parts - 1 - turn } else { turn };
+            let (first, end) = (part * PART, bytes.min((part + 1) * PART));
+            let found = self.look(from.0, from.1 + first..from.1 + end).into_owned();
+            self.fill(to.0, to.1 + first, &found);
+        }
     }
 }
 

@@ -17,7 +17,7 @@ pub(crate) struct Tools {
     /// The driver.
     pub driver: Arc<Driver>,
     products: Arc<products::Library>,
-    compiler: Compiler,
+    compiler: Arc<Compiler>,
 }
 
 /// The driver with what goes with it, opened at the first call. What is missing then may be there at the next.
@@ -31,7 +31,7 @@ pub(crate) fn tools(here: &'static Here) -> Result<&'static Tools, DeviceError> 
     let opened = Tools {
         driver: Arc::new(Driver::load(&here.driver.path)?),
         products: Arc::new(products::Library::load(&here.cublaslt()?.path)?),
-        compiler: Compiler::open(&here.nvrtc()?.path, &here.driver_version, folder.as_deref())?,
+        compiler: Arc::new(Compiler::open(&here.nvrtc()?.path, &here.driver_version, folder.as_deref())?),
     };
     // Never closed: drivers do not bear to be taken away.
     Ok(tools.insert(Box::leak(Box::new(opened))))

@@ -300,14 +300,20 @@ impl Products {
     }
 
     /// Chooses an algorithm, unless that was done before: the stored one, or the quickest of those that the library
-    /// proposes, timed on `operands`, whose result and workspace are overwritten.
+    /// proposes, timed on `operands`, whose result and workspace are overwritten. Where no stream is given, nothing is
+    /// timed: the first that is proposed.
     ///
     /// # Errors
     /// Where the library can do no such product, or the device fails.
     ///
     /// # Safety
     /// The operands are memory of the device as large as the shape says, and nothing else is at work in them.
-    pub unsafe fn prepare(&mut self, shape: Shape, operands: &Operands, stream: &Stream) -> Result<(), CudaError> {
+    pub unsafe fn prepare(
+        &mut self,
+        shape: Shape,
+        operands: &Operands,
+        timed_on: Option<&Stream>,
+    ) -> Result<(), CudaError> {
         if self.ready.contains_key(&shape) {
             return Ok(());
         }
@@ -325,8 +331,11 @@ impl Products {
                 Some(words) => Some(words),
                 None => {
                     let proposals = self.proposals(&description, &shape)?;
-                    // SAFETY: as the caller promises.
-                    unsafe { self.quickest(&description, &shape, operands, stream, &proposals) }?
+                    match timed_on {
+                        // SAFETY: as the caller promises.
+                        Some(stream) => unsafe { self.quickest(&description, &shape, operands, stream, &proposals) }?,
+                        None => proposals.first().copied(),
+                    }
                 }
             };
             if let Some(algorithm) = algorithm {
