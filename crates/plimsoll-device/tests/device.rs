@@ -171,8 +171,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(40))]
 
     #[test]
-    fn the_same_programs_leave_the_same_bytes_on_every_device(draws in draws(30), wide: bool) {
-        let precision = if wide { DType::F64 } else { DType::F32 };
+    fn the_same_programs_leave_the_same_bytes_on_every_device(draws in draws(30), precision in prop::sample::select(vec![DType::F32, DType::F64, DType::Bf16])) {
         let (set, placement) = program(&draws, precision);
         let mut expected: Option<Left> = None;
         for (name, mut device) in devices(&set, &placement, precision) {
