@@ -262,3 +262,187 @@ impl<'a> Tape<'a> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::op::Quantised;
+    use crate::workspace::Kernels;
+    use plimsoll_core::{Category, DType};
+
+    const ROWS: u64 = 5;
+    const IN: u64 = 7;
+    const OUT: u64 = 9;
+    const RANK: u64 = 2;
+
+    /// The ops of linear layers, one number after the other.
+    struct Numbers<'a> {
+        builder: &'a Builder,
+        values: HashMap<TensorId, Vec<f64>>,
+    }
+
+    impl Numbers<'_> {
+        fn of(&self, operand: Operand) -> Vec<f64> {
+            let zeros = || vec![0.0; self.builder.set.tensor(operand.tensor).elements() as usize];
+            self.values.get(&operand.tensor).cloned().unwrap_or_else(zeros)[operand.offset.base as usize..].to_vec()
+        }
+
+        fn add(&mut self, operand: Operand, at: usize, value: f64, accumulate: bool) {
+            let elements = self.builder.set.tensor(operand.tensor).elements() as usize;
+            let place = &mut self.values.entry(operand.tensor).or_insert_with(|| vec![0.0; elements])
+                [operand.offset.base as usize + at];
+            *place = value + if accumulate { *place } else { 0.0 };
+        }
+
+        fn run(&mut self, ops: &[Op]) {
+            for op in ops {
+                match &op.kind {
+                    OpKind::Product {
+                        a,
+                        b,
+                        out,
+                        bias,
+                        residual,
+                        m,
+                        n,
+                        k,
+                        a_transposed,
+                        b_transposed,
+                        a_stride,
+                        out_stride,
+                        scale,
+                        accumulate,
+                        ..
+                    } => {
+                        let (a, b) = (self.of(*a), self.of(*b));
+                        let (bias, residual) = (bias.map(|bias| self.of(bias)), residual.map(|sum| self.of(sum)));
+                        for (i, j) in (0..*m).flat_map(|i| (0..*n).map(move |j| (i, j))) {
+                            let left = |p: u64| if *a_transposed { p * a_stride + i } else { i * a_stride + p };
+                            let right = |p: u64| if *b_transposed { j * k + p } else { p * n + j };
+                            let sum: f64 = (0..*k).map(|p| a[left(p) as usize] * b[right(p) as usize]).sum();
+                            let bias = bias.as_ref().map_or(0.0, |bias| bias[j as usize]);
+                            let residual = residual.as_ref().map_or(0.0, |sum| sum[(i * n + j) as usize]);
+                            self.add(*out, (i * out_stride + j) as usize, scale * sum + bias + residual, *accumulate);
+                        }
+                    }
+                    // Every third element is left out.
+                    OpKind::Dropout { x, out, probability, rows, columns, accumulate, .. } => {
+                        let x = self.of(*x);
+                        for i in 0..(rows * columns) as usize {
+                            let left = if i % 3 == 1 { 0.0 } else { x[i] / (1.0 - probability) };
+                            self.add(*out, i, left, *accumulate);
+                        }
+                    }
+                    OpKind::Dequantise { from: Quantised::Int8 { codes, .. }, into, elements, .. } => {
+                        let codes = self.of(*codes);
+                        (0..*elements as usize).for_each(|i| self.add(*into, i, codes[i], false));
+                    }
+                    other => panic!("{other:?}"),
+                }
+            }
+        }
+    }
+
+    /// A frozen layer with a residual, adapters on two ranges of its columns, one of which sees only a part of x.
+    fn layer(builder: &mut Builder) -> (Vec<Op>, HashMap<&'static str, TensorId>) {
+        let mut names = HashMap::new();
+        let mut made = |builder: &mut Builder, name: &'static str, dims: &[u64]| {
+            let id = builder.on_device(name, dims, DType::F64, Category::Weight, crate::Lifetime::Persistent, 1);
+            names.insert(name, id);
+            Operand::whole(id)
+        };
+        let x = made(builder, "x", &[ROWS, IN]);
+        let codes = made(builder, "codes", &[OUT, IN]);
+        let whole = made(builder, "whole", &[OUT, IN]);
+        let residual = made(builder, "residual", &[ROWS, OUT]);
+        let out = made(builder, "out", &[ROWS, OUT]);
+        let left = made(builder, "left", &[ROWS, IN]);
+        let from = Quantised::Int8 { codes, scales: codes };
+        let mut ops: Vec<Op> = vec![OpKind::Dequantise { from, into: whole, elements: OUT * IN, columns: IN }.into()];
+        let base = Product::linear(x, whole, out, ROWS, IN, OUT);
+        ops.push(builder.product(Product { residual: Some(residual), ..base }));
+        let dropout = OpKind::Dropout {
+            x,
+            out: left,
+            scalars: x,
+            seed: 1,
+            first_sample: Index::fixed(0),
+            layer: Index::fixed(0),
+            site: 0,
+            probability: 0.25,
+            rows: ROWS,
+            columns: IN,
+            sequence: ROWS,
+            accumulate: false,
+        };
+        ops.push(dropout.into());
+        for ([a, b, inside], seen, first, columns) in
+            [(["a1", "b1", "inside1"], left, 0, 4), (["a2", "b2", "inside2"], x, 5, 3)]
+        {
+            let a = made(builder, a, &[RANK, IN]);
+            let b = made(builder, b, &[columns, RANK]);
+            let inside = made(builder, inside, &[ROWS, RANK]);
+            ops.push(builder.product(Product::linear(seen, a, inside, ROWS, IN, RANK)));
+            let columns_of = out.from(Index::fixed(first));
+            ops.push(builder.product(Product {
+                out_stride: Some(OUT),
+                scale: 1.5,
+                accumulate: true,
+                ..Product::linear(inside, b, columns_of, ROWS, RANK, columns)
+            }));
+        }
+        (ops, names)
+    }
+
+    #[test]
+    fn adapters_have_the_gradients_that_differences_have_and_frozen_weights_none() {
+        let mut builder = Builder::new(DType::F64, Kernels::Cuda);
+        let (ops, names) = layer(&mut builder);
+        let mut gradients = HashMap::new();
+        for name in ["a1", "b1", "a2", "b2"] {
+            gradients.insert(names[name], builder.copy_of(names[name], format!("{name}.sum")));
+        }
+        // The loss is the sum of the results, each times a number of its own: their gradient.
+        let seed = builder.copy_of(names["out"], "seed".into());
+        let mut tape = Tape::new(&mut builder, &gradients, &ops);
+        tape.seed(Operand::whole(names["out"]), Operand::whole(seed));
+        ops.iter().rev().for_each(|op| tape.derive(&op.kind));
+        let dx = tape.gradient(Operand::whole(names["x"])).expect("x is used").tensor;
+        let dresidual = tape.gradient(Operand::whole(names["residual"])).expect("the residual is used").tensor;
+        let backward = tape.into_ops();
+        assert_eq!(dresidual, seed, "a sum passes its gradient on as it is");
+        assert!(builder.find("codes.gradient").is_none());
+
+        let number = |i: usize, of: usize| ((i * 37 + of * 101) % 23) as f64 / 11.0 - 1.0;
+        let mut values = HashMap::new();
+        for (of, name) in ["x", "codes", "residual", "a1", "b1", "a2", "b2"].into_iter().enumerate() {
+            let elements = builder.set.tensor(names[name]).elements() as usize;
+            values.insert(names[name], (0..elements).map(|i| number(i, of)).collect::<Vec<_>>());
+        }
+        let weights: Vec<f64> = (0..(ROWS * OUT) as usize).map(|i| number(i, 9)).collect();
+        let loss = |values: &HashMap<TensorId, Vec<f64>>| {
+            let mut numbers = Numbers { builder: &builder, values: values.clone() };
+            numbers.run(&ops);
+            numbers.of(Operand::whole(names["out"])).iter().zip(&weights).map(|(y, w)| y * w).sum::<f64>()
+        };
+        let mut numbers = Numbers { builder: &builder, values: values.clone() };
+        numbers.run(&ops);
+        numbers.values.insert(seed, weights.clone());
+        numbers.run(&backward);
+        for (name, gradient) in [("x", dx), ("a1", gradients[&names["a1"]]), ("b1", gradients[&names["b1"]])]
+            .into_iter()
+            .chain(["a2", "b2"].map(|name| (name, gradients[&names[name]])))
+        {
+            let found = numbers.of(Operand::whole(gradient));
+            for (i, found) in found.into_iter().enumerate() {
+                let moved = |by: f64| {
+                    let mut values = values.clone();
+                    values.get_mut(&names[name]).expect("it has values")[i] += by;
+                    loss(&values)
+                };
+                let difference = (moved(1e-4) - moved(-1e-4)) / 2e-4;
+                assert!((found - difference).abs() < 1e-8, "{name}[{i}]: {found}, {difference}");
+            }
+        }
+    }
+}
