@@ -328,8 +328,8 @@ mod tests {
                     // Every third element is left out.
                     OpKind::Dropout { x, out, probability, rows, columns, accumulate, .. } => {
                         let x = self.of(*x);
-                        for i in 0..(rows * columns) as usize {
-                            let left = if i % 3 == 1 { 0.0 } else { x[i] / (1.0 - probability) };
+                        for (i, x) in x.into_iter().enumerate().take((rows * columns) as usize) {
+                            let left = if i % 3 == 1 { 0.0 } else { x / (1.0 - probability) };
                             self.add(*out, i, left, *accumulate);
                         }
                     }

@@ -170,7 +170,7 @@ impl Decoder<'_> {
             update.push(over_slots(tensor, op));
         }
         // Updates stand side by side, so that a device can take many in one launch.
-        update.extend(self.from_masters());
+        update.extend(self.weights_of_masters());
         norm.push(Block::once("clip", vec![OpKind::ClipFactor { metrics, scalars }.into()]));
         // `fresh` runs once, where a run starts without a checkpoint.
         self.alone(WorkName::Load, "fresh", fresh);

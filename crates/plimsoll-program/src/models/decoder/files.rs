@@ -257,7 +257,7 @@ impl Decoder<'_> {
         let mut blocks = vec![self.table()];
         blocks.extend(self.load_model());
         blocks.extend(self.load_adapters());
-        blocks.extend(self.from_masters());
+        blocks.extend(self.weights_of_masters());
         self.alone(WorkName::Load, "load", blocks);
     }
 
@@ -305,7 +305,7 @@ impl Decoder<'_> {
             }
             blocks.extend(self.coarse_state(optimizer, name == "restore"));
             if name == "restore" {
-                blocks.extend(self.from_masters());
+                blocks.extend(self.weights_of_masters());
             }
             self.alone(work, name, blocks);
         }

@@ -316,7 +316,7 @@ impl<'a> Decoder<'a> {
     }
 
     /// The weights that are computed with, made from their masters.
-    fn from_masters(&self) -> Vec<Block> {
+    fn weights_of_masters(&self) -> Vec<Block> {
         let copies = self.trained().into_iter().filter_map(|id| Some((id, *self.masters.get(&id)?)));
         copies
             .map(|(id, master)| {
