@@ -136,8 +136,9 @@ fn products<T: Real<Wide = f32>>(bench: &mut Bench, lanes: u64) {
         bench.time(&of, per_step, Work::Flops(2 * m * n * k), |pool| {
             // Gradients of weights are added up over micro-batches.
             let accumulate = a_transposed;
-            let p =
-                Product { m, n, k, a: &a, a_transposed, b: &b, b_transposed, bias: None, residual: None, accumulate };
+            let mut p = Product { accumulate, ..Product::new(m, n, k, &a, &b) };
+            p = if a_transposed { p.a_transposed() } else { p };
+            p = if b_transposed { p.b_transposed() } else { p };
             if accumulate {
                 product(pool, p, &mut gradient, &mut scratch);
             } else {
@@ -154,19 +155,7 @@ fn decode<T: Real<Wide = f32>>(bench: &mut Bench, lanes: u64) {
         let size = Kernels::Cpu { threads: lanes }.product(T::DTYPE, m as u64, n as u64, k as u64);
         let mut scratch = vec![0.0; size as usize];
         bench.time(&format!("decode {m}x{n}x{k}"), 0, Work::Bytes(size_of::<T>() * n * k), |pool| {
-            let p = Product {
-                m,
-                n,
-                k,
-                a: &a,
-                a_transposed: false,
-                b: &b,
-                b_transposed: true,
-                bias: None,
-                residual: None,
-                accumulate: false,
-            };
-            product(pool, p, &mut out, &mut scratch);
+            product(pool, Product::new(m, n, k, &a, &b).b_transposed(), &mut out, &mut scratch);
         });
     }
 }
@@ -195,7 +184,7 @@ fn others<T: Real<Wide = f32>>(bench: &mut Bench, lanes: u64) {
     let mut dweight = vec![0.0; HIDDEN];
     let mut scratch = vec![0.0; workspace::cpu::sum_rows(ROWS as u64, HIDDEN as u64) as usize];
     bench.time("rms_norm_grad", 2 * LAYERS + 1, Work::Bytes(4 * row_bytes), |pool| {
-        rms_norm_grad(pool, &x, &weight, &rstd, &dout, &mut out, &mut dweight, true, &mut scratch)
+        rms_norm_grad(pool, &x, &weight, &rstd, &dout, &mut out, Some(&mut dweight), true, &mut scratch)
     });
     bench.time("add", 0, Work::Bytes(3 * row_bytes), |pool| add(pool, &x, &mut out));
 
@@ -209,7 +198,7 @@ fn others<T: Real<Wide = f32>>(bench: &mut Bench, lanes: u64) {
     let (mut dwq, mut dwk) = (vec![0.0; 64], vec![0.0; 64]);
     let mut scratch = vec![0.0; workspace::cpu::sum_rows(ROWS as u64, 2 * 64) as usize];
     bench.time("head_norm_grad", 0, Work::Bytes(6 * row_bytes), |pool| {
-        head_norm_grad(pool, SHAPE, &qkv, &wq, &wk, &heads, &mut dqkv, &mut dwq, &mut dwk, &mut scratch)
+        head_norm_grad(pool, SHAPE, &qkv, &wq, &wk, &heads, &mut dqkv, Some([&mut dwq, &mut dwk]), &mut scratch)
     });
     let mut table = vec![0.0; SEQUENCE * 64];
     rope_table(&bench.pool, 64, 1e4, &RopeScaling::None, &mut table);

@@ -306,18 +306,9 @@ fn product_rate<T: Real>(pool: &Pool, dtype: DType, duration: Duration) -> Resul
     let operations: f64 = ROUND.iter().map(|f| 2.0 * (f.m * f.n * f.k) as f64).sum();
     let seconds = pool_rounds(pool, duration, || {
         for &Form { m, n, k, a_transposed, b_transposed } in &ROUND {
-            let form = Product {
-                m,
-                n,
-                k,
-                a: &*left,
-                a_transposed,
-                b: &*right,
-                b_transposed,
-                bias: None,
-                residual: None,
-                accumulate: false,
-            };
+            let mut form = Product::new(m, n, k, &*left, &*right);
+            form = if a_transposed { form.a_transposed() } else { form };
+            form = if b_transposed { form.b_transposed() } else { form };
             product(pool, form, black_box(&mut *result), scratch);
         }
     });

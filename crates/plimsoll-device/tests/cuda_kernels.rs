@@ -96,7 +96,7 @@ fn rms_norm_and_its_gradient() {
                 let (mut want, mut want_dweight) = (before.clone(), dweight_before.clone());
                 let scratch = &mut scratch(workspace::cpu::sum_rows(rows as u64, dim as u64));
                 let dweight = &mut want_dweight;
-                cpu::rms_norm_grad(&pool(), &x, &weight, &rstd_values, &dout, &mut want, dweight, accumulate, scratch);
+                cpu::rms_norm_grad(&pool(), &x, &weight, &rstd_values, &dout, &mut want, Some(dweight), accumulate, scratch);
                 let (gdout, gdx) = (gpu.put(kind, &dout), gpu.put(kind, &before));
                 let gdweight = gpu.put(Kind::F32, &dweight_before);
                 let room = gpu.room(Kind::F32, workspace::cuda::sum_rows(rows as u64, dim as u64) as usize);
@@ -134,7 +134,7 @@ fn head_norm_and_its_gradient() {
             let (mut want, mut want_dq, mut want_dk) = (dout.clone(), dq.clone(), dk.clone());
             let elements = workspace::cpu::sum_rows(rows as u64, 2 * head_dim);
             let room = &mut scratch(elements);
-            cpu::head_norm_grad(&pool(), shape, &x, &q, &k, &rstd_values, &mut want, &mut want_dq, &mut want_dk, room);
+            cpu::head_norm_grad(&pool(), shape, &x, &q, &k, &rstd_values, &mut want, Some([&mut want_dq, &mut want_dk]), room);
             let (gdx, gdq, gdk) = (gpu.put(kind, &dout), gpu.put(Kind::F32, &dq), gpu.put(Kind::F32, &dk));
             let room = gpu.room(Kind::F32, workspace::cuda::sum_rows(rows as u64, 2 * head_dim) as usize);
             let [x, q, k] = inputs;
@@ -757,17 +757,12 @@ mod programs {
             let residual = residual.map(|residual| part(&residual, m * n));
             let mut whole = self.gpu.get(slot);
             let mut scratch = scratch(workspace::cpu::product(1, *m, *n, *k));
+            let whole_ones = cpu::Product::new(*m as usize, *n as usize, *k as usize, &a, &b);
             let product = cpu::Product {
-                m: *m as usize,
-                n: *n as usize,
-                k: *k as usize,
-                a: &a,
-                a_transposed: *a_transposed,
-                b: &b,
                 b_transposed: *b_transposed,
-                bias: None,
                 residual: residual.as_deref(),
                 accumulate: *accumulate,
+                ..if *a_transposed { whole_ones.a_transposed() } else { whole_ones }
             };
             cpu::product(&pool(), product, &mut whole[offset..offset + (m * n) as usize], &mut scratch);
             let launches = bias.map(|bias| add_bias(Real::F32, here.at(&bias), here.at(out), *m, *n));

@@ -92,6 +92,7 @@ struct ProductCase {
     bias: bool,
     residual: bool,
     accumulate: bool,
+    apart: bool,
 }
 
 /// The result in O, and what it should be.
@@ -101,33 +102,41 @@ fn run_product<T: Real, O: Real<Wide = T::Wide>>(
     draw: &mut Draw,
 ) -> (Vec<O>, Vec<f64>) {
     let ProductCase { m, n, k, .. } = case;
-    let (a, b): (Vec<T>, Vec<T>) = (draw.many(m * k), draw.many(k * n));
+    // Parts of wider matrices, or whole ones.
+    let apart = |columns: usize, by: usize| if case.apart { columns + by } else { columns };
+    let (a_rows, a_row) = if case.a_transposed { (k, apart(m, 3)) } else { (m, apart(k, 3)) };
+    let out_row = apart(n, 5);
+    let scale = if case.apart { -0.75 } else { 1.0 };
+    let (a, b): (Vec<T>, Vec<T>) = (draw.many(a_rows * a_row), draw.many(k * n));
     let (bias, residual): (Vec<T>, Vec<T>) = (draw.many(n), draw.many(m * n));
-    let mut out: Vec<O> = draw.many(m * n);
-    let mut want = vec![0.0; m * n];
+    let mut out: Vec<O> = draw.many(m * out_row);
+    let residual = (case.residual && !case.apart).then_some(&residual[..]);
+    // What lies between the rows stays.
+    let mut want = wide(&out);
     for i in 0..m {
         for j in 0..n {
-            let mut sum = if case.accumulate { out[i * n + j].wide() } else { 0.0 };
+            let mut sum = 0.0;
             for p in 0..k {
-                let left = a[if case.a_transposed { p * m + i } else { i * k + p }].wide();
+                let left = a[if case.a_transposed { p * a_row + i } else { i * a_row + p }].wide();
                 sum += left * b[if case.b_transposed { j * k + p } else { p * n + j }].wide();
             }
+            sum *= scale;
             sum += if case.bias { bias[j].wide() } else { 0.0 };
-            sum += if case.residual { residual[i * n + j].wide() } else { 0.0 };
-            want[i * n + j] = sum;
+            sum += residual.map_or(0.0, |residual| residual[i * n + j].wide());
+            sum += if case.accumulate { want[i * out_row + j] } else { 0.0 };
+            want[i * out_row + j] = sum;
         }
     }
     let product_of = Product {
-        m,
-        n,
-        k,
-        a: &a,
         a_transposed: case.a_transposed,
-        b: &b,
         b_transposed: case.b_transposed,
         bias: case.bias.then_some(&bias[..]),
-        residual: case.residual.then_some(&residual[..]),
+        residual,
         accumulate: case.accumulate,
+        a_row,
+        out_row,
+        scale: T::Wide::of(scale),
+        ..Product::new(m, n, k, &a, &b)
     };
     let size = Kernels::Cpu { threads: threads as u64 }.product(T::DTYPE, m as u64, n as u64, k as u64);
     product(&pool(threads), product_of, &mut out, &mut scratch(size));
@@ -145,6 +154,7 @@ fn flags(m: usize, n: usize, k: usize, bits: usize) -> ProductCase {
         bias: bit(2),
         residual: bit(3),
         accumulate: bit(4),
+        apart: bit(5),
     }
 }
 
@@ -152,7 +162,7 @@ fn flags(m: usize, n: usize, k: usize, bits: usize) -> ProductCase {
 fn products_are_right_in_every_form() {
     let mut draw = Draw(1);
     for (m, n, k) in [(1, 1, 1), (1, 70, 33), (3, 65, 17), (4, 9, 130), (5, 131, 40), (13, 64, 8), (98, 67, 23)] {
-        for bits in 0..32 {
+        for bits in 0..64 {
             let case = flags(m, n, k, bits);
             let (got, want) = run_product::<f32, f32>(2, case, &mut draw);
             close(&got, &want, tolerance::<f32>(k), &format!("{case:?}"));
@@ -166,7 +176,7 @@ fn products_are_right_in_every_form() {
     }
     // More than one slice of k, more than one pass of columns, nothing to sum over.
     for (m, n, k) in [(7, 33, 1100), (9, 2100, 3), (100, 70, 513), (6, 5, 0), (105, 70, 2049), (600, 2060, 1025)] {
-        for bits in [0, 3, 30, 31] {
+        for bits in [0, 3, 30, 31, 63] {
             let case = flags(m, n, k, bits);
             if m * n * k < 1 << 25 {
                 let (got, want) = run_product::<f32, f32>(3, case, &mut draw);
@@ -188,7 +198,7 @@ proptest! {
 
     #[test]
     fn products_of_any_shape_are_right(
-        m in 1usize..40, n in 1usize..150, k in 1usize..90, bits in 0usize..32, threads in 1usize..4, seed: u64,
+        m in 1usize..40, n in 1usize..150, k in 1usize..90, bits in 0usize..64, threads in 1usize..4, seed: u64,
     ) {
         let case = flags(m, n, k, bits);
         let (got, want) = run_product::<f32, f32>(threads, case, &mut Draw(seed));
@@ -206,18 +216,7 @@ fn products_of_bf16_take_nan_and_infinity_as_they_are() {
     b[0] = bf16::from_bits(1);
     let a = vec![bf16::ONE; 5 * 64];
     for b_transposed in [false, true] {
-        let p = Product {
-            m: 5,
-            n: 64,
-            k: 64,
-            a: &a,
-            a_transposed: false,
-            b: &b,
-            b_transposed,
-            bias: None,
-            residual: None,
-            accumulate: false,
-        };
+        let p = Product { b_transposed, ..Product::new(5, 64, 64, &a, &b) };
         let mut out = vec![bf16::NAN; 5 * 64];
         product(&pool(1), p, &mut out, &mut scratch(workspace::cpu::pairs_product(1, 5, 64, 64)));
         let infinite = if b_transposed { 0 } else { 1 };
@@ -231,18 +230,7 @@ fn products_of_bf16_take_nan_and_infinity_as_they_are() {
     }
     // What does not belong to a row never touches it, also where k is odd.
     let a: Vec<bf16> = (0..5 * 33).map(|i| if i / 33 == 2 { bf16::NAN } else { bf16::ONE }).collect();
-    let p = Product {
-        m: 5,
-        n: 3,
-        k: 33,
-        a: &a,
-        a_transposed: false,
-        b: &b[64..64 + 99],
-        b_transposed: true,
-        bias: None,
-        residual: None,
-        accumulate: false,
-    };
+    let p = Product::new(5, 3, 33, &a, &b[64..64 + 99]).b_transposed();
     let mut out = vec![bf16::ZERO; 15];
     product(&pool(1), p, &mut out, &mut scratch(workspace::cpu::pairs_product(1, 5, 3, 33)));
     for (i, x) in out.iter().enumerate() {
@@ -322,7 +310,7 @@ fn rms_norm_grad_is_the_slope() {
         for accumulate in [false, true] {
             let (mut dx, mut dweight) = (before.clone(), vec![1.0; dim]);
             let mut scratch = scratch(workspace::cpu::sum_rows(rows as u64, dim as u64));
-            rms_norm_grad(&pool(2), &x, &weight, &rstd, &dout, &mut dx, &mut dweight, accumulate, &mut scratch);
+            rms_norm_grad(&pool(2), &x, &weight, &rstd, &dout, &mut dx, Some(&mut dweight), accumulate, &mut scratch);
             if accumulate {
                 dx.iter_mut().zip(&before).for_each(|(dx, before)| *dx -= before);
             }
@@ -389,7 +377,17 @@ fn head_norm_grad_is_the_slope() {
         let rstd = loss(&x, &wq, &wk).1;
         let (mut dx, mut dwq, mut dwk) = (dout.clone(), vec![0.0; e], vec![0.0; e]);
         let elements = workspace::cpu::sum_rows(rows as u64, 2 * shape.head_dim);
-        head_norm_grad(&pool(2), shape, &x, &wq, &wk, &rstd, &mut dx, &mut dwq, &mut dwk, &mut scratch(elements));
+        head_norm_grad(
+            &pool(2),
+            shape,
+            &x,
+            &wq,
+            &wk,
+            &rstd,
+            &mut dx,
+            Some([&mut dwq, &mut dwk]),
+            &mut scratch(elements),
+        );
         let (q, k, y) = (wq.clone(), wk.clone(), x.clone());
         differences(&mut x, &dx, "dx", |x| loss(x, &q, &k).0);
         differences(&mut wq, &dwq, "dwq", |wq| loss(&y, wq, &k).0);
@@ -693,7 +691,7 @@ fn gradients_of_norms_in_bf16_are_rounded_once() {
             let size = workspace::cpu::sum_rows(rows as u64, dim as u64);
             let (mut dx, mut dweight) = (before.clone(), vec![1.0f32; dim]);
             let space = &mut scratch(size);
-            rms_norm_grad(&pool(2), &x, &weight, &rstd, &dout, &mut dx, &mut dweight, accumulate, space);
+            rms_norm_grad(&pool(2), &x, &weight, &rstd, &dout, &mut dx, Some(&mut dweight), accumulate, space);
             let (mut want, mut want_weight) = (wide(&before), vec![1.0; dim]);
             rms_norm_grad(
                 &pool(1),
@@ -702,7 +700,7 @@ fn gradients_of_norms_in_bf16_are_rounded_once() {
                 &wide(&rstd),
                 &wide(&dout),
                 &mut want,
-                &mut want_weight,
+                Some(&mut want_weight),
                 accumulate,
                 &mut scratch(size),
             );
@@ -719,11 +717,11 @@ fn gradients_of_norms_in_bf16_are_rounded_once() {
         head_norm(&pool(2), shape, &x, &wq, &wk, 1e-3, &mut out, &mut rstd);
         let size = workspace::cpu::sum_rows(rows as u64, 2 * shape.head_dim);
         let (mut dx, mut dq, mut dk) = (dout.clone(), vec![0.0f32; e], vec![0.0f32; e]);
-        head_norm_grad(&pool(2), shape, &x, &wq, &wk, &rstd, &mut dx, &mut dq, &mut dk, &mut scratch(size));
+        head_norm_grad(&pool(2), shape, &x, &wq, &wk, &rstd, &mut dx, Some([&mut dq, &mut dk]), &mut scratch(size));
         let (mut want, mut want_q, mut want_k) = (wide(&dout), vec![0.0; e], vec![0.0; e]);
         let [x, wq, wk] = [&x, &wq, &wk].map(|x| wide(x));
         let space = &mut scratch(size);
-        head_norm_grad(&pool(1), shape, &x, &wq, &wk, &wide(&rstd), &mut want, &mut want_q, &mut want_k, space);
+        head_norm_grad(&pool(1), shape, &x, &wq, &wk, &wide(&rstd), &mut want, Some([&mut want_q, &mut want_k]), space);
         close(&dx, &want, tolerance::<bf16>(40), "dx");
         close(&dq, &want_q, tolerance::<f32>(rows * 4), "dq");
         close(&dk, &want_k, tolerance::<f32>(rows * 4), "dk");
@@ -1049,7 +1047,7 @@ fn everything(threads: usize) -> Vec<(&'static str, Vec<u32>)> {
     keep("rms_norm", &out);
     let (mut dx, mut dweight) = (vec![0.0; 500 * 130], vec![0.0; 130]);
     let mut space = scratch(workspace::cpu::sum_rows(500, 130));
-    rms_norm_grad(pool, &x, &weight, &rstd, &dout, &mut dx, &mut dweight, false, &mut space);
+    rms_norm_grad(pool, &x, &weight, &rstd, &dout, &mut dx, Some(&mut dweight), false, &mut space);
     keep("rms_norm_grad", &dx);
     keep("rms_norm_grad weight", &dweight);
     let mut sums = vec![0.0; 130];
@@ -1069,7 +1067,7 @@ fn everything(threads: usize) -> Vec<(&'static str, Vec<u32>)> {
     head_norm(pool, shape, &qkv, &wq, &wk, 1e-5, &mut normed, &mut rstd);
     let (mut dx, mut dq, mut dk) = (dqkv.clone(), vec![0.0; 20], vec![0.0; 20]);
     let mut space = scratch(workspace::cpu::sum_rows(600, 2 * 20));
-    head_norm_grad(pool, shape, &qkv, &wq, &wk, &rstd, &mut dx, &mut dq, &mut dk, &mut space);
+    head_norm_grad(pool, shape, &qkv, &wq, &wk, &rstd, &mut dx, Some([&mut dq, &mut dk]), &mut space);
     for x in [&normed, &dx, &dq, &dk] {
         keep("head_norm", x);
     }

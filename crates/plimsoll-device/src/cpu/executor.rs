@@ -225,29 +225,29 @@ impl<'a, T: Real> Frame<'a, T> {
                 scale,
                 accumulate,
             } => {
-                let dense = *a_stride == if *a_transposed { *m } else { *k } && out_stride == n;
-                if !dense || *scale != 1.0 {
-                    return Err(unsupported(op));
-                }
                 // Added in place where the sum stands on what it is added to.
                 let in_place = residual.is_some_and(|r| self.offset(&r) == self.offset(out));
+                let (a_rows, a_columns) = if *a_transposed { (k, m) } else { (m, k) };
                 let product = kernels::Product {
                     m: *m as usize,
                     n: *n as usize,
                     k: *k as usize,
-                    a: self.read(a, m * k),
+                    a: self.read(a, (a_rows - 1) * a_stride + a_columns),
                     a_transposed: *a_transposed,
                     b: self.read(b, k * n),
                     b_transposed: *b_transposed,
                     bias: bias.map(|bias| self.read(&bias, *n)),
                     residual: residual.filter(|_| !in_place).map(|residual| self.read(&residual, m * n)),
                     accumulate: *accumulate || in_place,
+                    a_row: *a_stride as usize,
+                    out_row: *out_stride as usize,
+                    scale: T::Wide::of(*scale),
                 };
-                let scratch = self.scratch(workspace);
+                let (scratch, written) = (self.scratch(workspace), (m - 1) * out_stride + n);
                 if self.is_wide(out) {
-                    kernels::product(pool, product, self.write_wide(out, m * n), scratch);
+                    kernels::product(pool, product, self.write_wide(out, written), scratch);
                 } else {
-                    kernels::product(pool, product, self.write(out, m * n), scratch);
+                    kernels::product(pool, product, self.write(out, written), scratch);
                 }
             }
             OpKind::Embed { tokens, table, out, rows, hidden, vocab } => {
@@ -270,7 +270,6 @@ impl<'a, T: Real> Frame<'a, T> {
                 kernels::rms_norm(pool, x, weight, *eps, self.write(out, rows * dim), self.write_wide(rstd, *rows));
             }
             OpKind::RmsNormGrad { x, weight, rstd, dout, dx, dweight, workspace, rows, dim, accumulate } => {
-                let Some(dweight) = dweight else { return Err(unsupported(op)) };
                 kernels::rms_norm_grad(
                     pool,
                     self.read(x, rows * dim),
@@ -278,7 +277,7 @@ impl<'a, T: Real> Frame<'a, T> {
                     self.read_wide(rstd, *rows),
                     self.read(dout, rows * dim),
                     self.write(dx, rows * dim),
-                    self.write_wide(dweight, *dim),
+                    dweight.map(|dweight| self.write_wide(&dweight, *dim)),
                     *accumulate,
                     self.scratch(workspace),
                 );
@@ -297,7 +296,6 @@ impl<'a, T: Real> Frame<'a, T> {
                 );
             }
             OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dweights, workspace, rows, shape } => {
-                let Some([dq_weight, dk_weight]) = dweights else { return Err(unsupported(op)) };
                 let columns = rows * shape.columns();
                 kernels::head_norm_grad(
                     pool,
@@ -307,8 +305,7 @@ impl<'a, T: Real> Frame<'a, T> {
                     self.read(k_weight, shape.head_dim),
                     self.read_wide(rstd, rows * shape.rotated()),
                     self.write(dx, columns),
-                    self.write_wide(dq_weight, shape.head_dim),
-                    self.write_wide(dk_weight, shape.head_dim),
+                    dweights.map(|both| both.map(|dweight| self.write_wide(&dweight, shape.head_dim))),
                     self.scratch(workspace),
                 );
             }

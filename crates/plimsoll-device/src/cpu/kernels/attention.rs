@@ -504,7 +504,7 @@ fn one_query<T: Real>(query: &[T], cache: Cache<T>, seen: usize, out: &mut [T], 
         let mut new = largest;
         for (i, four) in scores.chunks_mut(4).enumerate() {
             let mut sums = [[T::Wide::ZERO; 4]; FEW_ROWS];
-            dots_1(head, query, &cache.keys[(from + 4 * i) * cache.row..], cache.row, four.len(), &mut sums);
+            dots_1(head, query, head, &cache.keys[(from + 4 * i) * cache.row..], cache.row, four.len(), &mut sums);
             for (score, sum) in four.iter_mut().zip(sums[0]) {
                 *score = sum * scale;
                 new = if *score > new { *score } else { new };

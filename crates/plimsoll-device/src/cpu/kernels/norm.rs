@@ -83,7 +83,7 @@ pub fn rms_norm<T: Real>(pool: &Pool, x: &[T], weight: &[T], eps: f64, out: &mut
     });
 }
 
-/// `dx[R, D]` = (or +=, with `accumulate`) the gradient of `rms_norm`; `dweight[D]` +=.
+/// `dx[R, D]` = (or +=, with `accumulate`) the gradient of `rms_norm`; `dweight[D]` +=, where it is wanted.
 /// `scratch` has `workspace::cpu::sum_rows(rows, dim)` elements.
 pub fn rms_norm_grad<T: Real>(
     pool: &Pool,
@@ -92,12 +92,12 @@ pub fn rms_norm_grad<T: Real>(
     rstd: &[T::Wide],
     dout: &[T],
     dx: &mut [T],
-    dweight: &mut [T::Wide],
+    dweight: Option<&mut [T::Wide]>,
     accumulate: bool,
     scratch: &mut [T::Wide],
 ) {
     let (rows, dim) = (rstd.len(), weight.len());
-    assert!(x.len() == rows * dim && dout.len() == rows * dim && dx.len() == rows * dim && dweight.len() == dim);
+    assert!(x.len() == rows * dim && dout.len() == rows * dim && dx.len() == rows * dim);
     let dx = Shared::new(dx);
     let sums = partial_sums(pool, rows, dim, scratch, |range, sum| {
         for row in range {
@@ -107,8 +107,11 @@ pub fn rms_norm_grad<T: Real>(
             norm_row_grad(&x[part.clone()], weight, rstd[row], &dout[part], dx, sum, accumulate);
         }
     });
-    for sum in scratch[..sums * dim].chunks_exact(dim.max(1)) {
-        add_to(dweight, sum);
+    if let Some(dweight) = dweight {
+        assert_eq!(dweight.len(), dim);
+        for sum in scratch[..sums * dim].chunks_exact(dim.max(1)) {
+            add_to(dweight, sum);
+        }
     }
 }
 
@@ -147,7 +150,7 @@ pub fn head_norm<T: Real>(
 }
 
 /// Turns the gradient of `head_norm`'s output, in `dx[N, C]`, into that of its input, in place;
-/// `dq_weight[E]`, `dk_weight[E]` +=. `scratch` has `workspace::cpu::sum_rows(rows, 2 E)` elements.
+/// `dweights`, `[E]` of queries and of keys, +=, where they are wanted. `scratch` has `workspace::cpu::sum_rows(rows, 2 E)` elements.
 pub fn head_norm_grad<T: Real>(
     pool: &Pool,
     shape: Heads,
@@ -156,8 +159,7 @@ pub fn head_norm_grad<T: Real>(
     k_weight: &[T],
     rstd: &[T::Wide],
     dx: &mut [T],
-    dq_weight: &mut [T::Wide],
-    dk_weight: &mut [T::Wide],
+    dweights: Option<[&mut [T::Wide]; 2]>,
     scratch: &mut [T::Wide],
 ) {
     let c = Columns::of(shape);
@@ -180,8 +182,10 @@ pub fn head_norm_grad<T: Real>(
             }
         }
     });
-    for sum in scratch[..sums * each].chunks_exact(each) {
-        add_to(dq_weight, &sum[..c.head]);
-        add_to(dk_weight, &sum[c.head..]);
+    if let Some([dq_weight, dk_weight]) = dweights {
+        for sum in scratch[..sums * each].chunks_exact(each) {
+            add_to(dq_weight, &sum[..c.head]);
+            add_to(dk_weight, &sum[c.head..]);
+        }
     }
 }

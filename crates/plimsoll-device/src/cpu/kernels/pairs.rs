@@ -175,6 +175,14 @@ unsafe fn tile<D: Dot, O: Real<Wide = f32>, const M: usize, const N: usize, cons
     if !sink.partial.is_null() {
         add!(f32, sink.partial, sink.partial_row);
     }
+    if sink.to.scale != 1.0 {
+        let scale = D::V::splat(sink.to.scale as f32);
+        for i in 0..M {
+            for v in 0..N {
+                sums[i][v] = sums[i][v] * scale;
+            }
+        }
+    }
     if !sink.to.bias.is_null() {
         add!(bf16, sink.to.bias, 0);
     }
@@ -297,10 +305,11 @@ pub(super) fn product<O: Real<Wide = f32>>(pool: &Pool, p: Product<bf16>, out: &
     let left = Shared::new(left);
     let target = Target {
         at: out.as_mut_ptr(),
-        row: n,
+        row: p.out_row,
         accumulate: p.accumulate,
         bias: p.bias.map_or(std::ptr::null(), <[bf16]>::as_ptr),
         residual: p.residual.map_or(std::ptr::null(), <[bf16]>::as_ptr),
+        scale: f64::from(p.scale),
     };
     // A result in f32 is its own sum of slices.
     let apart = k > depth && !O::IS_WIDE;
@@ -341,7 +350,7 @@ pub(super) fn product<O: Real<Wide = f32>>(pool: &Pool, p: Product<bf16>, out: &
                         pack_left(&p, slice.clone(), row..row + count, block);
                         Left::packed(block.as_ptr().cast(), part.div_ceil(2))
                     } else {
-                        Left::rows(p.a[row * k + slice.start..].as_ptr(), k)
+                        Left::rows(p.a[row * p.a_row + slice.start..].as_ptr(), p.a_row)
                     };
                     for index in j..panels.min(j + panels_each) {
                         let column = first + index * wide;
@@ -358,7 +367,8 @@ pub(super) fn product<O: Real<Wide = f32>>(pool: &Pool, p: Product<bf16>, out: &
                             let partial = Sink { to, partial: sum.cast_const(), partial_row: columns };
                             small(count, valid, part, a, b, wide, partial);
                         } else if from > 0 {
-                            small(count, valid, part, a, b, wide, Sink::new(Target::new(to.at, to.row, true)));
+                            let more = Target { scale: to.scale, ..Target::new(to.at, to.row, true) };
+                            small(count, valid, part, a, b, wide, Sink::new(more));
                         } else {
                             small(count, valid, part, a, b, wide, Sink::new(to));
                         }
@@ -426,9 +436,9 @@ fn pack_left(p: &Product<bf16>, slice: Range<usize>, rows: Range<usize>, block: 
             for q in from..pairs.min(from + 8) {
                 let to = &mut block[(group * pairs + q) * GROUP..][..count];
                 let first = slice.start + 2 * q;
-                let low = &p.a[first * p.m + row..][..count];
+                let low = &p.a[first * p.a_row + row..][..count];
                 if first + 1 < slice.end {
-                    let high = &p.a[(first + 1) * p.m + row..][..count];
+                    let high = &p.a[(first + 1) * p.a_row + row..][..count];
                     for ((to, low), high) in to.iter_mut().zip(low).zip(high) {
                         *to = pair(*low, *high);
                     }

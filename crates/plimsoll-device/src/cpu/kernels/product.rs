@@ -1,4 +1,5 @@
-//! Matrix products: `out[m, n]` (=|+=) a · b (+ bias) (+ residual), with either operand transposed.
+//! Matrix products: `out[m, n]` (=|+=) scale · a · b (+ bias) (+ residual), with either operand transposed, and with
+//! rows of a and of the result that lie apart.
 //!
 //! The right-hand side is packed, slice by slice, into panels as wide as a register tile; then
 //! tasks of rows × panels run through `tile`, which keeps GROUP × PANEL vectors of the result in
@@ -21,9 +22,9 @@ pub(super) const FEW_ROWS: usize = PRODUCT_FEW_ROWS as usize;
 /// Rows of a register tile.
 pub(super) const GROUP: usize = workspace::cpu::PRODUCT_GROUP as usize;
 
-/// `out[m, n]` = a · b (+ bias) (+ residual), or out += a · b (…).
+/// `out[m, n]` = scale · a · b (+ bias) (+ residual), or out += scale · a · b (…).
 #[derive(Clone, Copy)]
-pub struct Product<'a, T> {
+pub struct Product<'a, T: Real> {
     /// Rows of the result.
     pub m: usize,
     /// Columns of the result.
@@ -44,6 +45,43 @@ pub struct Product<'a, T> {
     pub residual: Option<&'a [T]>,
     /// Adds to the output instead of overwriting it.
     pub accumulate: bool,
+    /// Elements from one stored row of `a` to the next: at least as many as a row has.
+    pub a_row: usize,
+    /// The same of the result; n, where there is a residual.
+    pub out_row: usize,
+    /// What a · b is multiplied with.
+    pub scale: T::Wide,
+}
+
+impl<'a, T: Real> Product<'a, T> {
+    /// a · b and nothing else, of whole matrices.
+    pub fn new(m: usize, n: usize, k: usize, a: &'a [T], b: &'a [T]) -> Product<'a, T> {
+        Product {
+            m,
+            n,
+            k,
+            a,
+            a_transposed: false,
+            b,
+            b_transposed: false,
+            bias: None,
+            residual: None,
+            accumulate: false,
+            a_row: k,
+            out_row: n,
+            scale: T::Wide::ONE,
+        }
+    }
+
+    /// The same with `a` stored as [k, m].
+    pub fn a_transposed(self) -> Product<'a, T> {
+        Product { a_transposed: true, a_row: self.m, ..self }
+    }
+
+    /// The same with `b` stored as [n, k].
+    pub fn b_transposed(self) -> Product<'a, T> {
+        Product { b_transposed: true, ..self }
+    }
 }
 
 /// The left-hand side as tiles read it: groups of GROUP rows, `group` elements apart; inside a
@@ -103,12 +141,13 @@ pub struct Target<T, O = T> {
     pub accumulate: bool,
     pub bias: *const T,
     pub residual: *const T,
+    pub scale: f64,
 }
 
 impl<T, O> Target<T, O> {
     /// A plain result whose rows are `row` elements apart.
     pub fn new(at: *mut O, row: usize, accumulate: bool) -> Self {
-        Target { at, row, accumulate, bias: std::ptr::null(), residual: std::ptr::null() }
+        Target { at, row, accumulate, bias: std::ptr::null(), residual: std::ptr::null(), scale: 1.0 }
     }
 
     /// The same from (i, j) on.
@@ -193,6 +232,14 @@ unsafe fn tile<
                 }
             }
         };
+    }
+    if target.scale != 1.0 {
+        let scale = V::splat(T::of(target.scale));
+        for i in 0..M {
+            for v in 0..N {
+                sums[i][v] = sums[i][v] * scale;
+            }
+        }
     }
     if !target.bias.is_null() {
         add!(target.bias, 0);
@@ -300,11 +347,16 @@ vectorised! {
 /// or the wide one, as gradients of weights are. `scratch` has `workspace::cpu::product` elements.
 pub fn product<T: Real, O: Real<Wide = T::Wide>>(pool: &Pool, p: Product<T>, out: &mut [O], scratch: &mut [T::Wide]) {
     let Product { m, n, k, .. } = p;
-    assert!(p.a.len() >= m * k && p.b.len() >= k * n && out.len() >= m * n, "operands of a {m} x {n} x {k} product");
-    assert!(p.bias.is_none_or(|bias| bias.len() >= n) && p.residual.is_none_or(|residual| residual.len() >= m * n));
     if m == 0 || n == 0 {
         return;
     }
+    let (a_rows, a_columns) = if p.a_transposed { (k, m) } else { (m, k) };
+    assert!(
+        p.a_row >= a_columns && p.a.len() >= a_rows.saturating_sub(1) * p.a_row + a_columns.min(a_rows * a_columns)
+    );
+    assert!(p.out_row >= n && out.len() >= (m - 1) * p.out_row + n, "result of a {m} x {n} x {k} product");
+    assert!(p.b.len() >= k * n && p.bias.is_none_or(|bias| bias.len() >= n));
+    assert!(p.residual.is_none_or(|residual| residual.len() >= m * n && p.out_row == n));
     if m <= FEW_ROWS && p.b_transposed && !p.a_transposed {
         return few_rows(pool, p, out);
     }
@@ -325,10 +377,11 @@ pub(super) fn float<T: Float, O: Real<Wide = T>>(pool: &Pool, p: Product<T>, out
     let left = Shared::new(&mut left[..pool.threads() * left_size]);
     let target = Target {
         at: out.as_mut_ptr(),
-        row: n,
+        row: p.out_row,
         accumulate: p.accumulate,
         bias: p.bias.map_or(std::ptr::null(), <[T]>::as_ptr),
         residual: p.residual.map_or(std::ptr::null(), <[T]>::as_ptr),
+        scale: p.scale.wide(),
     };
     let target = Sendable(target);
 
@@ -361,14 +414,14 @@ pub(super) fn float<T: Float, O: Real<Wide = T>>(pool: &Pool, p: Product<T>, out
                     pack_left(&p, slice.clone(), i..i + count, block);
                     Left::packed(block.as_ptr(), part)
                 } else {
-                    Left::rows(p.a[i * k + slice.start..].as_ptr(), k)
+                    Left::rows(p.a[i * p.a_row + slice.start..].as_ptr(), p.a_row)
                 };
                 for index in j..panels.min(j + panels_each) {
                     let column = first + index * wide;
                     // SAFETY: (i, column) is inside the output; tasks write disjoint tiles of it.
                     let mut to = unsafe { target.get().from(i, column) };
                     if from > 0 {
-                        to = Target::new(to.at, to.row, true);
+                        to = Target { scale: to.scale, ..Target::new(to.at, to.row, true) };
                     }
                     let b = right[index * wide * depth..].as_ptr();
                     small_product(count, wide.min(n - column), part, Depth::Whole, a, b, wide, to);
@@ -406,7 +459,7 @@ fn pack_right<T: Float>(p: &Product<T>, slice: Range<usize>, columns: Range<usiz
 /// Packs `rows` × `slice` of a transposed a as groups [slice, GROUP].
 fn pack_left<T: Float>(p: &Product<T>, slice: Range<usize>, rows: Range<usize>, block: &mut [T]) {
     let depth = slice.len();
-    let a_row = |row: usize| &p.a[row * p.m..(row + 1) * p.m];
+    let a_row = |row: usize| &p.a[row * p.a_row..][..p.m];
     // A few rows of a at a time: their cache lines serve several groups, and so few fit into one
     // set of the cache even where rows are a multiple of its size apart.
     for from in slice.clone().step_by(8) {
@@ -415,7 +468,7 @@ fn pack_left<T: Float>(p: &Product<T>, slice: Range<usize>, rows: Range<usize>, 
                 let to = &mut block[(group * depth + q - slice.start) * GROUP..][..GROUP];
                 let values = &a_row(q)[row..];
                 // The same place in the next few rows: strides of whole pages are nobody else's to foresee.
-                prefetch(values.as_ptr().wrapping_add(8 * p.m));
+                prefetch(values.as_ptr().wrapping_add(8 * p.a_row));
                 if row + GROUP <= rows.end {
                     to.copy_from_slice(&values[..GROUP]);
                 } else {
@@ -437,16 +490,16 @@ fn few_rows<T: Real, O: Real<Wide = T::Wide>>(pool: &Pool, p: Product<T>, out: &
             let mut sums = [[T::Wide::ZERO; 4]; FEW_ROWS];
             let b = &p.b[j * k..rows.end * k];
             match m {
-                1 => dots_1(k, p.a, b, k, rows.len(), &mut sums),
-                2 => dots_2(k, p.a, b, k, rows.len(), &mut sums),
-                3 => dots_3(k, p.a, b, k, rows.len(), &mut sums),
-                _ => dots_4(k, p.a, b, k, rows.len(), &mut sums),
+                1 => dots_1(k, p.a, p.a_row, b, k, rows.len(), &mut sums),
+                2 => dots_2(k, p.a, p.a_row, b, k, rows.len(), &mut sums),
+                3 => dots_3(k, p.a, p.a_row, b, k, rows.len(), &mut sums),
+                _ => dots_4(k, p.a, p.a_row, b, k, rows.len(), &mut sums),
             }
             for i in 0..m {
                 // SAFETY: columns of one split are disjoint.
-                let to = unsafe { shared.part(i * n + rows.start..i * n + rows.end) };
+                let to = unsafe { shared.part(i * p.out_row + rows.start..i * p.out_row + rows.end) };
                 for (column, to) in to.iter_mut().enumerate() {
-                    let mut sum = sums[i][column];
+                    let mut sum = sums[i][column] * p.scale;
                     if let Some(bias) = p.bias {
                         sum += bias[j + column].widen();
                     }
@@ -464,8 +517,8 @@ macro_rules! dots {
     ($name:ident, $M:literal) => {
         vectorised! {
             /// See `dot_tile`.
-            pub(super) fn $name<T, V>(k: usize, a: &[T], b: &[T], b_row: usize, rows: usize, sums: &mut [[T::Wide; 4]; FEW_ROWS]) {
-                dot_tile::<T, V, $M>(k, a, b, b_row, rows, sums)
+            pub(super) fn $name<T, V>(k: usize, a: &[T], a_row: usize, b: &[T], b_row: usize, rows: usize, sums: &mut [[T::Wide; 4]; FEW_ROWS]) {
+                dot_tile::<T, V, $M>(k, a, a_row, b, b_row, rows, sums)
             }
         }
     };
@@ -475,11 +528,12 @@ dots!(dots_2, 2);
 dots!(dots_3, 3);
 dots!(dots_4, 4);
 
-/// `sums[i][j] = a[i] · b[j]` for M rows of a and `rows` (up to 4) of b, `b_row` apart, all of length k.
+/// `sums[i][j] = a[i] · b[j]` for M rows of a, `a_row` apart, and `rows` (up to 4) of b, `b_row` apart, all of length k.
 #[inline(always)]
 fn dot_tile<T: Real, V: Vector<T::Wide>, const M: usize>(
     k: usize,
     a: &[T],
+    a_row: usize,
     b: &[T],
     b_row: usize,
     rows: usize,
@@ -498,7 +552,7 @@ fn dot_tile<T: Real, V: Vector<T::Wide>, const M: usize>(
                     right[j] = get::<T, V>(b, j * b_row + at, count);
                 }
                 for i in 0..M {
-                    let left = get::<T, V>(a, i * k + at, count);
+                    let left = get::<T, V>(a, i * a_row + at, count);
                     for j in 0..4 {
                         totals[i][j] = left.mul_add(right[j], totals[i][j]);
                     }
@@ -513,7 +567,7 @@ fn dot_tile<T: Real, V: Vector<T::Wide>, const M: usize>(
                 |at, count| {
                     let right = get::<T, V>(b, j * b_row + at, count);
                     for i in 0..M {
-                        totals[i][j] = get::<T, V>(a, i * k + at, count).mul_add(right, totals[i][j]);
+                        totals[i][j] = get::<T, V>(a, i * a_row + at, count).mul_add(right, totals[i][j]);
                     }
                 },
             );
