@@ -73,8 +73,8 @@ impl<'a> Tape<'a> {
         Some(Operand { tensor: gradient, ..weight })
     }
 
-    /// A weight as the backward pass reads it: itself, or, where it is made for each product, made once more in a buffer
-    /// of the backward pass, so that neither lives from one to the other.
+    /// A weight as the backward pass reads it: itself, or, where it is made for each product, made once more in a
+    /// buffer of the backward pass, so that neither lives from one to the other.
     fn made_again(&mut self, weight: Operand) -> Operand {
         let makers: Vec<Op> = self.makers.get(&weight.tensor).cloned().unwrap_or_default();
         if makers.is_empty() {
@@ -135,7 +135,8 @@ impl<'a> Tape<'a> {
                 ..
             } => {
                 assert_eq!(a_stride, k, "layers take whole rows");
-                // What an adapter adds to some columns has the gradient of these columns; what they were before keeps its own.
+                // What an adapter adds to some columns has the gradient of these columns; what they were before keeps
+                // its own.
                 let g = self.of_output(*out).from(out.offset);
                 let g_stride = Some(*out_stride);
                 // dW[n,k] += gᵀ[n,m] · a[m,k]

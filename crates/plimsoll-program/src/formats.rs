@@ -8,7 +8,7 @@
 //!
 //! | format | a block | codes | beside them |
 //! |---|---|---|---|
-//! | 8-bit state | 256 elements | [`dynamic_map`], signed for the first moment, unsigned for the second | f32 largest magnitude |
+//! | 8-bit state | 256 elements | [`dynamic_map`], unsigned for the second moment | f32 largest magnitude |
 //! | int8 | a row | −127..=127 | f32 largest magnitude / 127 |
 //! | nf4 | 64 elements | [`NF4`], two to a byte, the first one in the upper half | 8-bit scale |
 //! | scales of nf4 | 256 scales | signed [`dynamic_map`] | f32 mean, f32 largest distance from it |

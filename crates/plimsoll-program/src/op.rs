@@ -126,9 +126,10 @@ impl Quantised {
 #[derive(Clone, Debug, PartialEq)]
 #[expect(missing_docs, reason = "fields are the letters of the legend and operands named by role")]
 pub enum OpKind {
-    /// `out[m,n]` = scale·a·b (+ `bias[n]`) (+ `residual[m,n]`), or out += scale·a·b. `a` is `[m,k]` (`[k,m]` if transposed),
-    /// `b` is `[k,n]` (`[n,k]`). Rows of `a` as it is stored lie `a_stride` elements apart, those of `out` `out_stride`:
-    /// more than their length where only some columns of a wider matrix are meant (the adapter of queries alone).
+    /// `out[m,n]` = scale·a·b (+ `bias[n]`) (+ `residual[m,n]`), or out += scale·a·b. `a` is `[m,k]` (`[k,m]` if
+    /// transposed), `b` is `[k,n]` (`[n,k]`). Rows of `a` as it is stored lie `a_stride` elements apart, those of
+    /// `out` `out_stride`: more than their length where only some columns of a wider matrix are meant (the adapter of
+    /// queries alone).
     Product {
         a: Operand,
         b: Operand,
@@ -263,14 +264,15 @@ pub enum OpKind {
     PickRow { x: Operand, scalars: Operand, out: Operand, rows: u64, columns: u64 },
     /// into += x.
     Add { x: Operand, into: Operand, elements: u64 },
-    /// `out[N,D]` = x with elements left out at random, the others divided by 1 − probability; or out += that. Which ones is
-    /// a function of (seed, step, sample, layer, site, element), computed here: its gradient is the same op on the
-    /// gradient.
+    /// `out[N,D]` = x with elements left out at random, the others divided by 1 − probability; or out += that. Which
+    /// ones is a function of (seed, step, sample, layer, site, element), computed here: its gradient is the same op
+    /// on the gradient.
     ///
-    /// Row r is token t = r mod sequence of sample s = first_sample + r div sequence of the step; element e = t·D + column.
-    /// Words: Philox-4x32-10 (as `InitNormal`) with counter (e div 4, layer · 256 + site, s, step) and key (low half of
-    /// seed, high half of seed xor 0x44524F50). Element e has word e mod 4; it stays where word ≥ ⌊probability · 2³²⌋.
-    /// out = x · (1 / (1 − probability)), the factor rounded to the wide type; the sum is rounded once.
+    /// Row r is token t = r mod sequence of sample s = first_sample + r div sequence of the step; element e = t·D +
+    /// column. Words: Philox-4x32-10 (as `InitNormal`) with counter (e div 4, layer · 256 + site, s, step) and key
+    /// (low half of seed, high half of seed xor 0x44524F50). Element e has word e mod 4; it stays where word ≥
+    /// ⌊probability · 2³²⌋. out = x · (1 / (1 − probability)), the factor rounded to the wide type; the sum is
+    /// rounded once.
     Dropout {
         x: Operand,
         out: Operand,
@@ -303,12 +305,12 @@ pub enum OpKind {
         eps: f64,
         decay: f64,
     },
-    /// AdamW with block-wise 8-bit state. Elements b·256 .. b·256 + 256 of the tensor are a block with one scale for each
-    /// moment (the last block may be shorter), all in f32:
+    /// AdamW with block-wise 8-bit state. Elements b·256 .. b·256 + 256 of the tensor are a block with one scale for
+    /// each moment (the last block may be shorter), all in f32:
     ///
-    /// m = signed map\[first\] · first_scale, v = unsigned map\[second\] · second_scale; then m, v and the weight become
-    /// what `AdamW` makes of them; first_scale = max |m|, second_scale = max v of the block; first and second = the codes
-    /// of m · inverse(first_scale) and v · inverse(second_scale) ([`crate::formats`]).
+    /// m = signed map\[first\] · first_scale, v = unsigned map\[second\] · second_scale; then m, v and the weight
+    /// become what `AdamW` makes of them; first_scale = max |m|, second_scale = max v of the block; first and second
+    /// = the codes of m · inverse(first_scale) and v · inverse(second_scale) ([`crate::formats`]).
     AdamW8 {
         weight: Operand,
         gradient: Operand,
@@ -337,9 +339,11 @@ pub enum OpKind {
     /// Normal numbers, a function of (seed, number, first + element).
     InitNormal { into: Operand, seed: u64, number: u64, first: Index, std: f64, elements: u64 },
     /// Uniform numbers from −bound to bound, a function of (seed, number, first + element): word w of `InitNormal`'s
-    /// generator becomes ((w + 0.5) / 2³² · 2 − 1) · bound in f64, rounded once. Element e has word e mod 4 of block e div 4.
+    /// generator becomes ((w + 0.5) / 2³² · 2 − 1) · bound in f64, rounded once. Element e has word e mod 4 of block
+    /// e div 4.
     InitUniform { into: Operand, seed: u64, number: u64, first: Index, bound: f64, elements: u64 },
-    /// Whole blocks of a matrix with rows of `columns` elements, into a coarse format. Widened or narrowed to f32 first.
+    /// Whole blocks of a matrix with rows of `columns` elements, into a coarse format. Widened or narrowed to f32
+    /// first.
     Quantise { from: Operand, into: Quantised, elements: u64, columns: u64 },
     /// The elements of a quantised matrix, each rounded once to the type of `into`.
     Dequantise { from: Quantised, into: Operand, elements: u64, columns: u64 },

@@ -127,8 +127,8 @@ impl Decoder<'_> {
         }
     }
 
-    /// Blocks that bring a parameter to its place: a piece comes as `dtype` and is cast, or quantised, from there. At most
-    /// `most` elements go through a buffer at once.
+    /// Blocks that bring a parameter to its place: a piece comes as `dtype` and is cast, or quantised, from there. At
+    /// most `most` elements go through a buffer at once.
     fn bring(&mut self, parameter: &Parameter, origin: &Origin, dtype: DType, most: u64) -> Vec<Block> {
         let (name, elements) = (&parameter.hf_name, parameter.elements());
         let wide = self.what.precision.wide();
@@ -269,9 +269,9 @@ impl Decoder<'_> {
         }
     }
 
-    /// `save` writes what was trained in the run's precision; `checkpoint` writes that (the masters, where there are any)
-    /// and the optimizer's state in the wide type, and `restore` reads it. A frozen model is in neither: `load` comes before
-    /// `restore` where one is.
+    /// `save` writes what was trained in the run's precision; `checkpoint` writes that (the masters, where there are
+    /// any) and the optimizer's state in the wide type, and `restore` reads it. A frozen model is in neither: `load`
+    /// comes before `restore` where one is.
     pub(super) fn save(&mut self, optimizer: &Optimizer) {
         let (precision, wide) = (self.what.precision, self.what.precision.wide());
         let parameters = self.trained_parameters();

@@ -57,6 +57,60 @@ struct Layer<'a, 'b> {
 }
 
 impl Layer<'_, '_> {
+    /// All ops of a layer: from slot l of `hidden` to slot l + 1.
+    fn write_down(&mut self, hidden: TensorId, inputs: &Inputs, attention: &mut AttentionOps) {
+        use RecomputeLevel::{Attention, Block as WholeBlock, FeedForward, Norms};
+        let (rows, shape, table_rows) = (self.rows, self.decoder.shape, self.decoder.table_rows);
+        let (d, f) = (self.decoder.what.config.hidden, self.decoder.what.config.ffn);
+        let Weights { attention_norm, qkv_bias, qk_norms, ffn_norm, rope_table, .. } = self.decoder.weights;
+        let (x, next) = (Operand::layer(hidden, 0), Operand::layer(hidden, 1));
+
+        let normed = self.norm("attention", x, attention_norm);
+        let name = if qk_norms.is_some() { "qkv_raw" } else { "qkv" };
+        let product = self.value(name, &[rows, shape.columns()], Attention);
+        let bias = qkv_bias.map(|tensor| Operand::layer(tensor, 0));
+        self.linear(|w| &w.qkv, (normed, Site::AttentionIn), product, [bias, None], Attention);
+        let qkv = match qk_norms {
+            Some(weights) => self.head_norm(product, weights, shape),
+            None => product,
+        };
+        self.ops.push(
+            OpKind::Rope {
+                qkv,
+                table: Operand::whole(rope_table),
+                positions: Operand::whole(inputs.positions),
+                rows,
+                table_rows,
+                shape,
+                inverse: false,
+            }
+            .into(),
+        );
+        let mixed = self.value("attention_mixed", &[rows, shape.query_columns()], Attention);
+        let (ops, beside) = attention(&mut self.decoder.builder, qkv, mixed);
+        self.ops.extend(ops);
+        self.dropped_from.extend(beside.into_iter().map(|id| (id, Attention)));
+        let middle = self.value("middle", &[rows, d], WholeBlock);
+        self.linear(|w| &w.attention_out, (mixed, Site::AttentionOut), middle, [None, Some(x)], Attention);
+
+        let normed = self.norm("ffn", middle, ffn_norm);
+        let gate_up = self.value("gate_up_product", &[rows, 2 * f], FeedForward);
+        self.linear(|w| &w.gate_up, (normed, Site::FfnIn), gate_up, [None, None], FeedForward);
+        let gated = self.value("gated", &[rows, f], Norms);
+        self.ops.push(OpKind::SwiGlu { gate_up, out: gated, rows, ffn: f }.into());
+        self.linear(|w| &w.down, (gated, Site::FfnMiddle), next, [None, Some(middle)], FeedForward);
+    }
+
+    /// The norms of query and key heads.
+    fn head_norm(&mut self, x: Operand, (q_norm, k_norm): (TensorId, TensorId), shape: Heads) -> Operand {
+        let (rows, eps, wide) = (self.rows, self.decoder.what.config.norm_eps, self.decoder.what.precision.wide());
+        let out = self.value("qkv", &[rows, shape.columns()], RecomputeLevel::Norms);
+        let rstd = self.made("qk_rstd", &[rows, shape.rotated()], wide, RecomputeLevel::Norms);
+        let (q_weight, k_weight) = (Operand::layer(q_norm, 0), Operand::layer(k_norm, 0));
+        self.ops.push(OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, rows, shape, eps }.into());
+        out
+    }
+
     fn made(&mut self, name: &str, dims: &[u64], dtype: DType, level: RecomputeLevel) -> Operand {
         let layers = self.decoder.what.config.layers as u32;
         let name = format!("{}{name}", self.prefix);
@@ -309,61 +363,5 @@ impl Decoder<'_> {
             blocks.push(Block::once("loss_rest", ops(self, rest, Index::fixed((whole * block_rows) as i64), scaled)));
         }
         blocks
-    }
-}
-
-impl Layer<'_, '_> {
-    /// All ops of a layer: from slot l of `hidden` to slot l + 1.
-    fn write_down(&mut self, hidden: TensorId, inputs: &Inputs, attention: &mut AttentionOps) {
-        use RecomputeLevel::{Attention, Block as WholeBlock, FeedForward, Norms};
-        let (rows, shape, table_rows) = (self.rows, self.decoder.shape, self.decoder.table_rows);
-        let (d, f) = (self.decoder.what.config.hidden, self.decoder.what.config.ffn);
-        let Weights { attention_norm, qkv_bias, qk_norms, ffn_norm, rope_table, .. } = self.decoder.weights;
-        let (x, next) = (Operand::layer(hidden, 0), Operand::layer(hidden, 1));
-
-        let normed = self.norm("attention", x, attention_norm);
-        let name = if qk_norms.is_some() { "qkv_raw" } else { "qkv" };
-        let product = self.value(name, &[rows, shape.columns()], Attention);
-        let bias = qkv_bias.map(|tensor| Operand::layer(tensor, 0));
-        self.linear(|w| &w.qkv, (normed, Site::AttentionIn), product, [bias, None], Attention);
-        let qkv = match qk_norms {
-            Some(weights) => self.head_norm(product, weights, shape),
-            None => product,
-        };
-        self.ops.push(
-            OpKind::Rope {
-                qkv,
-                table: Operand::whole(rope_table),
-                positions: Operand::whole(inputs.positions),
-                rows,
-                table_rows,
-                shape,
-                inverse: false,
-            }
-            .into(),
-        );
-        let mixed = self.value("attention_mixed", &[rows, shape.query_columns()], Attention);
-        let (ops, beside) = attention(&mut self.decoder.builder, qkv, mixed);
-        self.ops.extend(ops);
-        self.dropped_from.extend(beside.into_iter().map(|id| (id, Attention)));
-        let middle = self.value("middle", &[rows, d], WholeBlock);
-        self.linear(|w| &w.attention_out, (mixed, Site::AttentionOut), middle, [None, Some(x)], Attention);
-
-        let normed = self.norm("ffn", middle, ffn_norm);
-        let gate_up = self.value("gate_up_product", &[rows, 2 * f], FeedForward);
-        self.linear(|w| &w.gate_up, (normed, Site::FfnIn), gate_up, [None, None], FeedForward);
-        let gated = self.value("gated", &[rows, f], Norms);
-        self.ops.push(OpKind::SwiGlu { gate_up, out: gated, rows, ffn: f }.into());
-        self.linear(|w| &w.down, (gated, Site::FfnMiddle), next, [None, Some(middle)], FeedForward);
-    }
-
-    /// The norms of query and key heads.
-    fn head_norm(&mut self, x: Operand, (q_norm, k_norm): (TensorId, TensorId), shape: Heads) -> Operand {
-        let (rows, eps, wide) = (self.rows, self.decoder.what.config.norm_eps, self.decoder.what.precision.wide());
-        let out = self.value("qkv", &[rows, shape.columns()], RecomputeLevel::Norms);
-        let rstd = self.made("qk_rstd", &[rows, shape.rotated()], wide, RecomputeLevel::Norms);
-        let (q_weight, k_weight) = (Operand::layer(q_norm, 0), Operand::layer(k_norm, 0));
-        self.ops.push(OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, rows, shape, eps }.into());
-        out
     }
 }
