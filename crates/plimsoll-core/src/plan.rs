@@ -204,19 +204,26 @@ pub struct Recipe {
     /// What waits on the host.
     #[serde(default, skip_serializing_if = "Offload::is_nothing")]
     pub offload: Offload,
+    /// The lossy rungs taken, as allowed.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub rungs: Vec<Rung>,
 }
 
 impl Recipe {
     /// A recipe that keeps everything on the device.
     pub fn on_device(micro_batch: u32, recompute: Vec<RecomputeLevel>) -> Recipe {
-        Recipe { micro_batch, recompute, offload: Offload::NOTHING }
+        Recipe { micro_batch, recompute, offload: Offload::NOTHING, rungs: Vec::new() }
     }
 }
 
 impl fmt::Display for Recipe {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "micro-batch {}, recompute {}", self.micro_batch, describe_levels(&self.recompute))?;
-        if self.offload.is_nothing() { Ok(()) } else { write!(f, ", on the host {}", self.offload) }
+        if !self.offload.is_nothing() {
+            write!(f, ", on the host {}", self.offload)?;
+        }
+        let names: Vec<String> = self.rungs.iter().map(Rung::to_string).collect();
+        if names.is_empty() { Ok(()) } else { write!(f, ", with {}", names.join(" and ")) }
     }
 }
 
@@ -246,6 +253,23 @@ pub enum Rung {
     Int8,
     /// Block-wise 4-bit frozen base.
     Nf4,
+}
+
+impl Rung {
+    /// Every rung, least loss first.
+    pub const ALL: [Rung; 5] = [Rung::Bf16, Rung::Adam8bit, Rung::Lora, Rung::Int8, Rung::Nf4];
+}
+
+impl fmt::Display for Rung {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Rung::Bf16 => "bf16",
+            Rung::Adam8bit => "adam8bit",
+            Rung::Lora => "lora",
+            Rung::Int8 => "int8",
+            Rung::Nf4 => "nf4",
+        })
+    }
 }
 
 /// What a device (or the host) holds under a plan. All bytes are predicted.
@@ -287,6 +311,9 @@ pub struct Need {
     pub allow: Vec<Rung>,
     /// The smallest load line that then fits.
     pub budget_bytes: Bytes,
+    /// What it then takes on the host, where that is more than the host's load line.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host_bytes: Option<Bytes>,
 }
 
 /// A plan, or the word that there is none.
@@ -298,6 +325,12 @@ pub struct Plan {
     pub recipe: Recipe,
     /// What the rungs taken do to the numbers, against the plain recipe.
     pub class: Class,
+    /// The lossy rungs taken.
+    #[serde(default)]
+    pub rungs: Vec<Rung>,
+    /// The tensors of a checkpoint, in a file.
+    #[serde(default)]
+    pub checkpoint_bytes: Bytes,
     /// Every device that takes part.
     pub devices: Vec<DevicePlan>,
     /// The host.

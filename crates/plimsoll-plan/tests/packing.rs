@@ -5,7 +5,9 @@ use plimsoll_core::{DType, RecomputeLevel, Space};
 use plimsoll_plan::layout::ALIGNMENT;
 use plimsoll_plan::lifetimes::lifetimes;
 use plimsoll_plan::packing::{Buffer, Packing, lower_bound, pack, pack_with_effort};
-use plimsoll_program::models::decoder::{AdamState, Base, Build, Generation, Method, Optimizer, Source, Training, build};
+use plimsoll_program::models::decoder::{
+    AdamState, Base, Build, Generation, Method, Optimizer, Source, Training, build,
+};
 use plimsoll_program::models::{ModelConfig, preset, preset_names};
 use plimsoll_program::workspace::Kernels;
 use proptest::prelude::*;

@@ -1,8 +1,10 @@
 //! Every preset plans: its Programs are well-formed, the packing meets the bound, and what is
 //! refused fits at the budget that the refusal names.
 
-use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, HostSpec, Link, Rates, Recipe, RecomputeLevel, Space, WorkName};
-use plimsoll_plan::search::{Pins, Question, plan_of, search};
+use plimsoll_core::{
+    Bytes, DType, DeviceKind, DeviceSpec, HostSpec, Link, Rates, Recipe, RecomputeLevel, Space, WorkName,
+};
+use plimsoll_plan::search::{Lossy, Pins, Question, plan_of, search};
 use plimsoll_program::models::decoder::{AdamState, Generation, Optimizer, Source};
 use plimsoll_program::models::{preset, preset_names};
 use plimsoll_program::{Lifetime, Tensor};
@@ -39,7 +41,9 @@ fn question<'a>(config: &'a plimsoll_program::models::ModelConfig, device: &'a D
         generation: Some(Generation { capacity: 256, chunk: 64 }),
         device,
         host: HostSpec::NONE,
+        lossy: Lossy::default(),
         pins: Pins::default(),
+        rungs: vec![],
     }
 }
 

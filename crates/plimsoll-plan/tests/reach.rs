@@ -1,63 +1,122 @@
-//! How far a small device goes with what may wait on the host: on paper, charges included.
+//! How far a small device goes, on paper and charges included: with what may wait on the host, and with the rungs that
+//! the user allows.
 
-use plimsoll_core::{Budget, Bytes, DType, HostSpec};
+use plimsoll_core::{Budget, Bytes, DType, HostSpec, Rung};
 use plimsoll_plan::paper::paper;
-use plimsoll_plan::search::{Answer, Pins, Question, search};
+use plimsoll_plan::search::{Answer, Lossy, Pins, Question, search};
 use plimsoll_program::models::decoder::{AdamState, Optimizer, Source};
-use plimsoll_program::models::{ModelConfig, preset};
+use plimsoll_program::models::preset;
 use plimsoll_program::passes::check::check;
 use std::time::Instant;
 
 const ADAMW: Optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full };
 
-fn planned(name: &str, device: &str, host: Bytes, ask: impl FnOnce(Question) -> Answer) -> Answer {
-    let config: ModelConfig = preset(name).expect("listed");
-    let device = paper(device, Budget::Share(1.0)).expect("listed");
-    let begin = Instant::now();
-    let answer = ask(Question {
-        config: &config,
-        precision: DType::Bf16,
-        sequence: 1024,
-        sequences: 64,
-        source: Source::Random { seed: 1 },
-        optimizer: Some(ADAMW),
-        evaluate: true,
-        generation: None,
-        device: &device,
-        host: HostSpec { budget: host, memory_bytes_per_second: 30e9 },
-        pins: Pins::default(),
-    });
-    let plan = &answer.plan;
-    println!(
-        "{name} on {}: {} ({:?} fits {}), host {}, {:.2} s a step, {} tried, planned in {:?}",
-        device.name,
-        plan.recipe,
-        plan.devices[0].peak_bytes,
-        plan.fits,
-        plan.host.peak_bytes,
-        plan.predicted.step_seconds,
-        answer.tried.len(),
-        begin.elapsed()
-    );
-    answer
+struct Case {
+    model: &'static str,
+    device: &'static str,
+    budget: Budget,
+    host: Bytes,
+    sequence: u64,
+    allow: &'static [Rung],
+}
+
+impl Case {
+    /// Plans, says what came of it, and checks that what fits is well-formed.
+    fn planned(&self) -> Answer {
+        let Case { model, device, budget, host, sequence, allow } = *self;
+        let config = preset(model).expect("listed");
+        let device = paper(device, budget).expect("listed");
+        let begin = Instant::now();
+        let answer = search(&Question {
+            config: &config,
+            precision: DType::Bf16,
+            sequence,
+            sequences: 65536 / sequence,
+            source: Source::Random { seed: 1 },
+            optimizer: Some(ADAMW),
+            evaluate: true,
+            generation: None,
+            device: &device,
+            host: HostSpec { budget: host, memory_bytes_per_second: 30e9 },
+            lossy: Lossy { allow: allow.to_vec(), offer: Rung::ALL.to_vec(), ..Lossy::default() },
+            pins: Pins::default(),
+            rungs: vec![],
+        });
+        let plan = &answer.plan;
+        println!(
+            "{model} on {} of {}: {} {}, {} there and {} on the host, {:.2} s a step, {} tried, planned in {:.2?}",
+            device.budget,
+            device.name,
+            if plan.fits { "fits:" } else { "does not fit:" },
+            plan.recipe,
+            plan.devices[0].peak_bytes,
+            plan.host.peak_bytes,
+            plan.predicted.step_seconds,
+            answer.tried.len(),
+            begin.elapsed()
+        );
+        for need in &plan.needs {
+            println!("  needs {need:?}");
+        }
+        check(&answer.set).unwrap();
+        assert!(!plan.fits || plan.devices[0].peak_bytes <= device.budget && plan.host.peak_bytes <= host);
+        answer
+    }
 }
 
 #[test]
 fn seven_billion_parameters_train_whole_on_a_card_of_24_gib() {
-    let answer = planned("qwen2.5-7b", "rtx3090", Bytes::gib(128), |question| search(&question));
-    assert!(answer.plan.fits);
-    check(&answer.set).unwrap();
-    assert!(answer.plan.host.peak_bytes > Bytes::gib(90), "masters, state and gradients are 16 bytes a parameter");
+    let case = Case {
+        model: "qwen2.5-7b",
+        device: "rtx3090",
+        budget: Budget::Share(1.0),
+        host: Bytes::gib(128),
+        sequence: 1024,
+        allow: &[],
+    };
+    let plan = case.planned().plan;
+    assert!(plan.fits);
+    assert!(plan.host.peak_bytes > Bytes::gib(90), "masters, state and gradients are 16 bytes a parameter");
 }
 
 #[test]
-fn a_small_card_and_a_large_host() {
-    for (name, device, host) in [
-        ("smollm2-360m", "rtx3070", 64),
-        ("llama-3.2-3b", "rtx3070", 64),
-        ("llama-3.1-8b", "rtx3070", 128),
-        ("llama-2-13b", "rtx3090", 256),
-    ] {
-        planned(name, device, Bytes::gib(host), |question| search(&question));
-    }
+fn eight_billion_parameters_take_adapters_on_a_card_of_8_gib() {
+    let case = Case {
+        model: "llama-3.1-8b",
+        device: "rtx3070",
+        budget: Budget::Share(1.0),
+        host: Bytes::gib(16),
+        sequence: 4096,
+        allow: &[Rung::Lora, Rung::Nf4],
+    };
+    let plan = case.planned().plan;
+    assert!(plan.fits);
+}
+
+#[test]
+fn thirteen_billion_parameters_take_adapters_in_12_gib() {
+    let case = Case {
+        model: "llama-2-13b",
+        device: "rtx3090",
+        budget: Budget::Amount(Bytes::gib(12)),
+        host: Bytes::gib(16),
+        sequence: 4096,
+        allow: &[Rung::Lora, Rung::Nf4],
+    };
+    let plan = case.planned().plan;
+    assert!(plan.fits);
+}
+
+#[test]
+fn what_does_not_fit_says_what_would() {
+    let case = Case {
+        model: "llama-3.2-1b",
+        device: "rtx3070",
+        budget: Budget::Amount(Bytes::gib(3)),
+        host: Bytes::gib(2),
+        sequence: 1024,
+        allow: &[],
+    };
+    let plan = case.planned().plan;
+    assert!(!plan.fits);
 }

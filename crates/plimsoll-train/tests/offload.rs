@@ -6,7 +6,7 @@ use plimsoll_core::{
 };
 use plimsoll_device::device::FileSpace;
 use plimsoll_device::virtual_device::{Virtual, open};
-use plimsoll_plan::search::{Pins, Question, plan_of};
+use plimsoll_plan::search::{Lossy, Pins, Question, plan_of};
 use plimsoll_program::models::decoder::{AdamState, Generation, Optimizer, Source};
 use plimsoll_program::models::{ModelConfig, preset};
 use plimsoll_program::passes::check::check;
@@ -125,10 +125,12 @@ fn run(config: &ModelConfig, precision: DType, micro_batch: u32, offload: Offloa
         generation: Some(Generation { capacity: 16, chunk: 4 }),
         device: &device,
         host: HostSpec { budget: Bytes::gib(2), memory_bytes_per_second: 1e10 },
+        lossy: Lossy::default(),
         pins: Pins::default(),
+        rungs: vec![],
     };
     let levels = RecomputeLevel::ALL.iter().rev().cycle().take(config.layers as usize).copied().collect();
-    let recipe = Recipe { micro_batch, recompute: levels, offload };
+    let recipe = Recipe { micro_batch, recompute: levels, offload, rungs: vec![] };
     let answer = plan_of(&question, &recipe);
     check(&answer.set).unwrap_or_else(|e| panic!("{recipe}: {e}"));
     let set = answer.set.clone();

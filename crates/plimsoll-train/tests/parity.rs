@@ -3,7 +3,7 @@
 
 use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, HostSpec, Link, Rates, Recipe, RecomputeLevel};
 use plimsoll_device::cpu::executor::{open, real_values};
-use plimsoll_plan::search::{Pins, Question, plan_of};
+use plimsoll_plan::search::{Lossy, Pins, Question, plan_of};
 use plimsoll_program::ProgramSet;
 use plimsoll_program::models::decoder::{AdamState, Generation, Optimizer, Source};
 use plimsoll_train::data::{DataSpec, Dataset, Format, Long, Rows};
@@ -119,7 +119,9 @@ impl Case {
             generation: Some(Generation { capacity: 64, chunk: 16 }),
             device: &device,
             host: HostSpec::NONE,
+            lossy: Lossy::default(),
             pins: Pins::default(),
+            rungs: vec![],
         };
         let recipe = Recipe::on_device(micro_batch, vec![level; self.dir.config.layers as usize]);
         let answer = plan_of(&question, &recipe);

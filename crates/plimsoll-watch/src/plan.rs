@@ -51,7 +51,10 @@ pub fn table(view: &PlanView) -> String {
             rates_are(view),
         );
     }
-    if let Some(note) = untaken_rungs(view.allow) {
+    if plan.checkpoint_bytes > Bytes::ZERO {
+        text += &format!("a checkpoint: {}\n", plan.checkpoint_bytes);
+    }
+    if let Some(note) = rungs_taken(view) {
         text += &wrapped(&note, WIDTH, "  ");
     }
     text
@@ -188,19 +191,20 @@ fn rates_are(view: &PlanView) -> &'static str {
     }
 }
 
-/// The allowed rungs that this version has no arithmetic for.
-fn untaken_rungs(allow: &[Rung]) -> Option<String> {
-    let names: Vec<&str> = allow.iter().map(|rung| rung_name(*rung)).collect();
-    (!names.is_empty()).then(|| format!("allowed, but not in this version: {}", names.join(", ")))
-}
-
-fn rung_name(rung: Rung) -> &'static str {
-    match rung {
-        Rung::Bf16 => "bf16",
-        Rung::Adam8bit => "adam8bit",
-        Rung::Lora => "lora",
-        Rung::Int8 => "int8",
-        Rung::Nf4 => "nf4",
+/// The allowed rungs, taken and not.
+fn rungs_taken(view: &PlanView) -> Option<String> {
+    let names = |taken: bool| {
+        let rungs = Rung::ALL.into_iter().filter(|rung| match taken {
+            true => view.plan.rungs.contains(rung),
+            false => view.allow.contains(rung) && !view.plan.rungs.contains(rung),
+        });
+        rungs.map(|rung| rung.to_string()).collect::<Vec<_>>().join(", ")
+    };
+    match (&*names(true), &*names(false)) {
+        ("", "") => None,
+        ("", allowed) => Some(format!("allowed and not needed: {allowed}")),
+        (taken, "") => Some(format!("lossy rungs taken: {taken}")),
+        (taken, allowed) => Some(format!("lossy rungs taken: {taken}; allowed and not needed: {allowed}")),
     }
 }
 
@@ -266,7 +270,7 @@ pub fn does_not_fit(plan: &Plan, command: &str, budget_flag: impl Fn(Bytes) -> S
 /// One way to make it fit, as a command.
 fn way_out(need: &Need, budget: Bytes, command: &str, budget_flag: impl Fn(Bytes) -> String) -> String {
     let mut ready = command.to_owned();
-    let names: Vec<&str> = need.allow.iter().map(|rung| rung_name(*rung)).collect();
+    let names: Vec<String> = need.allow.iter().map(Rung::to_string).collect();
     if !names.is_empty() {
         ready += &format!(" --allow {}", names.join(","));
     }
@@ -326,6 +330,8 @@ mod tests {
             fits: true,
             recipe: recipe(64, RecomputeLevel::Block),
             class: Class::Reordered,
+            rungs: vec![],
+            checkpoint_bytes: Bytes::mib(12),
             devices: vec![device("cpu", false)],
             host: DevicePlan::default(),
             predicted: Predicted { step_seconds: 0.0841, tokens_per_second: 48_704.0 },
@@ -334,8 +340,13 @@ mod tests {
     }
 
     fn tried() -> Vec<Tried> {
-        let tried = |recipe, mib, step_seconds, fits| {
-            Tried { recipe, peak_bytes: Bytes::mib(mib), host_bytes: Bytes::ZERO, step_seconds, fits }
+        let tried = |recipe, mib, step_seconds, fits| Tried {
+            recipe,
+            peak_bytes: Bytes::mib(mib),
+            host_bytes: Bytes::ZERO,
+            rungs: vec![],
+            step_seconds,
+            fits,
         };
         vec![
             tried(recipe(256, RecomputeLevel::Nothing), 130, 0.080, false),
@@ -376,7 +387,8 @@ arena in each Program
   backward                 36.00 MiB
 
 predicted: 84.1 ms a step, 48.7 k tokens/s (from measured rates)
-allowed, but not in this version: bf16, nf4
+a checkpoint: 12.00 MiB
+allowed and not needed: bf16, nf4
 ";
         assert_eq!(table(&view), expected);
         assert_eq!(
@@ -430,9 +442,9 @@ recipe                            peak     step         verdict
         small.fits = false;
         small.devices[0].budget_bytes = Bytes::mib(32);
         small.needs = vec![
-            Need { allow: vec![], budget_bytes: Bytes(Bytes::mib(40).0 + 1) },
-            Need { allow: vec![Rung::Adam8bit], budget_bytes: Bytes::mib(38) },
-            Need { allow: vec![Rung::Bf16, Rung::Adam8bit], budget_bytes: Bytes::mib(30) },
+            Need { allow: vec![], budget_bytes: Bytes(Bytes::mib(40).0 + 1), host_bytes: None },
+            Need { allow: vec![Rung::Adam8bit], budget_bytes: Bytes::mib(38), host_bytes: None },
+            Need { allow: vec![Rung::Bf16, Rung::Adam8bit], budget_bytes: Bytes::mib(30), host_bytes: None },
         ];
         assert_eq!(
             does_not_fit(

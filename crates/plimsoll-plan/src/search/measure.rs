@@ -221,7 +221,7 @@ impl<'q> Measurer<'q> {
         // The profile sees three layers; where the whole is a little larger, aim lower.
         for _ in 0..4 {
             let Some(recompute) = choose(profile, question.layers(), budget) else { break };
-            let recipe = Recipe { micro_batch, recompute, offload };
+            let recipe = question.recipe(micro_batch, recompute, offload);
             if list.iter().any(|candidate| candidate.recipe == recipe) {
                 break;
             }

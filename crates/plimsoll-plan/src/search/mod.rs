@@ -2,21 +2,23 @@
 //!
 //! For each micro-batch a dynamic program over (layer, live bytes) chooses what to recompute (`profile`); where that is
 //! not enough, or costs more than copies do, tensors wait on the host (`offload`). The candidates are ordered by
-//! predicted time, and the first whose packed arenas fit is the plan.
+//! predicted time, and the first whose packed arenas fit is the plan. Where none does, lossy rungs are taken as far as
+//! they are allowed (`rungs`), and at last the plan says what it would need.
 
 mod measure;
 mod offload;
 mod profile;
+mod rungs;
 
 use crate::layout::{Layout, lay_out};
 use crate::price::Prices;
 use measure::{Candidate, Measurer};
 use plimsoll_core::{
     Bytes, Class, DType, DeviceKind, DevicePlan, DeviceSpec, HostSpec, Need, Offload, Plan, Predicted, Recipe,
-    RecomputeLevel,
+    RecomputeLevel, Rung, Space,
 };
-use plimsoll_program::models::ModelConfig;
-use plimsoll_program::models::decoder::{Base, Build, Generation, Method, Optimizer, Source, Training, build};
+use plimsoll_program::models::decoder::{Base, Build, Generation, Lora, Method, Optimizer, Source, Training, build};
+use plimsoll_program::models::{ModelConfig, Target};
 use plimsoll_program::workspace::Kernels;
 use plimsoll_program::{ProgramSet, Schedule, passes};
 use profile::{Profile, choose, profile};
@@ -47,8 +49,35 @@ pub struct Question<'a> {
     pub device: &'a DeviceSpec,
     /// The host beside it; [`HostSpec::NONE`] where nothing can wait.
     pub host: HostSpec,
+    /// What is trained, how the rest is stored, and what may become coarser.
+    pub lossy: Lossy,
     /// What the user has fixed.
     pub pins: Pins,
+    /// The lossy rungs that are in all this already.
+    pub rungs: Vec<Rung>,
+}
+
+/// What is trained, how the rest is stored, and what may become coarser where nothing else fits.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Lossy {
+    /// What is trained.
+    pub method: Method,
+    /// How frozen matrices are stored.
+    pub base: Base,
+    /// The rungs that may be taken.
+    pub allow: Vec<Rung>,
+    /// The rungs that a refusal may offer.
+    pub offer: Vec<Rung>,
+    /// The adapters that the rung `lora` would train.
+    pub lora: Lora,
+}
+
+impl Default for Lossy {
+    fn default() -> Lossy {
+        let (targets, source) = (Target::ALL.to_vec(), Source::Random { seed: 1 });
+        let lora = Lora { rank: 16, alpha: 32.0, dropout: 0.0, targets, seed: 1, source };
+        Lossy { method: Method::Full, base: Base::Plain, allow: vec![], offer: vec![], lora }
+    }
 }
 
 /// Choices that the user has fixed.
@@ -88,6 +117,8 @@ pub struct Answer {
     pub layout: Layout,
     /// What else was looked at, fastest first.
     pub tried: Vec<Tried>,
+    /// What the Programs compute in: coarser than was asked where that rung is taken.
+    pub precision: DType,
 }
 
 impl Question<'_> {
@@ -100,8 +131,8 @@ impl Question<'_> {
             sequence: self.sequence,
             micro_batch: u64::from(recipe.micro_batch),
             source: self.source.clone(),
-            method: Method::Full,
-            base: Base::Plain,
+            method: self.lossy.method.clone(),
+            base: self.lossy.base,
             training: self.optimizer.map(|optimizer| Training { optimizer, recompute: recipe.recompute.clone() }),
             evaluate: self.evaluate,
             generation: self.generation,
@@ -120,7 +151,11 @@ impl Question<'_> {
     }
 
     fn uniform(&self, micro_batch: u32, level: RecomputeLevel) -> Recipe {
-        Recipe::on_device(micro_batch, vec![level; self.layers()])
+        self.recipe(micro_batch, vec![level; self.layers()], Offload::NOTHING)
+    }
+
+    fn recipe(&self, micro_batch: u32, recompute: Vec<RecomputeLevel>, offload: Offload) -> Recipe {
+        Recipe { micro_batch, recompute, offload, rungs: self.rungs.clone() }
     }
 
     /// Micro-batches worth trying: those that divide the step, and powers of two.
@@ -155,8 +190,8 @@ impl Question<'_> {
     }
 }
 
-/// All recipes worth looking at, and the profile of the smallest micro-batch.
-fn candidates(measurer: &Measurer) -> (Vec<Candidate>, Option<Profile>) {
+/// All recipes worth looking at.
+fn candidates(measurer: &Measurer) -> Vec<Candidate> {
     let question = measurer.question;
     let waits = question.pins.offload.unwrap_or_default();
     let mut list = Vec::new();
@@ -167,7 +202,7 @@ fn candidates(measurer: &Measurer) -> (Vec<Candidate>, Option<Profile>) {
             (_, pinned) => pinned.clone(),
         };
         if let Some(recompute) = pinned {
-            list.push(measurer.candidate(Recipe { micro_batch, recompute, offload: waits }));
+            list.push(measurer.candidate(question.recipe(micro_batch, recompute, waits)));
             continue;
         }
         let profile = profile(question, micro_batch);
@@ -183,69 +218,108 @@ fn candidates(measurer: &Measurer) -> (Vec<Candidate>, Option<Profile>) {
     if question.pins.offload.is_none() {
         offload::add(measurer, &profiles, &mut list);
     }
-    (list, profiles.into_iter().next().map(|(_, profile)| profile))
+    list
 }
 
-/// Finds the fastest plan that fits; where nothing fits, the leanest, with the budget it needs.
-pub fn search(question: &Question) -> Answer {
-    let device = question.device;
-    let arena_budget = device.arena_budget().0;
-    let measurer = Measurer::new(question);
-    let (mut list, profile) = candidates(&measurer);
-    list.sort_by(|a, b| a.seconds.total_cmp(&b.seconds).then(a.device.cmp(&b.device)));
-    let below = |c: &Candidate| c.device <= arena_budget && c.host <= question.host.budget.0;
-    let look = |c: &Candidate| Tried {
-        recipe: c.recipe.clone(),
-        peak_bytes: Bytes(c.device) + device.charges,
-        host_bytes: Bytes(c.host),
-        step_seconds: c.seconds,
-        fits: below(c),
-    };
-    let mut tried: Vec<Tried> = list.iter().map(look).collect();
-    let mut found = None;
-    for (candidate, tried) in list.iter().zip(&mut tried).filter(|(c, _)| below(c)).take(FINALISTS) {
-        let set = question.programs(&candidate.recipe);
+/// A recipe with everything that follows from it.
+struct Laid {
+    recipe: Recipe,
+    set: ProgramSet,
+    layout: Layout,
+}
+
+impl Laid {
+    fn new(question: &Question, recipe: Recipe) -> Laid {
+        let set = question.programs(&recipe);
         let layout = lay_out(&set);
-        tried.peak_bytes = Bytes(layout.device.bytes) + device.charges;
-        tried.host_bytes = Bytes(layout.host.bytes);
-        tried.fits = question.fits(&layout);
-        if tried.fits {
-            found = Some((candidate.recipe.clone(), set, layout));
+        Laid { recipe, set, layout }
+    }
+
+    fn answer(self, question: &Question, tried: Vec<Tried>) -> Answer {
+        let Laid { recipe, set, layout } = self;
+        let plan = write_down(question, question.fits(&layout), recipe, &set, &layout);
+        Answer { plan, set, layout, tried, precision: question.precision }
+    }
+}
+
+/// Finds the fastest plan that fits, with the least loss that is needed; where nothing fits, the leanest, with the
+/// budgets that would do.
+pub fn search(question: &Question) -> Answer {
+    let mut tried = Vec::new();
+    for rungs in rungs::sets(question, &question.lossy.allow) {
+        let under = rungs::under(question, &rungs);
+        if let Some(laid) = fastest(&under, &mut tried) {
+            return laid.answer(&under, tried);
+        }
+    }
+    let leanest = rungs::leanest(question, &question.lossy.allow);
+    let under = rungs::under(question, &leanest.recipe.rungs);
+    // What is refused must not fit: the leanest is given its chance, however slow.
+    let mut answer = Laid::new(&under, leanest.recipe).answer(&under, tried);
+    if !answer.plan.fits {
+        answer.plan.needs = rungs::needs(question, &answer.plan);
+    }
+    answer
+}
+
+/// The fastest recipe that fits, by its packed arenas. What is looked at is added to `tried`, fastest first.
+fn fastest(question: &Question, tried: &mut Vec<Tried>) -> Option<Laid> {
+    let measurer = Measurer::new(question);
+    let mut list = candidates(&measurer);
+    list.sort_by(|a, b| a.seconds.total_cmp(&b.seconds).then(a.device.cmp(&b.device)));
+    let mut looks: Vec<Tried> = list
+        .iter()
+        .map(|candidate| Tried {
+            recipe: candidate.recipe.clone(),
+            peak_bytes: Bytes(candidate.device) + question.device.charges,
+            host_bytes: Bytes(candidate.host),
+            step_seconds: candidate.seconds,
+            fits: measurer.fits(candidate),
+        })
+        .collect();
+    let mut found = None;
+    let fitting = list.iter().zip(&mut looks).filter(|(candidate, _)| measurer.fits(candidate));
+    for (candidate, look) in fitting.take(FINALISTS) {
+        let laid = Laid::new(question, candidate.recipe.clone());
+        look.peak_bytes = Bytes(laid.layout.device.bytes) + question.device.charges;
+        look.host_bytes = Bytes(laid.layout.host.bytes);
+        look.fits = question.fits(&laid.layout);
+        if look.fits {
+            found = Some(laid);
             break;
         }
     }
-    // What is refused must not fit: the leanest is given its chance, however slow.
-    let (recipe, set, layout) = found.unwrap_or_else(|| {
-        let leanest = offload::leanest(&measurer, profile.as_ref());
-        if list.iter().all(|candidate| candidate.recipe != leanest.recipe) {
-            tried.push(look(&leanest));
-        }
-        let set = question.programs(&leanest.recipe);
-        let layout = lay_out(&set);
-        (leanest.recipe, set, layout)
-    });
-    let fits = question.fits(&layout);
-    let plan = write_down(question, fits, recipe, &set, &layout);
-    Answer { plan, set, layout, tried }
+    tried.extend(looks);
+    found
 }
 
-/// The plan of one recipe, whatever the load line says: for a resumed run, and for pins.
+/// The plan of one recipe, whatever the load lines say: for a resumed run, and for pins.
 pub fn plan_of(question: &Question, recipe: &Recipe) -> Answer {
-    let set = question.programs(recipe);
-    let layout = lay_out(&set);
-    let plan = write_down(question, question.fits(&layout), recipe.clone(), &set, &layout);
-    Answer { plan, set, layout, tried: Vec::new() }
+    let question = rungs::under(question, &recipe.rungs);
+    Laid::new(&question, recipe.clone()).answer(&question, Vec::new())
+}
+
+/// Bytes of a checkpoint's tensors.
+fn checkpoint_bytes(set: &ProgramSet) -> Bytes {
+    let files = set.tensors.iter().filter(|tensor| tensor.space == Space::File);
+    files.filter(|tensor| tensor.name.starts_with("checkpoint:")).map(|tensor| Bytes(tensor.bytes())).sum()
 }
 
 fn write_down(question: &Question, fits: bool, recipe: Recipe, set: &ProgramSet, layout: &Layout) -> Plan {
     let device = question.device;
     let peak = Bytes(layout.device.bytes) + device.charges;
     let step_seconds = question.seconds(set, &recipe);
-    let needs = if fits { vec![] } else { vec![Need { allow: vec![], budget_bytes: peak }] };
+    let needs = if fits { vec![] } else { vec![Need { allow: vec![], budget_bytes: peak, host_bytes: None }] };
     let whole = u64::from(recipe.micro_batch) >= question.sequences;
     Plan {
         fits,
-        class: if whole { Class::Identical } else { Class::Reordered },
+        class: match (recipe.rungs.is_empty(), whole) {
+            (false, _) => Class::Lossy,
+            (true, true) => Class::Identical,
+            (true, false) => Class::Reordered,
+        },
+        rungs: recipe.rungs.clone(),
+        checkpoint_bytes: checkpoint_bytes(set),
         devices: vec![DevicePlan {
             name: device.name.clone(),
             simulated: device.simulated(),

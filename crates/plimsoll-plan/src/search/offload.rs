@@ -2,8 +2,8 @@
 //! leanest of all.
 
 use super::measure::{Candidate, Measurer};
-use super::{Profile, choose};
-use plimsoll_core::{Offload, Recipe, RecomputeLevel};
+use super::{Profile, choose, profile};
+use plimsoll_core::{Offload, RecomputeLevel};
 
 /// Choices that are measured, the most promising ones.
 const LOOKS: usize = 24;
@@ -109,39 +109,46 @@ fn tune(measurer: &Measurer, list: &mut Vec<Candidate>) {
     }
 }
 
-/// The recipe that needs the least memory on the device, within the host's load line.
-pub(super) fn leanest(measurer: &Measurer, profile: Option<&Profile>) -> Candidate {
+/// The recipe that needs the least memory on the device, within the host's load line; `None` where it does not come
+/// below `bound` bytes.
+pub(super) fn leanest(measurer: &Measurer, bound: Option<u64>) -> Option<Candidate> {
     let question = measurer.question;
-    let micro_batch = question.micro_batches()[0];
-    let mut levels: Vec<Vec<RecomputeLevel>> = match (&question.pins.recompute, profile) {
-        (Some(pinned), _) => vec![pinned.clone()],
-        (None, None) => vec![vec![RecomputeLevel::Nothing; question.layers()]],
-        (None, Some(profile)) => {
-            let uniform = RecomputeLevel::ALL.iter().rev().map(|&level| vec![level; question.layers()]);
-            uniform.chain(tightest(profile, question.layers())).collect()
-        }
-    };
-    levels.dedup();
+    let (micro_batch, host_budget) = (question.micro_batches()[0], question.host.budget.0);
+    let nothing = vec![RecomputeLevel::Nothing; question.layers()];
     let mut choices: Vec<(u64, Offload)> = choices(measurer)
         .into_iter()
-        .filter(|choice| measurer.persistent(*choice).host <= question.host.budget.0)
+        .filter(|choice| measurer.persistent(*choice).host <= host_budget)
         .map(|choice| (measurer.least_bytes(micro_batch, choice), choice))
         .collect();
     choices.sort_by_key(|(bytes, choice)| (*bytes, choice.optimizer));
+    let levels: Vec<Vec<RecomputeLevel>> = match (&question.pins.recompute, question.optimizer) {
+        (Some(pinned), Some(_)) => vec![pinned.clone()],
+        (_, None) => vec![nothing.clone()],
+        (None, Some(_)) if bound.is_some_and(|bound| choices.iter().all(|(bytes, _)| *bytes >= bound)) => vec![],
+        (None, Some(_)) => {
+            let uniform = RecomputeLevel::ALL.iter().rev().map(|&level| vec![level; question.layers()]);
+            uniform.chain(tightest(&profile(question, micro_batch), question.layers())).collect()
+        }
+    };
     let mut leanest: Option<Candidate> = None;
     for (at_least, offload) in choices {
-        if leanest.as_ref().is_some_and(|leanest| leanest.device <= at_least) {
-            continue;
-        }
         for recompute in &levels {
-            let found = measurer.candidate(Recipe { micro_batch, recompute: recompute.clone(), offload });
-            let within = found.host <= question.host.budget.0;
-            if within && leanest.as_ref().is_none_or(|leanest| found.device < leanest.device) {
+            let least = leanest.as_ref().map(|leanest| leanest.device).or(bound).unwrap_or(u64::MAX);
+            if at_least >= least {
+                break;
+            }
+            let found = measurer.candidate(question.recipe(micro_batch, recompute.clone(), offload));
+            if found.host <= host_budget && found.device < least {
                 leanest = Some(found);
             }
         }
     }
-    leanest.unwrap_or_else(|| measurer.candidate(Recipe::on_device(micro_batch, levels.swap_remove(0))))
+    if leanest.is_none() && bound.is_none() {
+        // Nothing within the host's load line: what is refused keeps everything on the device.
+        let recompute = levels.into_iter().next().unwrap_or(nothing);
+        return Some(measurer.candidate(question.recipe(micro_batch, recompute, Offload::NOTHING)));
+    }
+    leanest
 }
 
 /// The levels that need the least, as far as the profile sees.

@@ -10,6 +10,7 @@
 //!
 //! The pass unrolls the Programs that it changes: which slot of which tensor is where, is then plain.
 
+use crate::formats::STATE_BLOCK;
 use crate::op::{Access, Mode, Op, OpKind, Queue};
 use crate::operands::operands_mut;
 use crate::program::{Block, Program, ProgramSet};
@@ -19,10 +20,10 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 
 /// Elements of a piece of a tensor in the update: what is on its way at once is a few of them.
 const PIECE: u64 = 1 << 23;
-/// Pieces begin at multiples of this.
+/// Pieces begin at multiples of this, which is one of every block of a format.
 const PIECE_STEP: u64 = 1 << 12;
-/// A tensor smaller than the largest of its kind by this factor stays on the device: norms and biases.
-const WORTH: u64 = 256;
+/// A tensor smaller than the largest of its kind by this factor stays on the device: norms, biases, small adapters.
+const WORTH: u64 = 32;
 
 /// Gives what `offload` names its place on the host. `layers` is the model's; `one_micro_batch` says that a step has
 /// no more than one, so that gradients need not come back to be added to.
@@ -229,8 +230,14 @@ impl Pass {
                 operand.slot = Index::fixed(slot - on_host);
             }
         }
-        if let OpKind::InitNormal { first, .. } = &mut op.kind {
-            *first = Index::fixed(first.at(variable, 0));
+        let settle = |index: &mut Index| *index = Index { base: index.at(variable, 0), scale: 0, ..*index };
+        match &mut op.kind {
+            OpKind::InitNormal { first, .. } | OpKind::InitUniform { first, .. } => settle(first),
+            OpKind::Dropout { first_sample, layer, .. } => {
+                settle(first_sample);
+                settle(layer);
+            }
+            _ => {}
         }
         op
     }
@@ -393,8 +400,13 @@ impl Rewrite<'_> {
             for op in &mut ops {
                 set_elements(op, piece.min(whole - first));
                 for operand in operands_mut(&mut op.kind) {
-                    if self.pass.set.tensor(operand.tensor).elements() >= whole {
-                        operand.offset.base += first as i64;
+                    // Beside what has an element for each, there are scales of blocks, and scalars.
+                    match self.pass.set.tensor(operand.tensor).elements() {
+                        elements if elements >= whole => operand.offset.base += first as i64,
+                        elements if elements == whole.div_ceil(STATE_BLOCK) => {
+                            operand.offset.base += (first / STATE_BLOCK) as i64;
+                        }
+                        _ => {}
                     }
                 }
             }
@@ -451,6 +463,7 @@ impl Rewrite<'_> {
             OpKind::EmbedGrad { dtable, .. } => self.pass.space(*dtable) == Space::Host,
             OpKind::Fill { .. }
             | OpKind::InitNormal { .. }
+            | OpKind::InitUniform { .. }
             | OpKind::Cast { .. }
             | OpKind::TransferStart { .. }
             | OpKind::TransferWait { .. } => operands(op).all(|operand| self.pass.space(operand) != Space::Device),
@@ -716,13 +729,19 @@ impl Rewrite<'_> {
 /// The elements of an op that works element by element.
 fn by_element(op: &Op) -> Option<u64> {
     match op.kind {
-        OpKind::AdamW { elements, .. } | OpKind::Sgd { elements, .. } | OpKind::Cast { elements, .. } => Some(elements),
+        OpKind::AdamW { elements, .. }
+        | OpKind::AdamW8 { elements, .. }
+        | OpKind::Sgd { elements, .. }
+        | OpKind::Cast { elements, .. } => Some(elements),
         _ => None,
     }
 }
 
 fn set_elements(op: &mut Op, count: u64) {
-    if let OpKind::AdamW { elements, .. } | OpKind::Sgd { elements, .. } | OpKind::Cast { elements, .. } = &mut op.kind
+    if let OpKind::AdamW { elements, .. }
+    | OpKind::AdamW8 { elements, .. }
+    | OpKind::Sgd { elements, .. }
+    | OpKind::Cast { elements, .. } = &mut op.kind
     {
         *elements = count;
     }
