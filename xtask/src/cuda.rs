@@ -1,11 +1,12 @@
 //! `cargo xtask cuda-check`: what can be shown about the CUDA kernels without a GPU. Every unit is
 //! compiled for every architecture, nothing may be spilled, and the table of what each kernel needs is
-//! written down; then the kernels' arithmetic runs on the CPU (`crates/plimsoll-device/tests/cuda_shim`).
+//! written down; then the kernels' arithmetic runs on the CPU (`crates/plimsoll-device/tests/cuda_shim`), and the real
+//! programs run on a stand-in for a GPU (`crates/plimsoll-device/tests/cuda_stand_in`).
 //!
 //! NVRTC and ptxas come from PyPI into `parity/cuda/.venv`, or lie in the venv that
 //! `PLIMSOLL_CUDA_VENV` names.
 
-use crate::stand_in::succeed;
+use crate::stand_in::{self, succeed};
 use anyhow::{Context, bail, ensure};
 use plimsoll_device::cuda::kernels::{OPTIONS, Unit};
 use serde::Deserialize;
@@ -56,7 +57,8 @@ pub fn run() -> anyhow::Result<()> {
     std::fs::create_dir_all(table.parent().context("the table's folder")?)?;
     std::fs::write(&table, document(&compiler, &needs)).with_context(|| format!("writing {TABLE}"))?;
     println!("{} units compile for sm_{}, nothing is spilled: {TABLE}", units.len(), ARCHS.join(", sm_"));
-    arithmetic(root)
+    arithmetic(root)?;
+    on_stand_in(root)
 }
 
 /// A Python whose venv holds what `parity/cuda/requirements.txt` lists.
@@ -177,8 +179,34 @@ fn document(compiler: &Compiler, needs: &[Needs]) -> String {
 /// The kernels on the CPU, against the CPU's own.
 fn arithmetic(root: &Path) -> anyhow::Result<()> {
     ensure!(Command::new("g++").arg("--version").output().is_ok(), "g++ is needed to run kernels on the CPU");
-    let tests = ["--test", "cuda_kernels", "--test", "cuda_tensor", "--", "--ignored"];
+    let tests = ["--test", "cuda_kernels", "--test", "cuda_tensor", "--test", "cuda_executor", "--", "--ignored"];
     succeed(Command::new("cargo").args(["test", "--package", "plimsoll-device"]).args(tests).current_dir(root))
+}
+
+/// The real programs on a stand-in for a GPU (runs on the CPU): what it is there to find, the command line, and every op
+/// of a few models beside the CPU's.
+fn on_stand_in(root: &Path) -> anyhow::Result<()> {
+    let build = ["build", "--release", "--package", "plimsoll", "--package", "xtask"];
+    succeed(Command::new("cargo").args(build).current_dir(root))?;
+    let (libraries, programs) = (stand_in::build(root)?, root.join("target/release"));
+    let tests = root.join("crates/plimsoll-device/tests/cuda_stand_in");
+    let python = |script: PathBuf| {
+        let mut command = Command::new("python3");
+        command.arg(script).env("PYTHONDONTWRITEBYTECODE", "1");
+        command
+    };
+    succeed(python(tests.join("check.py")).arg(&libraries))?;
+    succeed(python(root.join("parity/cuda/end_to_end.py")).arg(programs.join("plimsoll")).arg(&libraries))?;
+    for (only, dtype, runs) in
+        [("ops", "f32", "4"), ("ops", "bf16", "4"), ("cases", "f32", "2"), ("cases", "bf16", "2")]
+    {
+        println!("soak, {only} in {dtype}, on a stand-in for a GPU (runs on the CPU)");
+        let mut command = Command::new(programs.join("xtask"));
+        command.args(["soak", "--device", "cuda:0", "--only", only, "--dtype", dtype, "--runs", runs]);
+        command.env("LD_LIBRARY_PATH", &libraries).env("PLIMSOLL_STAND_IN_GUARD", "0");
+        succeed(command.env("PLIMSOLL_CACHE", root.join("target/stand-in/cache")))?;
+    }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -124,7 +124,8 @@ fn persistent(engine: &mut Engine, set: &ProgramSet) -> BTreeMap<String, (DType,
     all
 }
 
-/// What files hold, checked against the tensors that were in the arena. Where weights have masters, checkpoints hold these.
+/// What files hold, checked against the tensors that were in the arena. Where weights have masters, checkpoints hold
+/// these, and the saved model does not.
 fn files_hold(case: &Case, memory: &Memory, tensors: &BTreeMap<String, (DType, Vec<u8>)>) -> Option<String> {
     for p in case.config.hf_parameters() {
         for (file, bytes) in &memory.0 {
@@ -138,7 +139,8 @@ fn files_hold(case: &Case, memory: &Memory, tensors: &BTreeMap<String, (DType, V
                 continue;
             }
             let layer = p.layer.unwrap_or(0);
-            let master = tensors.get(&format!("{}.master[{layer}]", p.tensor)).filter(|_| state.is_empty());
+            let master =
+                tensors.get(&format!("{}.master[{layer}]", p.tensor)).filter(|_| state.is_empty() && group != "saved");
             let (dtype, tensor) = master.unwrap_or_else(|| &tensors[&format!("{}{state}[{layer}]", p.tensor)]);
             let size = dtype.bytes();
             let first = (p.offset * size) as usize;

@@ -33,7 +33,7 @@ impl Size {
     fn budgets(self) -> [Bytes; 2] {
         let gib = |gib: f64| Bytes((gib * (1u64 << 30) as f64) as u64);
         match self {
-            Size::Small => [Bytes::mib(340), Bytes::mib(420)],
+            Size::Small => [Bytes::mib(420), Bytes::mib(500)],
             Size::Large => [gib(7.67), gib(23.57)],
         }
     }

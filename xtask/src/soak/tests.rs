@@ -61,6 +61,10 @@ impl Device for Faulty {
         self.inner.run_observed(call, files, &mut Meddler { outer, fault: self.fault })
     }
 
+    fn settle(&mut self) -> Result<(), DeviceError> {
+        self.inner.settle()
+    }
+
     fn write(&mut self, tensor: TensorId, slot: u32, bytes: &[u8]) {
         self.inner.write(tensor, slot, bytes);
     }
@@ -139,4 +143,19 @@ fn a_tensor_that_dies_too_early_changes_the_bits() {
     let how = How { look: Look::EveryOp, ..How::new(&case, "forgetful") };
     let poisoned = std::panic::catch_unwind(|| drive(&case, &forgetful, how, &mut Tally::default()));
     assert!(!matches!(poisoned, Ok(Ok(numbers)) if numbers.same_bits(&whole)));
+}
+
+#[test]
+fn an_op_that_computes_something_else_is_named() {
+    fn fault(op: &Op, memory: &mut dyn Memory) {
+        if let OpKind::ClipFactor { .. } = op.kind {
+            // Scalars stand lowest.
+            memory.fill(Space::Device, 0, &[0x40; 64]);
+        }
+    }
+    let case = case();
+    let how = How { look: Look::Twin, ..How::new(&case, "twin") };
+    assert_eq!(failures(&case, &plan(&case), how), Vec::<String>::new());
+    let how = How { damage: |inner| Box::new(Faulty { inner, fault, heap: 0 }), ..how };
+    assert_eq!(failures(&case, &plan(&case), how), ["clip_factor in f32: off the CPU's in f64"]);
 }

@@ -29,6 +29,13 @@ bool initialized = false;
 std::vector<Context*> contexts;
 thread_local std::vector<Context*> stack;
 uint64_t allocations = 0, launches = 0;
+
+// Says at the end how much there was, for tests that put faults everywhere.
+__attribute__((destructor)) void count() {
+    if (setting("COUNT", "0") == "1")
+        fprintf(stderr, "%s: %llu allocations, %llu launches\n", NAME, (unsigned long long)allocations, (unsigned long long)launches);
+}
+
 // What runs now, for a process that dies in it.
 const char* volatile running = nullptr;
 
