@@ -253,6 +253,15 @@ pub trait Device {
         self.run_observed(Call::of(program), files, &mut Unobserved)
     }
 
+    /// Waits until everything that was run is over. A device may come back from a Program before it is: what it then
+    /// fails with it says here, at the latest before anybody relies on what [`Device::read`] gives.
+    ///
+    /// # Errors
+    /// What went wrong since it was last asked.
+    fn settle(&mut self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
     /// Copies elements of a tensor's slot from the host, from its first element on.
     fn write(&mut self, tensor: TensorId, slot: u32, bytes: &[u8]);
 

@@ -84,6 +84,10 @@ impl Device for Watched {
         result
     }
 
+    fn settle(&mut self) -> Result<(), DeviceError> {
+        self.inner.settle()
+    }
+
     fn write(&mut self, tensor: TensorId, slot: u32, bytes: &[u8]) {
         self.inner.write(tensor, slot, bytes);
         if let Some(shadow) = &mut self.shadow {

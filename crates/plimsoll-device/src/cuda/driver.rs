@@ -650,6 +650,9 @@ impl Stream {
     /// # Safety
     /// The range is memory of the device, even at both ends, and free for this until the stream has done it.
     pub unsafe fn fill(&self, to: Address, value: u16, bytes: u64) -> Result<(), CudaError> {
+        if bytes < 2 {
+            return Ok(());
+        }
         // SAFETY: as the caller promises.
         let done = unsafe { (self.driver().cuMemsetD16Async)(to, value, bytes as usize / 2, self.handle) };
         self.driver().check("fill memory", done)

@@ -37,10 +37,13 @@ use plimsoll_program::{Index, Op, OpKind, Operand, Placement, Program, ProgramSe
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::c_void;
 use std::rc::Rc;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// How messages call this device.
 const DEVICE: &str = "a single gpu";
+
+/// Arguments that a kernel has at most.
+const ARGUMENTS: usize = 32;
 
 /// What it takes to open a GPU.
 pub struct Opening<'a> {
@@ -71,6 +74,20 @@ pub struct Charges {
     pub libraries: Bytes,
     /// What is mapped beyond the arena's own bytes.
     pub rounding: Bytes,
+}
+
+impl Charges {
+    /// What a GPU holds is seen whole only when a process opens it for the first time: contexts and libraries keep much of
+    /// it until the process ends.
+    fn with_those_before(mut self, ordinal: u32) -> Charges {
+        static KNOWN: Mutex<BTreeMap<u32, (Option<Bytes>, Bytes)>> = Mutex::new(BTreeMap::new());
+        let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+        let (context, libraries) = known.entry(ordinal).or_default();
+        *context = (*context).max(self.context);
+        *libraries = (*libraries).max(self.libraries);
+        (self.context, self.libraries) = (*context, *libraries);
+        self
+    }
 }
 
 /// An opened GPU.
@@ -104,7 +121,7 @@ pub fn open(opening: &Opening, set: ProgramSet, placement: Placement) -> Result<
     // Zeros are valid tokens, positions and lengths.
     machine.fill_all(0)?;
     let products = Products::new(opening.products, &context, opening.algorithms)?;
-    let plan = Plan { set, placement, real };
+    let plan = Rc::new(Plan { set, placement, real });
     let pool = plan.pool(opening.threads)?;
     let (prepared, kernels, compiler) = (BTreeMap::new(), Kernels::default(), opening.compiler.clone());
     let threads = opening.threads;
@@ -117,12 +134,12 @@ pub fn open(opening: &Opening, set: ProgramSet, placement: Placement) -> Result<
     device.prepare_all()?;
     device.machine.context.synchronize()?;
     let held = device.machine.held();
-    let minus = |from: Bytes, bytes: Bytes| Bytes(from.0.saturating_sub(bytes.0));
     let charges = Charges {
-        context: opening.free_before.map(|before| minus(before, free_with_context)),
-        libraries: minus(minus(free_with_context, free_after), held),
-        rounding: minus(held, device.machine.bytes(Space::Device)),
+        context: opening.free_before.map(|before| before.saturating_sub(free_with_context)),
+        libraries: free_with_context.saturating_sub(free_after).saturating_sub(held),
+        rounding: held.saturating_sub(device.machine.bytes(Space::Device)),
     };
+    let charges = charges.with_those_before(opening.ordinal);
     let (algorithms, chosen_anew) = device.products.algorithms();
     let gpu = context.gpu().clone();
     Ok(Opened { device: Box::new(device), gpu, charges, algorithms, chosen_anew })
@@ -326,7 +343,7 @@ enum Work {
     },
     /// An op of the host's processor.
     OnHost {
-        op: Op,
+        op: Box<Op>,
         variable: i64,
     },
 }
@@ -359,6 +376,8 @@ struct Step {
 /// A Program, ready to be put on queues.
 struct Prepared {
     steps: Vec<Step>,
+    /// Whether operands stand elsewhere for other micro-batches.
+    by_micro_batch: bool,
     /// Whether it has ops on other queues than that of computation.
     forks: bool,
     /// Whether the host itself does something in it.
@@ -412,7 +431,7 @@ struct CudaDevice {
     prepared: BTreeMap<(usize, u32), Rc<Prepared>>,
     products: Products,
     kernels: Kernels,
-    plan: Plan,
+    plan: Rc<Plan>,
     machine: Machine,
     /// For ops of the host's processor, where there are any.
     pool: Option<Pool>,
@@ -479,11 +498,10 @@ impl CudaDevice {
     fn rehearse(&mut self) -> Result<(), DeviceError> {
         let mut known_kernels = BTreeSet::new();
         let mut known_products = BTreeSet::new();
-        for index in 0..self.plan.set.programs.len() {
-            let trace: Vec<(Op, i64)> =
-                self.plan.set.programs[index].trace().map(|(op, variable)| (op.clone(), variable)).collect();
-            for (op, variable) in trace {
-                let works = self.works(&op, variable, 0)?;
+        let plan = self.plan.clone();
+        for program in &plan.set.programs {
+            for (op, variable) in program.trace() {
+                let works = self.works(op, variable, 0)?;
                 let mut is_new = false;
                 for work in &works {
                     is_new |= match work {
@@ -493,7 +511,7 @@ impl CudaDevice {
                     };
                 }
                 if is_new {
-                    for (at, bytes) in self.frame(variable, 0).touched(&op) {
+                    for (at, bytes) in self.frame(variable, 0).touched(op) {
                         // SAFETY: a range of the arena, in the order of the queue that the op is started on.
                         unsafe { self.machine.queues.compute().fill(at, 0, bytes & !1) }?;
                     }
@@ -524,7 +542,7 @@ impl CudaDevice {
     /// What an op is on this device.
     fn works(&self, op: &Op, variable: i64, micro_batch: u32) -> Result<Vec<Work>, DeviceError> {
         if op.queue == Queue::Host {
-            return Ok(vec![Work::OnHost { op: op.clone(), variable }]);
+            return Ok(vec![Work::OnHost { op: Box::new(op.clone()), variable }]);
         }
         let frame = self.frame(variable, micro_batch);
         let kernel = |launch: Launch| Work::Kernel(self.kernels.function(&launch), launch);
@@ -563,7 +581,7 @@ impl CudaDevice {
 
     /// A Program as steps, each with the events that it waits for and gives.
     fn prepare(&self, index: usize, micro_batch: u32) -> Result<Prepared, DeviceError> {
-        let Plan { set, placement, .. } = &self.plan;
+        let Plan { set, placement, .. } = &*self.plan;
         let program = &set.programs[index];
         let trace: Vec<(&Op, i64)> = program.trace().collect();
         let frame = |variable| self.frame(variable, micro_batch);
@@ -600,6 +618,11 @@ impl CudaDevice {
             step.works = group.launches(&tensors).into_iter().map(kernel).collect();
         }
         Ok(Prepared {
+            by_micro_batch: trace.iter().any(|(op, _)| {
+                let moves = |index: Index| index.micro_batch != 0;
+                let accesses = op.accesses(&|_| 1);
+                accesses.iter().any(|access| moves(access.operand.slot) || moves(access.operand.offset))
+            }),
             forks: trace.iter().any(|(op, _)| !matches!(op.queue, Queue::Compute | Queue::Host)),
             on_host: steps.iter().flat_map(|step| &step.works).any(Work::is_done_by_host),
             scratch_end: self.scratch_end(&trace),
@@ -627,15 +650,6 @@ impl CudaDevice {
         ends.max().unwrap_or(0)
     }
 
-    /// Whether operands of a Program stand elsewhere for other micro-batches.
-    fn depends_on_micro_batch(program: &Program) -> bool {
-        program.trace().any(|(op, _)| {
-            op.accesses(&|_| 1)
-                .iter()
-                .any(|access| access.operand.slot.micro_batch != 0 || access.operand.offset.micro_batch != 0)
-        })
-    }
-
     /// Prepares every Program for its first micro-batch.
     fn prepare_all(&mut self) -> Result<(), DeviceError> {
         (0..self.plan.set.programs.len()).try_for_each(|index| self.prepared(index, 0).map(drop))
@@ -643,12 +657,12 @@ impl CudaDevice {
 
     /// A Program, prepared now or before.
     fn prepared(&mut self, index: usize, micro_batch: u32) -> Result<Rc<Prepared>, DeviceError> {
-        let depends = micro_batch != 0 && CudaDevice::depends_on_micro_batch(&self.plan.set.programs[index]);
-        let key = (index, if depends { micro_batch } else { 0 });
-        if let Some(known) = self.prepared.get(&key) {
+        let first = self.prepared.get(&(index, 0)).filter(|first| !first.by_micro_batch);
+        let key = (index, micro_batch);
+        if let Some(known) = first.or_else(|| self.prepared.get(&key)) {
             return Ok(known.clone());
         }
-        let prepared = Rc::new(self.prepare(key.0, key.1)?);
+        let prepared = Rc::new(self.prepare(index, micro_batch)?);
         let events = prepared.steps.iter().filter_map(|step| step.gives).max().map_or(0, |most| most + 1);
         self.machine.queues.make_events(events)?;
         self.prepared.insert(key, prepared.clone());
@@ -678,15 +692,19 @@ impl CudaDevice {
         // ranges, because steps wait for each other as hazards demand; the host waits for what it touches itself.
         match work {
             Work::Kernel(function, launch) => {
-                let pointers: Vec<*const c_void> = launch.arguments.iter().map(launch::Argument::pointer).collect();
+                let mut pointers = [std::ptr::null::<c_void>(); ARGUMENTS];
+                for (pointer, argument) in pointers.iter_mut().zip(&launch.arguments) {
+                    *pointer = argument.pointer();
+                }
+                let pointers = &pointers[..launch.arguments.len()];
                 // SAFETY: as above; arguments are in the order of the kernel's signature (tested against its source).
-                unsafe { stream.launch(*function, launch.grid, launch.block, launch.shared_bytes, &pointers) }?;
+                unsafe { stream.launch(*function, launch.grid, launch.block, launch.shared_bytes, pointers) }?;
             }
             // SAFETY: as above.
             Work::Product(shape, operands) => unsafe { self.products.run(shape, operands, stream) }?,
             Work::OnHost { op, variable } => {
                 let pool = self.pool.as_ref().expect("there is a pool where there are ops of the host");
-                let Plan { set, placement, .. } = &self.plan;
+                let Plan { set, placement, .. } = &*self.plan;
                 let (spaces, micro_batch) = (self.machine.spaces(), i64::from(micro_batch));
                 let run: RunOp = runner(DType::F32);
                 let site = Site { spaces, pool, set, placement, variable: *variable, micro_batch };
@@ -856,11 +874,12 @@ impl Device for CudaDevice {
         let index = self.plan.set.program_index(call.program).ok_or_else(missing)?;
         let prepared = self.prepared(index, call.micro_batch)?;
         self.machine.scratch_end = self.machine.scratch_end.max(prepared.scratch_end);
-        let program = self.plan.set.programs[index].clone();
+        let plan = self.plan.clone();
+        let program = &plan.set.programs[index];
         let done = if observer.one_at_a_time() {
-            self.run_singly(&program, call, files, observer)
+            self.run_singly(program, call, files, observer)
         } else {
-            self.run_steps(&prepared, &program, call, files, observer)
+            self.run_steps(&prepared, program, call, files, observer)
         };
         let Err(error) = done else {
             self.machine.staging.flush(files)?;
@@ -877,6 +896,12 @@ impl Device for CudaDevice {
         Err(error)
     }
 
+    fn settle(&mut self) -> Result<(), DeviceError> {
+        self.machine.check()?;
+        self.machine.context.enter()?;
+        Ok(self.machine.context.synchronize()?)
+    }
+
     fn write(&mut self, tensor: TensorId, slot: u32, bytes: &[u8]) {
         let (known, first) = (self.plan.set.tensor(tensor), self.plan.placement.offset(tensor, slot));
         assert!(bytes.len() as u64 <= known.bytes(), "{} is smaller", known.name);
@@ -884,7 +909,7 @@ impl Device for CudaDevice {
         self.machine.keep(written);
     }
 
-    /// A device that is lost gives NaN, and the next Program says that it is lost.
+    /// A device that is lost gives NaN; [`Device::settle`] and the next Program say that it is lost.
     fn read(&mut self, tensor: TensorId, slot: u32, bytes: &mut [u8]) {
         let (known, first) = (self.plan.set.tensor(tensor), self.plan.placement.offset(tensor, slot));
         assert!(bytes.len() as u64 <= known.bytes(), "{} is smaller", known.name);
@@ -904,7 +929,7 @@ impl Device for CudaDevice {
             self.machine.resize(Space::Device, placement.arena_bytes, before)?;
         }
         let real = self.plan.real;
-        let old = std::mem::replace(&mut self.plan, Plan { set, placement, real });
+        let old = std::mem::replace(&mut self.plan, Rc::new(Plan { set, placement, real }));
         let old_prepared = std::mem::take(&mut self.prepared);
         let done = self.go_over_from(&old);
         if done.is_err() {

@@ -154,9 +154,8 @@ impl Machine {
     /// # Errors
     /// What the driver says.
     pub fn fill_all(&self, value: u16) -> Result<(), CudaError> {
-        let bytes = self.held().0;
         // SAFETY: all of the arena and nothing else, in the order of the queue that everything joins.
-        if bytes == 0 { Ok(()) } else { unsafe { self.queues.compute().fill(self.arena.base(), value, bytes & !1) } }
+        unsafe { self.queues.compute().fill(self.arena.base(), value, self.held().0 & !1) }
     }
 
     /// Fills the arena with what shows whether it was written.
@@ -299,6 +298,8 @@ impl Memory for Machine {
     }
 
     fn poison(&mut self, space: Space, range: Range<u64>) {
+        let entered = self.context.enter();
+        self.keep(entered);
         if space == Space::Host {
             let idle = self.context.synchronize();
             self.keep(idle);
@@ -330,8 +331,9 @@ impl Memory for Machine {
         let (first, end) = (self.arena.bytes().next_multiple_of(2), self.held().0);
         let mut beyond = vec![0; (end - first) as usize & !1];
         let from = self.arena.base() + first;
+        let entered = self.context.enter();
         // SAFETY: held, and no op runs.
-        let read = unsafe { self.staging.receive(self.queues.compute(), from, &mut beyond) };
+        let read = entered.and_then(|()| unsafe { self.staging.receive(self.queues.compute(), from, &mut beyond) });
         self.keep(read).is_some() && beyond.chunks_exact(2).any(|pair| *pair != PATTERN.to_ne_bytes())
     }
 }
