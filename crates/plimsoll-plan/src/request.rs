@@ -17,10 +17,10 @@ pub enum DeviceRequest {
         /// Its load line.
         budget: Option<Budget>,
     },
-    /// `cuda:0`, `cuda:0=6GiB`.
+    /// `cuda:0`, `cuda:0=6GiB`; `cuda` is the one of this machine's that the planner prefers.
     Cuda {
         /// The driver's number of it.
-        index: u32,
+        index: Option<u32>,
         /// Its load line.
         budget: Option<Budget>,
     },
@@ -235,10 +235,13 @@ fn device(
     if name == "cpu" {
         return Ok(DeviceRequest::Cpu { budget: value.map(budget).transpose()? });
     }
+    if name == "cuda" {
+        return Ok(DeviceRequest::Cuda { index: None, budget: value.map(budget).transpose()? });
+    }
     if let Some(index) = name.strip_prefix("cuda:") {
         // `+1` and `01` are numbers for Rust, but no names of devices.
         let index: u32 = index.parse().ok().filter(|number: &u32| number.to_string() == index).ok_or_else(unknown)?;
-        return Ok(DeviceRequest::Cuda { index, budget: value.map(budget).transpose()? });
+        return Ok(DeviceRequest::Cuda { index: Some(index), budget: value.map(budget).transpose()? });
     }
     if let Some(own) = name.strip_prefix("virtual:") {
         if own.is_empty() || !own.chars().all(|c| c.is_ascii_alphanumeric() || c == '-' || c == '_') {
@@ -272,7 +275,8 @@ impl DeviceRequest {
     pub fn name(&self) -> String {
         match self {
             DeviceRequest::Cpu { .. } => "cpu".to_owned(),
-            DeviceRequest::Cuda { index, .. } => format!("cuda:{index}"),
+            DeviceRequest::Cuda { index: Some(index), .. } => format!("cuda:{index}"),
+            DeviceRequest::Cuda { index: None, .. } => "cuda".to_owned(),
             DeviceRequest::Virtual { name, .. } => format!("virtual:{name}"),
             DeviceRequest::Paper { name, .. } => name.clone(),
         }
@@ -326,6 +330,9 @@ mod tests {
         assert_eq!(request.devices, [cpu(Some(Budget::Amount(Bytes::gib(6))))]);
         assert_eq!(request.host, Some(Budget::Amount(Bytes::gib(2))));
         assert_eq!(read("cuda:0,cuda:1").devices.len(), 2);
+        let gpu = |index, budget: Option<Budget>| DeviceRequest::Cuda { index, budget };
+        assert_eq!(read("cuda").devices, [gpu(None, None)]);
+        assert_eq!(read("cuda:1=6GiB").devices, [gpu(Some(1), Some(Budget::Amount(Bytes::gib(6))))]);
         let part = |name: &str, mib: u64, pace: f64| DeviceRequest::Virtual {
             name: name.to_owned(),
             budget: Budget::Amount(Bytes::mib(mib)),
@@ -358,7 +365,8 @@ mod tests {
             ("cpu,,cuda:0", "a device is missing in `cpu,,cuda:0`"),
             ("host=2GiB", "a device is missing in `host=2GiB`"),
             ("rtx9090", "`rtx9090` is no known device"),
-            ("cuda", "`cuda` is no known device"),
+            ("cuda:", "`cuda:` is no known device"),
+            ("cuda,cuda=2GiB", "device `cuda` is named twice"),
             ("cuda:+1", "`cuda:+1` is no known device"),
             ("CPU", "`CPU` is no known device"),
             ("auto=3GiB", "`auto` is no known device"),

@@ -4,15 +4,17 @@
 use crate::data::sums;
 use crate::files::{Entry, ModelDir, ModelWeights, read_config};
 use crate::run::prepare::charges;
-use crate::run_file::{EXAMPLE_PREFIX, Init, Optimizer, RunFile};
-use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Failure, HostSpec, Plan, Rates};
+use crate::run_file::{EXAMPLE_PREFIX, Init, Method, Optimizer, RunFile};
+use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Failure, HostSpec, Plan, Rates, Rung};
 use plimsoll_device::calibration;
+use plimsoll_device::cuda;
+use plimsoll_device::cuda::gpus::{Card, Here};
 use plimsoll_device::probe::{Cpu, Memory, auto_pace};
 use plimsoll_plan::paper;
 use plimsoll_plan::request::{DeviceRequest, LinkRequest};
-use plimsoll_plan::search::{Answer, Pins, Question, search};
-use plimsoll_program::models::decoder::{self, Generation, Source};
-use plimsoll_program::models::{ModelConfig, closest_preset, preset, preset_names, supported};
+use plimsoll_plan::search::{Answer, Lossy, Pins, Question, search};
+use plimsoll_program::models::decoder::{self, Base, Generation, Lora, Source};
+use plimsoll_program::models::{ModelConfig, Target, closest_preset, preset, preset_names, supported};
 use plimsoll_program::workspace::Kernels;
 use std::path::{Path, PathBuf};
 
@@ -123,8 +125,10 @@ pub struct Resolved {
     pub model: Model,
     /// The device. Its charges are assumed until model and data are open.
     pub device: DeviceSpec,
-    /// Further devices that were asked for. This version uses one.
+    /// Further devices that were asked for, or could be. This version uses one.
     pub others: Vec<DeviceSpec>,
+    /// Whether the user has left it to us which of them is used.
+    pub open: bool,
 }
 
 impl Resolved {
@@ -136,20 +140,55 @@ impl Resolved {
         let model = open_model(file)?;
         let mut devices = devices(file)?;
         let others = devices.split_off(1);
-        Ok(Resolved { model, device: devices.remove(0), others })
+        let open =
+            !file.devices().devices.iter().any(|asked| !matches!(asked, DeviceRequest::Cuda { index: None, .. }));
+        Ok(Resolved { model, device: devices.remove(0), others, open })
+    }
+
+    /// The same, with the device that a run is to use: where it is left to us, the one that the planner prefers.
+    ///
+    /// # Errors
+    /// As [`Resolved::new`]; several devices, or one that can only be planned for.
+    pub fn to_run(file: &RunFile, work: Work) -> Result<Resolved, Failure> {
+        let mut resolved = Resolved::new(file)?;
+        if resolved.open && !resolved.others.is_empty() {
+            resolved.prefer(file, work)?;
+        }
+        resolved.only_here()?;
+        Ok(resolved)
+    }
+
+    /// Plans for every device and takes the fastest that fits; where none does, the one that lacks the least. The
+    /// others are left out.
+    fn prefer(&mut self, file: &RunFile, work: Work) -> Result<Answer, Failure> {
+        let mut answer = search(&self.question(file, work)?);
+        for number in 0..self.others.len() {
+            let other = search(&question(file, &self.model, &self.others[number], work)?);
+            if order(&other.plan).total_cmp(&order(&answer.plan)).is_lt() {
+                answer = other;
+                std::mem::swap(&mut self.device, &mut self.others[number]);
+            }
+        }
+        Ok(answer)
+    }
+
+    /// The devices that are left out, in a line; none where none is.
+    pub fn left_out(&self) -> Option<String> {
+        let names: Vec<&str> = self.others.iter().map(|other| &*other.name).collect();
+        (!names.is_empty()).then(|| format!("left out: {} (this version uses one device)", names.join(", ")))
     }
 
     /// That there is one device, and that it is here.
     ///
     /// # Errors
     /// Several devices, or one that can only be planned for.
-    pub fn only_here(&self) -> Result<(), Failure> {
-        if let Some(other) = self.others.first() {
+    fn only_here(&self) -> Result<(), Failure> {
+        if let Some(other) = self.others.first().filter(|_| !self.open) {
             let message =
                 format!("run.devices: this version uses one device, not {} and {}", self.device.name, other.name);
             return Err(Failure::input(message).hint("name one of them"));
         }
-        if matches!(self.device.kind, DeviceKind::Cpu | DeviceKind::Virtual) {
+        if self.device.kind != DeviceKind::Paper {
             return Ok(());
         }
         let message = format!("run.devices: this version does not run on `{}`", self.device.name);
@@ -190,7 +229,7 @@ pub(crate) fn question<'a>(
     let train = work == Work::Train;
     Ok(Question {
         config: &model.config,
-        precision: file.arithmetic(),
+        precision: file.arithmetic(device.kind),
         sequence: u64::from(file.data.sequence),
         sequences: file.batch_sequences(),
         source: model.source(file),
@@ -203,8 +242,33 @@ pub(crate) fn question<'a>(
         },
         device,
         host: host(file, device)?,
+        lossy: lossy(file, device),
         pins: pins(file, model.config.layers as usize)?,
+        rungs: vec![],
     })
+}
+
+/// The lossy rungs that runs take. On paper there are all of them.
+const RUNS: [Rung; 1] = [Rung::Bf16];
+
+/// What a run file says about coarser arithmetic.
+fn lossy(file: &RunFile, device: &DeviceSpec) -> Lossy {
+    let RunFile { lora, train, memory, .. } = file;
+    let offer = if device.kind == DeviceKind::Paper { Rung::ALL.to_vec() } else { RUNS.to_vec() };
+    let lora = Lora {
+        rank: u64::from(lora.rank),
+        alpha: lora.alpha,
+        dropout: lora.dropout,
+        targets: lora.targets.iter().filter_map(|name| Target::named(name)).collect(),
+        seed: train.seed,
+        source: Source::Random { seed: train.seed },
+    };
+    let method = match train.method {
+        Method::Full => decoder::Method::Full,
+        Method::Lora => decoder::Method::Lora(lora.clone()),
+    };
+    let allow = memory.allow.iter().copied().filter(|rung| offer.contains(rung)).collect();
+    Lossy { method, base: Base::Plain, allow, offer, lora }
 }
 
 /// Room for the samples at the end of a run, where there is a tokenizer and something to start from.
@@ -271,10 +335,61 @@ fn host(file: &RunFile, device: &DeviceSpec) -> Result<HostSpec, Failure> {
 fn devices(file: &RunFile) -> Result<Vec<DeviceSpec>, Failure> {
     let request = file.devices();
     if request.devices.is_empty() {
-        return Ok(vec![cpu(file, None)?]);
+        // What is there is used: the GPUs, else the processor.
+        return match gpus(file, None) {
+            Ok(gpus) if !gpus.is_empty() => Ok(gpus),
+            _ => Ok(vec![cpu(file, None)?]),
+        };
     }
     check_paces(&request.devices, Cpu::read().usable_cores())?;
-    request.devices.iter().map(|asked| device(file, asked)).collect()
+    let mut devices = Vec::new();
+    for asked in &request.devices {
+        match asked {
+            DeviceRequest::Cuda { index: None, budget } => devices.extend(gpus(file, *budget)?),
+            asked => devices.push(device(file, asked)?),
+        }
+    }
+    Ok(devices)
+}
+
+/// Every GPU that Plimsoll can use; where there is none, why.
+fn gpus(file: &RunFile, budget: Option<Budget>) -> Result<Vec<DeviceSpec>, Failure> {
+    let here = cuda::gpus::here()?;
+    let usable = here.cards.iter().filter(|card| card.architecture.check().is_ok());
+    let gpus: Vec<DeviceSpec> = usable.map(|card| gpu(file, here, card, budget)).collect::<Result<_, _>>()?;
+    match here.cards.first() {
+        Some(card) if gpus.is_empty() => Err(unusable(card)),
+        _ => Ok(gpus),
+    }
+}
+
+fn unusable(card: &Card) -> Failure {
+    let why = card.architecture.check().err().unwrap_or_default();
+    Failure::input(format!("run.devices: cuda:{} ({}) cannot be used: {why}", card.index, card.name))
+        .hint("run on another device: --devices cpu; plimsoll devices lists them")
+}
+
+/// A GPU of this machine: its load line is of what others leave of it, its charges are those that a run has measured
+/// on such a GPU, else assumed.
+fn gpu(file: &RunFile, here: &'static Here, card: &Card, budget: Option<Budget>) -> Result<DeviceSpec, Failure> {
+    if card.architecture.check().is_err() {
+        return Err(unusable(card));
+    }
+    // What is missing is said before anything is measured.
+    here.nvrtc()?;
+    here.cublaslt()?;
+    let free = cuda::open::free_bytes(here, card)?;
+    let charges = calibration::charges(here, card);
+    Ok(DeviceSpec {
+        name: format!("cuda:{}", card.index),
+        kind: DeviceKind::Cuda,
+        budget: budget.unwrap_or(file.memory.budget).of(free),
+        charges: charges.unwrap_or(paper::ASSUMED_CHARGES),
+        charges_measured: charges.is_some(),
+        // For what the processor does beside it.
+        threads: Cpu::read().threads_for(file.run.threads.asked())?,
+        rates: calibration::gpu(here, card)?.rates,
+    })
 }
 
 /// That virtual devices leave this machine a fifth of its cores.
@@ -304,9 +419,9 @@ fn device(file: &RunFile, asked: &DeviceRequest) -> Result<DeviceSpec, Failure> 
         DeviceRequest::Paper { name, budget } => {
             Ok(paper::paper(name, budget.unwrap_or(file.memory.budget)).expect("requests name devices of the table"))
         }
-        DeviceRequest::Cuda { .. } => {
-            let message = format!("run.devices: this version does not drive GPUs such as `{}`", asked.name());
-            Err(Failure::input(message).hint("it runs on cpu, and plans for devices on paper"))
+        DeviceRequest::Cuda { index, budget } => {
+            let (here, card) = cuda::open::card(index.unwrap_or(0))?;
+            gpu(file, here, card, *budget)
         }
     }
 }
@@ -362,14 +477,7 @@ fn virtual_device(
 /// As [`Resolved::new`].
 pub fn plan(file: &RunFile) -> Result<(Resolved, Answer), Failure> {
     let mut resolved = Resolved::new(file)?;
-    let mut answer = search(&resolved.question(file, Work::Train)?);
-    for number in 0..resolved.others.len() {
-        let other = search(&question(file, &resolved.model, &resolved.others[number], Work::Train)?);
-        if order(&other.plan).total_cmp(&order(&answer.plan)).is_lt() {
-            answer = other;
-            std::mem::swap(&mut resolved.device, &mut resolved.others[number]);
-        }
-    }
+    let answer = resolved.prefer(file, Work::Train)?;
     Ok((resolved, answer))
 }
 
@@ -453,7 +561,6 @@ mod tests {
             refusal(&["model.preset=smolm2-135m", "run.devices=rtx3090"]),
             "model.preset: `smolm2-135m` is no known shape\n  hint: did you mean `smollm2-135m`?"
         );
-        assert!(refusal(&[model, "run.devices=cuda:0"]).starts_with("run.devices: this version does not drive GPUs"));
         assert!(
             refusal(&[model, "data.sequence=1048576", "run.devices=rtx3090"])
                 .starts_with("data.sequence is 1048576, but smollm2-135m takes no more than ")
@@ -467,7 +574,7 @@ mod tests {
     #[test]
     fn several_devices_are_planned_for_and_not_run_on() {
         let file = file(&["model.preset=smollm2-135m", "run.devices=rtx3070,rtx3090"]);
-        let failure = Resolved::new(&file).unwrap().only_here().unwrap_err();
+        let failure = Resolved::to_run(&file, Work::Train).unwrap_err();
         assert_eq!(
             failure.to_string(),
             "run.devices: this version uses one device, not rtx3070 and rtx3090\n  hint: name one of them"

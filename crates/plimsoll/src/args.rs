@@ -316,9 +316,9 @@ pub struct BenchStepArgs {
     /// The arithmetic: f32 or bf16
     #[arg(long, default_value = "f32", value_parser = ["f32", "bf16"])]
     pub dtype: String,
-    /// The device
-    #[arg(long, default_value = "cpu", value_parser = ["cpu"])]
-    device: String,
+    /// The device: cpu, or cuda:0
+    #[arg(long, default_value = "cpu")]
+    pub device: String,
     /// Keep only each block's input, and compute the rest again
     #[arg(long)]
     pub checkpoint: bool,

@@ -7,7 +7,7 @@ use super::executor::{self, Opened, Opening};
 use super::gpus::{self, Card, Here};
 use super::products::{self, Algorithms};
 use crate::calibration;
-use crate::device::DeviceError;
+use crate::device::{Device, DeviceError};
 use plimsoll_core::{Bytes, DType};
 use plimsoll_program::{Placement, ProgramSet};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -61,6 +61,43 @@ pub fn free_bytes(here: &'static Here, card: &Card) -> Result<Bytes, DeviceError
     Ok(context.memory()?.0)
 }
 
+/// What only the context itself takes, where nobody said what was free before it: most take less.
+const CONTEXT_BYTES: Bytes = Bytes::mib(512);
+
+/// A GPU that a run has opened, as it is seen from beside the Programs.
+pub struct OnGpu {
+    here: &'static Here,
+    card: &'static Card,
+    /// What it holds for this process beside the arena, measured after everything was started once.
+    pub charges: Bytes,
+    /// The algorithms of its products: with others, last bits differ.
+    pub algorithms: Algorithms,
+    /// Whether some of these were chosen now.
+    pub chosen_anew: bool,
+    free_before: Option<Bytes>,
+}
+
+impl OnGpu {
+    /// What this process holds on it now: as NVML says of the process, else what is gone of what was free before.
+    pub fn held(&self) -> Option<Bytes> {
+        let own = std::process::id();
+        let processes = self.here.processes(self.card);
+        let mine = processes.into_iter().find(|process| process.pid == own).and_then(|process| process.held_bytes);
+        let gone = || Some(self.free_before?.saturating_sub(self.here.memory(self.card)?.free_bytes));
+        mine.or_else(gone)
+    }
+
+    /// What is free on it now, where NVML says so.
+    pub fn free(&self) -> Option<Bytes> {
+        self.here.memory(self.card).map(|memory| memory.free_bytes)
+    }
+
+    /// Tells the next run what was measured.
+    pub fn keep_charges(&self) {
+        calibration::keep_charges(self.here, self.card, self.charges);
+    }
+}
+
 /// Opens a GPU with the Programs of a plan: the arena is taken whole, and everything is started once.
 ///
 /// # Errors
@@ -86,4 +123,24 @@ pub fn open(
         free_before: here.memory(card).map(|memory| memory.free_bytes),
     };
     executor::open(&opening, set, placement)
+}
+
+/// Opens a GPU for a run, which also wants to see it from beside its Programs.
+///
+/// # Errors
+/// As [`open`].
+pub fn open_for_run(
+    index: u32,
+    threads: usize,
+    precision: DType,
+    algorithms: Option<&Algorithms>,
+    set: ProgramSet,
+    placement: Placement,
+) -> Result<(Box<dyn Device>, OnGpu), DeviceError> {
+    let (here, card) = card(index)?;
+    let free_before = here.memory(card).map(|memory| memory.free_bytes);
+    let Opened { device, charges, algorithms, chosen_anew, .. } =
+        open(index, threads, precision, algorithms, set, placement)?;
+    let charges = charges.context.unwrap_or(CONTEXT_BYTES) + charges.libraries + charges.rounding;
+    Ok((device, OnGpu { here, card, charges, algorithms, chosen_anew, free_before }))
 }

@@ -4,10 +4,12 @@
 use super::engine::{Engine, StepInput};
 use crate::data::Rows;
 use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, Failure, HostSpec, Recipe, RecomputeLevel};
+use plimsoll_device::cuda;
+use plimsoll_device::cuda::open::OnGpu;
 use plimsoll_device::device::{DeviceError, Memory, Observer};
 use plimsoll_device::{calibration, process};
 use plimsoll_plan::price::needed_product_flops;
-use plimsoll_plan::search::{Pins, Question, plan_of};
+use plimsoll_plan::search::{Lossy, Pins, Question, plan_of};
 use plimsoll_program::Op;
 use plimsoll_program::models::decoder::{AdamState, Optimizer, Source};
 use plimsoll_program::models::{ModelConfig, ModelType, RopeScaling};
@@ -47,6 +49,8 @@ pub struct StepShape {
     pub dtype: DType,
     /// Whether each block is computed again in the backward pass.
     pub checkpoint: bool,
+    /// `cpu`, or a GPU by the driver's number of it: `cuda:0`.
+    pub device: String,
 }
 
 /// What was found, with the names that `torch_step.py` prints. Bytes and seconds are measured.
@@ -56,6 +60,9 @@ pub struct StepBench {
     pub peer: String,
     /// The device.
     pub device: String,
+    /// What the process held on its GPU while it ran, contexts and libraries included.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub device_mib: Option<f64>,
     /// The arithmetic.
     pub dtype: DType,
     /// Always false: there is nothing to compile.
@@ -136,14 +143,21 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
         init_std: 0.02,
     };
     config.validate()?;
+    let (kind, rates) = match index_of(&shape.device)? {
+        None => (DeviceKind::Cpu, calibration::cpu(shape.threads)?.rates),
+        Some(index) => {
+            let (here, card) = cuda::open::card(index)?;
+            (DeviceKind::Cuda, calibration::gpu(here, card)?.rates)
+        }
+    };
     let device = DeviceSpec {
-        name: "cpu".into(),
-        kind: DeviceKind::Cpu,
+        name: shape.device.clone(),
+        kind,
         budget: Bytes(u64::MAX),
         charges: Bytes::ZERO,
         charges_measured: false,
         threads: shape.threads,
-        rates: calibration::cpu(shape.threads)?.rates,
+        rates,
     };
     let betas = [0.9, 0.999];
     let sequences = shape.batch * shape.accumulate;
@@ -158,7 +172,9 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
         generation: None,
         device: &device,
         host: HostSpec::NONE,
-        pins: Pins::default(),
+        lossy: Lossy::default(),
+pins: Pins::default(),
+rungs: vec![],
     };
     let level = if shape.checkpoint { RecomputeLevel::Block } else { RecomputeLevel::Nothing };
     let recipe = Recipe::on_device(shape.batch as u32, vec![level; shape.layers as usize]);
@@ -170,16 +186,17 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
     let resident = |read: fn() -> std::io::Result<Bytes>| read().unwrap_or(Bytes::ZERO).as_mib();
     let _ = process::reset_peak();
     let before = resident(process::resident);
-    let mut engine = Engine::open(answer, shape.dtype, &device, shape.sequence, shape.vocab)?;
+    let mut engine = Engine::open(answer, shape.dtype, &device, None, shape.sequence, shape.vocab)?;
     engine.run("load")?;
     engine.run("fresh")?;
     let mut seconds = Vec::new();
-    let mut peak = 0.0;
+    let (mut peak, mut device_mib) = (0.0, None);
     let stopwatch = Stopwatch::default();
     let timed = shape.warmup + shape.steps;
     for number in 1..=timed + OBSERVED {
         if number == timed + 1 {
             peak = resident(process::peak_resident);
+            device_mib = engine.gpu().and_then(OnGpu::held).map(Bytes::as_mib);
             engine.observe(Box::new(stopwatch.clone()));
         }
         let mut rows = random_rows(shape, number);
@@ -201,7 +218,8 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
     let tokens_per_step = sequences * shape.sequence;
     Ok(StepBench {
         peer: concat!("plimsoll ", env!("CARGO_PKG_VERSION")).into(),
-        device: "cpu".into(),
+        device: shape.device.clone(),
+        device_mib,
         dtype: shape.dtype,
         compile: false,
         checkpoint: shape.checkpoint,
@@ -218,6 +236,15 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
         limit_step_seconds: limit,
         seconds_by_op: seconds_by_op.into_iter().map(|(op, seconds)| (op, seconds / OBSERVED as f64)).collect(),
     })
+}
+
+/// The number of a GPU by its name; none for the processor.
+fn index_of(device: &str) -> Result<Option<u32>, Failure> {
+    match device.strip_prefix("cuda:").map(str::parse) {
+        None if device == "cpu" => Ok(None),
+        Some(Ok(index)) => Ok(Some(index)),
+        _ => Err(Failure::input(format!("--device: `{device}` is no device to be timed")).hint("cpu, or cuda:0")),
+    }
 }
 
 /// Rows of random tokens, every one of them labelled, another set for each step.

@@ -4,9 +4,13 @@ use super::open::open;
 use super::rehearsal::Rehearsal;
 use crate::data::Rows;
 use bytemuck::cast_slice;
-use plimsoll_core::{DType, DeviceSpec, Recipe};
+use plimsoll_core::{Bytes, DType, DeviceSpec, Recipe};
 use plimsoll_device::cpu::executor::{real_bytes, real_values};
+use plimsoll_device::cuda::open::OnGpu;
+use plimsoll_device::cuda::products::Algorithms;
 use plimsoll_device::device::{Call, Device, DeviceError, FileSpace, NoFiles, Observer, Stats, Unobserved};
+use plimsoll_device::probe::Memory;
+use plimsoll_device::process;
 use plimsoll_plan::search::Answer;
 use plimsoll_program::scalars::{METRIC_COUNT, METRICS, Metric, SCALAR_COUNT, SCALARS, Scalar};
 use plimsoll_program::{ProgramSet, TensorId};
@@ -125,6 +129,7 @@ impl Names {
 /// A device that is ready to work.
 pub struct Engine {
     device: Box<dyn Device>,
+    gpu: Option<OnGpu>,
     precision: DType,
     recipe: Recipe,
     sequence: usize,
@@ -137,7 +142,8 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Opens a device with the Programs of a plan.
+    /// Opens a device with the Programs of a plan. Products of a GPU have the `algorithms` that they had before, where
+    /// they are given.
     ///
     /// # Errors
     /// What the machine refuses.
@@ -145,12 +151,30 @@ impl Engine {
         answer: Answer,
         precision: DType,
         spec: &DeviceSpec,
+        algorithms: Option<&Algorithms>,
         sequence: u64,
         vocab: u64,
     ) -> Result<Engine, DeviceError> {
         let set = answer.set.clone();
-        let device = open(spec, answer.set, answer.layout.placement, precision)?;
-        Ok(Engine::new(device, &set, precision, answer.plan.recipe, sequence, vocab))
+        let (device, gpu) = open(spec, answer.set, answer.layout.placement, precision, algorithms)?;
+        Ok(Engine { gpu, ..Engine::new(device, &set, precision, answer.plan.recipe, sequence, vocab) })
+    }
+
+    /// The GPU, where it is one.
+    pub fn gpu(&self) -> Option<&OnGpu> {
+        self.gpu.as_ref()
+    }
+
+    /// What is free now where the device's memory is.
+    pub fn free(&self) -> Bytes {
+        let machine = || Memory::read().free;
+        self.gpu.as_ref().map_or_else(machine, |gpu| gpu.free().unwrap_or(Bytes::ZERO))
+    }
+
+    /// What is held now on the device (CPU: in the process), measured.
+    pub fn held(&self) -> Bytes {
+        let process = || process::resident().unwrap_or(Bytes::ZERO);
+        self.gpu.as_ref().map_or_else(process, |gpu| gpu.held().unwrap_or(Bytes::ZERO))
     }
 
     /// Wraps an opened device whose Programs are `set`.
@@ -169,6 +193,7 @@ impl Engine {
             names: Names::of(set),
             recipe,
             device,
+            gpu: None,
             observer: Box::new(Unobserved),
             rehearsal: Rehearsal::default(),
             update_from: 1,
@@ -286,6 +311,7 @@ impl Engine {
         let inverse_tokens = if input.labelled_tokens == 0 { 0.0 } else { 1.0 / input.labelled_tokens as f64 };
         let corrections = input.betas.map(|beta| 1.0 - beta.powf(input.step as f64));
         self.set_scalars(&[
+            (Scalar::Step, input.step as f64),
             (Scalar::LearningRate, input.learning_rate),
             (Scalar::BiasCorrection1, corrections[0]),
             (Scalar::BiasCorrection2, corrections[1]),
@@ -304,6 +330,7 @@ impl Engine {
             }
         }
         self.run("norm")?;
+        self.device.settle()?;
         Ok(StepLoss {
             loss: self.metric(Metric::LossSum) * inverse_tokens,
             norm: self.metric(Metric::NormSquared).sqrt(),
@@ -333,6 +360,7 @@ impl Engine {
             let correct = *correct;
             Engine::feed(&mut *self.device, self.precision, inputs, rows, range.clone());
             self.run("evaluate")?;
+            self.device.settle()?;
             let mut hits = vec![0i32; values];
             self.device.read(correct, 0, bytemuck::cast_slice_mut(&mut hits));
             sum.add(Evaluated {
@@ -367,6 +395,7 @@ impl Engine {
             rest = &rest[count..];
             logits_of = Some(logits);
         }
+        self.device.settle()?;
         let logits = logits_of.expect("there are tokens to go on from");
         let mut bytes = vec![0; self.vocab * self.precision.bytes() as usize];
         self.device.read(logits, 0, &mut bytes);

@@ -1,7 +1,7 @@
 //! What is done with a finished model: its loss on data, and tokens from a prompt.
 
 use super::engine::{Engine, Evaluated};
-use super::prepare::{charges, dataset, load_weights};
+use super::prepare::{dataset, load_weights, settle_charges};
 use super::samples::{Sampling, generate};
 use super::training::evaluate;
 use crate::data::{Dataset, Tokenizer};
@@ -68,13 +68,11 @@ impl Evaluation {
             let (longest, _) = dataset(&file, &model, &file.data.eval, 1)?.longest_document();
             file.data.sequence = most.min((longest.max(2) - 1).try_into().unwrap_or(most));
         }
-        let mut resolved = Resolved::new(&file)?;
-        resolved.only_here()?;
+        let mut resolved = Resolved::to_run(&file, Work::Evaluate)?;
         let data = dataset(&file, &resolved.model, &file.data.eval, resolved.device.threads as usize)?;
         let sequence = u64::from(file.data.sequence);
         file.train.batch_tokens = sequence * data.rows().clamp(1, AT_ONCE);
-        resolved.device.charges = charges(file.batch_sequences(), sequence);
-        resolved.device.charges_measured = true;
+        settle_charges(&mut resolved.device, file.batch_sequences(), sequence);
         let answer = search(&resolved.question(&file, Work::Evaluate)?);
         Ok(Evaluation { file, resolved, data, answer })
     }
@@ -115,8 +113,7 @@ impl Continuation {
     pub fn new(mut file: RunFile, prompt: &str, most: usize) -> Result<Continuation, Failure> {
         file.data.sequence = 1;
         file.train.batch_tokens = 1;
-        let mut resolved = Resolved::new(&file)?;
-        resolved.only_here()?;
+        let mut resolved = Resolved::to_run(&file, Work::Evaluate)?;
         resolved.model.check_weights(&file)?;
         let path = resolved.model.tokenizer().ok_or_else(|| {
             Failure::input(format!("{} has no tokenizer.json", file.model_name()))
@@ -142,8 +139,7 @@ impl Continuation {
             return Err(Failure::input(message).hint("ask for fewer with --max-tokens, or shorten the prompt"));
         }
         let capacity = wanted.next_multiple_of(CHUNK);
-        resolved.device.charges = charges(1, 1);
-        resolved.device.charges_measured = true;
+        settle_charges(&mut resolved.device, 1, 1);
         let answer = search(&resolved.question(&file, Work::Generate(Generation { capacity, chunk: CHUNK }))?);
         let prompt = prompt.to_owned();
         Ok(Continuation { file, resolved, tokenizer, prompt, tokens, most, capacity, answer })
@@ -175,7 +171,9 @@ impl Continuation {
 
 fn open(file: &RunFile, resolved: &Resolved, answer: Answer) -> Result<Engine, Failure> {
     let (sequence, vocab) = (u64::from(file.data.sequence), resolved.model.config.vocab);
-    let mut engine = Engine::open(answer, file.arithmetic(), &resolved.device, sequence, vocab)?;
+    let device = &resolved.device;
+    let precision = answer.precision;
+    let mut engine = Engine::open(answer, precision, device, None, sequence, vocab)?;
     load_weights(&mut engine, &resolved.model, file)?;
     Ok(engine)
 }

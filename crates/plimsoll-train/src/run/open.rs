@@ -2,12 +2,16 @@
 
 use plimsoll_core::{DType, DeviceKind, DeviceSpec, HostSpec};
 use plimsoll_device::cpu::executor;
+use plimsoll_device::cuda;
+use plimsoll_device::cuda::open::OnGpu;
+use plimsoll_device::cuda::products::Algorithms;
 use plimsoll_device::device::{Device, DeviceError};
 use plimsoll_device::virtual_device::{self, Virtual};
 use plimsoll_plan::price::Prices;
 use plimsoll_program::{Op, Placement, ProgramSet};
 
-/// Opens a device with the Programs of a plan.
+/// Opens a device with the Programs of a plan; of a GPU comes what is seen of it beside them. `algorithms` are those that
+/// the run's products had before.
 ///
 /// # Errors
 /// What the machine refuses, or a device that no executor runs.
@@ -16,11 +20,20 @@ pub fn open(
     set: ProgramSet,
     placement: Placement,
     precision: DType,
-) -> Result<Box<dyn Device>, DeviceError> {
+    algorithms: Option<&Algorithms>,
+) -> Result<(Box<dyn Device>, Option<OnGpu>), DeviceError> {
+    let threads = spec.threads as usize;
     match spec.kind {
-        DeviceKind::Cpu => executor::open(set, placement, precision, spec.threads as usize),
-        DeviceKind::Virtual => virtual_device::open(virtual_of(spec, precision), set, placement, precision),
-        DeviceKind::Cuda => Err(DeviceError::Unsupported { op: "a run", device: "a GPU" }),
+        DeviceKind::Cpu => Ok((executor::open(set, placement, precision, threads)?, None)),
+        DeviceKind::Virtual => {
+            Ok((virtual_device::open(virtual_of(spec, precision), set, placement, precision)?, None))
+        }
+        DeviceKind::Cuda => {
+            let index = spec.name.strip_prefix("cuda:").and_then(|index| index.parse().ok());
+            let index = index.expect("GPUs are named by the driver's numbers");
+            let (device, gpu) = cuda::open::open_for_run(index, threads, precision, algorithms, set, placement)?;
+            Ok((device, Some(gpu)))
+        }
         DeviceKind::Paper => Err(DeviceError::Unsupported { op: "a run", device: "a device on paper" }),
     }
 }

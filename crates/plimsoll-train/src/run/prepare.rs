@@ -5,8 +5,8 @@ use super::spaces::ModelSource;
 use super::trouble::Trouble;
 use crate::data::{self, DataSpec, Dataset, Loader};
 use crate::resolve::{Model, Resolved, Work, write_example};
-use crate::run_file::{Init, RunFile};
-use plimsoll_core::{Bytes, Failure, Recipe};
+use crate::run_file::{Init, Precision, RunFile};
+use plimsoll_core::{Bytes, DeviceKind, DeviceSpec, Failure, Recipe, Rung};
 use plimsoll_device::{calibration, process};
 use plimsoll_plan::search::{Answer, plan_of, search};
 use std::ops::ControlFlow;
@@ -52,20 +52,24 @@ pub struct Prepared {
 /// What is wrong with the run file, the model or the data. A plan that does not fit is none.
 pub fn prepare(mut run: RunFile, known: Option<&Known>) -> Result<Prepared, Failure> {
     write_example(&mut run)?;
-    let mut resolved = Resolved::new(&run)?;
-    resolved.only_here()?;
+    let mut resolved = Resolved::to_run(&run, Work::Train)?;
+    run.decide_precision(resolved.device.kind);
     resolved.model.check_weights(&run)?;
     let open = |patterns: &[String]| dataset(&run, &resolved.model, patterns, resolved.device.threads as usize);
     let train = open(&run.data.train)?;
     let eval = if run.data.eval.is_empty() { None } else { Some(open(&run.data.eval)?) };
-    let measured = charges(run.batch_sequences(), u64::from(run.data.sequence));
+    settle_charges(&mut resolved.device, run.batch_sequences(), u64::from(run.data.sequence));
+    let measured = resolved.device.charges;
     let before = known.map(|known| known.charges_bytes).filter(|&before| measured <= before + WAVER_BYTES);
     resolved.device.charges = before.unwrap_or(measured);
-    resolved.device.charges_measured = true;
     let question = resolved.question(&run, Work::Train)?;
     let again = known.map(|known| &known.recipe).filter(|recipe| is_of(recipe, &run, &resolved.model));
     let again = again.map(|recipe| plan_of(&question, recipe)).filter(|answer| answer.plan.fits);
     let answer = again.unwrap_or_else(|| search(&question));
+    if answer.plan.rungs.contains(&Rung::Bf16) {
+        // From now on it belongs to the experiment.
+        run.train.precision = Precision::Bf16;
+    }
     Ok(Prepared { run, resolved, train, eval, answer })
 }
 
@@ -109,6 +113,20 @@ pub(super) fn load_weights(engine: &mut Engine, model: &Model, run: &RunFile) ->
         None => engine.run("load")?,
     }
     Ok(())
+}
+
+/// The charges of a device once data and tokenizer are open. Those of a GPU are not the process': they are known from
+/// an earlier run, or assumed until the GPU is open.
+pub fn settle_charges(device: &mut DeviceSpec, rows: u64, sequence: u64) {
+    if device.kind != DeviceKind::Cuda {
+        (device.charges, device.charges_measured) = (charges(rows, sequence), true);
+    }
+}
+
+/// What a GPU was measured to hold, as it is planned with: rounded up, so that runs that differ by a page have the
+/// same plan.
+pub fn rounded(charges: Bytes) -> Bytes {
+    Bytes(charges.0.next_multiple_of(ROUNDING_BYTES.0))
 }
 
 /// Bytes of the process outside the arena, once data and tokenizer are open: what it holds now, the

@@ -208,7 +208,8 @@ impl Trainer {
             self.line.up = None;
             self.go_home("the recipe that was refused is tried again", log)?;
         }
-        if self.line.looked.elapsed() >= LOOK {
+        // What presses on a GPU is another program's arena, which its driver keeps apart from ours.
+        if self.line.looked.elapsed() >= LOOK && self.engine.gpu().is_none() {
             self.line.looked = Instant::now();
             self.feel_pressure(&Memory::read(), process::resident().unwrap_or_default(), log)?;
         }
@@ -218,7 +219,7 @@ impl Trainer {
     /// The user wants another load line. Answers whether it holds from now on, and what that means.
     fn move_line(&mut self, budget: Budget, log: &mut EventLog) -> Result<(bool, String), Failure> {
         let start = Instant::now();
-        let line = budget.of(Memory::read().free + process::resident().unwrap_or_default());
+        let line = budget.of(self.engine.free() + self.engine.held());
         let Some(answer) = self.under(line, false) else {
             let needs = self.smallest();
             let message = format!("{line} is not enough: the least that would do is {needs}; the run keeps its plan");

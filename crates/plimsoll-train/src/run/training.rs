@@ -4,7 +4,7 @@ use super::checkpoint::{self, Checkpoint, CheckpointInfo};
 use super::control::Control;
 use super::engine::{Engine, Evaluated, StepInput};
 use super::events::EventLog;
-use super::prepare::{Known, Prepared, load_weights, prepare};
+use super::prepare::{Known, Prepared, load_weights, prepare, rounded};
 use super::rate::learning_rate;
 use super::rehearsal::{Injection, Rehearsal};
 use super::retreat::Line;
@@ -13,15 +13,17 @@ use super::spaces::Storing;
 use super::trouble::Trouble;
 use crate::data::{Batches, Dataset, Loader, Order, Rows};
 use crate::files::{atomic, write_model_dir};
-use crate::resolve::{Model, Resolved, optimizer, pace};
+use crate::resolve::{Model, Resolved, Work, optimizer, pace};
 use crate::run_file::{Length, RunFile, Threads};
 use plimsoll_core::{
-    Bytes, DType, DeviceMemory, DevicePlan, EvalResult, Event, Failure, LossSpan, Plan, Recipe, Record, Retreat,
-    RunResult, RunStatus, StepSeconds,
+    Budget, Bytes, DType, DeviceKind, DeviceMemory, DevicePlan, EvalResult, Event, Failure, LossSpan, Plan, Recipe,
+    Record, Retreat, RunResult, RunStatus, StepSeconds,
 };
+use plimsoll_device::cuda::products::Algorithms;
 use plimsoll_device::probe::Cpu;
 use plimsoll_device::process;
 use plimsoll_plan::price::needed_product_flops;
+use plimsoll_plan::search::{Answer, search};
 use plimsoll_program::models::decoder::Optimizer;
 use std::collections::BTreeMap;
 use std::fs;
@@ -56,8 +58,7 @@ impl Run {
     ///
     /// # Errors
     /// What is wrong with the run file, the model or the data. A plan that does not fit is no error here.
-    pub fn new(mut run: RunFile) -> Result<Run, Failure> {
-        run.decide_precision();
+    pub fn new(run: RunFile) -> Result<Run, Failure> {
         let folder = Path::new(&run.run.dir);
         if folder.join("run.toml").exists() || folder.join("checkpoints").exists() {
             let message = format!("run.dir: {} holds a run already", folder.display());
@@ -198,16 +199,15 @@ pub(super) struct Trainer {
 impl Trainer {
     fn open(run: Run, folder: PathBuf, control: Option<Control>, log: &mut EventLog) -> Result<Trainer, Failure> {
         let Run { prepared, checkpoint, injections, .. } = run;
-        let Prepared { run, resolved, train, eval, answer } = prepared;
-        let (model, device) = (&resolved.model, &resolved.device);
-        let precision = run.arithmetic();
+        let Prepared { run, mut resolved, train, eval, answer } = prepared;
+        let precision = run.arithmetic(resolved.device.kind);
         let product_flops = needed_product_flops(&answer.set);
         let generates = answer.set.program("prefill").is_some();
         // From here on the peak is this run's: what the data took before has been given back or is a charge.
         let _ = process::reset_peak();
-        let (plan, sequence) = (answer.plan.clone(), u64::from(run.data.sequence));
+        let (mut engine, plan) = open_engine(&run, &mut resolved, answer, &folder)?;
         let recipe = plan.recipe.clone();
-        let mut engine = Engine::open(answer, precision, device, sequence, model.config.vocab)?;
+        let device = &resolved.device;
         let order = Order { seed: run.train.seed, rows: train.rows(), shuffle: run.data.shuffle };
         let end = match run.length() {
             Some(Length::Epochs(epochs)) => Some(order.rows_of_epochs(epochs).max(1)),
@@ -248,10 +248,10 @@ impl Trainer {
         let mut trainer = Trainer {
             folder,
             generates,
-            // A virtual device keeps its own pace.
-            pace: if device.simulated() { 1.0 } else { pace(&run, device.threads) },
+            // A virtual device keeps its own pace, and a GPU leaves the processor usable.
+            pace: if device.kind == DeviceKind::Cpu { pace(&run, device.threads) } else { 1.0 },
             product_flops: product_flops * batches.rows.div_ceil(u64::from(info.recipe.micro_batch)) as f64,
-            peak_flops: device.rates.f32_flops,
+            peak_flops: if precision == DType::Bf16 { device.rates.bf16_flops } else { device.rates.f32_flops },
             last_saved: (info.step, Instant::now()),
             line: Line::new(run.memory.budget, device.budget, plan.recipe.clone()),
             largest: plan.devices[0].clone(),
@@ -378,7 +378,7 @@ impl Trainer {
             tokens,
             labelled_tokens,
             seconds,
-            bytes: process::resident().unwrap_or(Bytes::ZERO),
+            bytes: self.engine.held(),
         })
     }
 
@@ -437,8 +437,12 @@ impl Trainer {
             model = Some(path);
         }
         let stats = self.engine.stats();
-        // What waits on the host is not on the device, though it is in this process.
-        let measured = process::peak_resident().unwrap_or(Bytes::ZERO).saturating_sub(stats.host_bytes);
+        let measured = match self.engine.gpu() {
+            // All that it holds was taken at the start.
+            Some(_) => self.engine.held(),
+            // What waits on the host is not on the device, though it is in this process.
+            None => process::peak_resident().unwrap_or(Bytes::ZERO).saturating_sub(stats.host_bytes),
+        };
         let device = &self.largest;
         let tokens = (self.batches.rows * u64::from(self.run.data.sequence)) as f64;
         let predicted = self.plan.predicted.step_seconds;
@@ -487,6 +491,50 @@ impl Trainer {
             _ => Vec::new(),
         };
         Ok(Outcome { result, samples, model, folder: self.folder })
+    }
+}
+
+/// The algorithms of a GPU's products, kept for the whole run: with others, last bits differ.
+const ALGORITHMS: &str = "algorithms.json";
+
+/// Opens the device of a plan. Where a GPU turns out to hold more beside the arena than was planned for, the plan is
+/// made once more before anything is loaded, so that the load line holds.
+fn open_engine(
+    run: &RunFile,
+    resolved: &mut Resolved,
+    mut answer: Answer,
+    folder: &Path,
+) -> Result<(Engine, Plan), Failure> {
+    let path = folder.join(ALGORITHMS);
+    let stored: Option<Algorithms> = fs::read(&path).ok().and_then(|text| serde_json::from_slice(&text).ok());
+    let (precision, sequence) = (run.arithmetic(resolved.device.kind), u64::from(run.data.sequence));
+    let vocab = resolved.model.config.vocab;
+    let mut planned_anew = false;
+    loop {
+        let plan = answer.plan.clone();
+        let engine = Engine::open(answer, precision, &resolved.device, stored.as_ref(), sequence, vocab)?;
+        let Some(gpu) = engine.gpu() else { return Ok((engine, plan)) };
+        gpu.keep_charges();
+        let measured = rounded(gpu.charges);
+        if measured > resolved.device.charges && !planned_anew {
+            planned_anew = true;
+            (resolved.device.charges, resolved.device.charges_measured) = (measured, true);
+            drop(engine);
+            answer = search(&resolved.question(run, Work::Train)?);
+            if answer.plan.fits {
+                continue;
+            }
+            let name = &resolved.device.name;
+            let message = format!("{name} holds {measured} beside the arena, more than was planned for");
+            let least = answer.plan.needs.first().map(|need| need.budget_bytes);
+            let hint = least.map(|least| format!("the least that would do: --budget {}", Budget::Amount(least)));
+            return Err(hint.into_iter().fold(Failure::does_not_fit(message), Failure::hint));
+        }
+        if gpu.chosen_anew {
+            let text = serde_json::to_vec_pretty(&gpu.algorithms).expect("plain data has a JSON form");
+            atomic::write_file(&path, &text)?;
+        }
+        return Ok((engine, plan));
     }
 }
 

@@ -12,7 +12,7 @@ mod tests;
 
 pub use read::{RunFileError, list_setting, model_setting, setting};
 
-use plimsoll_core::{Budget, DType, RecomputeLevel, Rung};
+use plimsoll_core::{Budget, DType, DeviceKind, RecomputeLevel, Rung};
 use plimsoll_plan::request::DevicesRequest;
 use serde::{Deserialize, Serialize};
 
@@ -359,19 +359,26 @@ impl RunFile {
         self.train.batch_tokens / u64::from(self.data.sequence)
     }
 
-    /// The element type of the arithmetic. This version resolves `auto` to f32 everywhere.
-    pub fn arithmetic(&self) -> DType {
+    /// The element type of the arithmetic on a kind of device: bf16 on GPUs, f32 on the processor, where it is left open.
+    pub fn arithmetic(&self, on: DeviceKind) -> DType {
         match self.train.precision {
-            Precision::Auto | Precision::F32 => DType::F32,
+            Precision::Auto => match on {
+                DeviceKind::Cuda | DeviceKind::Paper => DType::Bf16,
+                DeviceKind::Cpu | DeviceKind::Virtual => DType::F32,
+            },
+            Precision::F32 => DType::F32,
             Precision::Bf16 => DType::Bf16,
             Precision::F64 => DType::F64,
         }
     }
 
     /// Writes down what `precision = "auto"` means: it belongs to the experiment and is decided once.
-    pub fn decide_precision(&mut self) {
+    pub fn decide_precision(&mut self, on: DeviceKind) {
         if self.train.precision == Precision::Auto {
-            self.train.precision = Precision::F32;
+            self.train.precision = match self.arithmetic(on) {
+                DType::Bf16 => Precision::Bf16,
+                _ => Precision::F32,
+            };
         }
     }
 

@@ -60,6 +60,7 @@ pub fn time_step(args: &BenchStepArgs) -> Result<Exit, Failure> {
         warmup: u64::from(args.warmup),
         dtype: if args.dtype == "bf16" { DType::Bf16 } else { DType::F32 },
         checkpoint: args.checkpoint,
+        device: args.device.clone(),
     })?;
     say::answer(&line(&measured));
     Ok(Exit::Done)

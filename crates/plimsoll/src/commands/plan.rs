@@ -3,6 +3,7 @@
 use crate::args::PlanArgs;
 use crate::{again, say};
 use plimsoll_core::{Bytes, Exit, Failure, Plan};
+use plimsoll_device::cuda;
 use plimsoll_device::probe::Memory;
 use plimsoll_plan::paper;
 use plimsoll_plan::search::Answer;
@@ -24,11 +25,7 @@ pub fn run(args: &PlanArgs) -> Result<Exit, Failure> {
         let json = serde_json::to_string_pretty(&answer.plan).expect("a plan is plain data");
         say::answer(&format!("{json}\n"));
     } else {
-        let left_out: Vec<&str> = resolved.others.iter().map(|other| &*other.name).collect();
-        let left_out = match left_out.is_empty() {
-            true => String::new(),
-            false => format!("left out: {} (this version uses one device)\n", left_out.join(", ")),
-        };
+        let left_out = resolved.left_out().map_or(String::new(), |line| line + "\n");
         say::answer(&(shown(&file, &resolved, &answer, args.explain) + &left_out));
     }
     if answer.plan.fits {
@@ -57,8 +54,14 @@ pub fn refusal(file: &RunFile, plan: &Plan) -> Failure {
     let command = again::command(std::env::args(), again::devices_have_budgets(&devices));
     // What the process holds beside its arena wavers from start to start: the ready command has room for that.
     let device = plan.devices.first().map(|device| device.name.as_str()).unwrap_or_default();
-    let has = paper::usable(device).unwrap_or_else(|| Memory::read().total);
+    let has = paper::usable(device).or_else(|| memory_of_gpu(device)).unwrap_or_else(|| Memory::read().total);
     does_not_fit(plan, &command, |bytes| again::budget_flag(&devices, bytes + Bytes::mib(1)), Some(has))
+}
+
+/// The memory of a GPU of this machine, by its name.
+fn memory_of_gpu(device: &str) -> Option<Bytes> {
+    let index = device.strip_prefix("cuda:")?.parse().ok()?;
+    Some(cuda::open::card(index).ok()?.1.memory_bytes)
 }
 
 /// What is planned, in one line.

@@ -3,7 +3,7 @@
 use super::plan::{refusal, shown};
 use crate::args::TrainArgs;
 use crate::{say, signals};
-use plimsoll_core::{Exit, Failure, RunStatus};
+use plimsoll_core::{DeviceKind, Exit, Failure, RunStatus};
 use plimsoll_train::data::Dataset;
 use plimsoll_train::resolve::pace;
 use plimsoll_train::run::training::{Outcome, Run};
@@ -24,8 +24,12 @@ pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
     if !args.json && !args.quiet {
         let table = shown(&prepared.run, &prepared.resolved, &prepared.answer, false);
         let device = &prepared.resolved.device;
-        let threads = if device.simulated() { String::new() } else { threads_line(&prepared.run, device.threads) };
-        say::answer(&format!("{}{threads}{table}\n", data_line("train", &prepared.train)));
+        let threads = match device.kind {
+            DeviceKind::Cpu => threads_line(&prepared.run, device.threads),
+            _ => String::new(),
+        };
+        let left_out = prepared.resolved.left_out().map_or(String::new(), |line| line + "\n");
+        say::answer(&format!("{}{threads}{table}{left_out}\n", data_line("train", &prepared.train)));
     }
     if !prepared.answer.plan.fits {
         return Err(refusal(&prepared.run, &prepared.answer.plan));
