@@ -271,7 +271,17 @@ impl Frame<'_> {
         after
     }
 
-    /// Every kernel that the op may start.
+    /// That kernels and products touch the device's memory only.
+    fn check(&self, op: &Op) -> Result<(), DeviceError> {
+        let copies = matches!(op.kind, OpKind::TransferStart { .. } | OpKind::TransferWait { .. });
+        let on_device = |operand: &Operand| self.space(operand) == Space::Device;
+        if copies || op.queue == Queue::Host || op.accesses(&|_| 1).iter().all(|access| on_device(&access.operand)) {
+            return Ok(());
+        }
+        Err(DeviceError::Unsupported { op: op.name(), device: "a gpu on memory of the host" })
+    }
+
+    /// Every kernel that the op may start; see [`Frame::check`].
     fn launches(&self, op: &Op) -> Vec<Launch> {
         if op.queue == Queue::Host {
             return Vec::new();
@@ -458,7 +468,9 @@ impl CudaDevice {
         let mut shared_bytes: BTreeMap<(Unit, &'static str), u32> = BTreeMap::new();
         for program in &self.plan.set.programs {
             for (op, variable) in program.trace() {
-                for launch in self.frame(variable, 0).launches(op) {
+                let frame = self.frame(variable, 0);
+                frame.check(op)?;
+                for launch in frame.launches(op) {
                     let most = shared_bytes.entry((launch.unit, launch.kernel)).or_default();
                     *most = launch.shared_bytes.max(*most);
                 }
