@@ -170,6 +170,7 @@ fn attention_and_its_gradient_on_tensor_cores() {
         (1, 150, 1, 1, 64, 0.0, 2),
         (1, 150, 2, 1, 80, 0.0, 33),
         (1, 260, 1, 1, 32, 0.0, 130),
+        (1, 200, 1, 1, 32, 0.0, 129),
     ] {
         let what = format!("{batch} × {sequence}, {heads}/{kv_heads} heads of {head_dim}");
         let (mut gpu, mut draw) = (Gpu::new(0), Draw(sequence));
@@ -232,7 +233,8 @@ fn attention_over_a_cache_on_tensor_cores() {
         let gscalars = gpu.put(Kind::F32, &scalars);
         let out = gpu.room(Kind::Bf16, rows as usize * query_columns);
         let [qkv, keys, values] = inputs;
-        let launches = cached_attention(Real::Bf16, [qkv, keys, values, gscalars], out, rows, shape);
+        let launches =
+            cached_attention(Real::Bf16, [qkv, keys, values, gscalars], out, 0, rows, before + rows + 7, shape);
         assert_eq!(launches[0].unit.family(), Family::TensorAttention);
         gpu.run(&launches);
         close(&gpu.get(out), &want[before as usize * query_columns..], "out");

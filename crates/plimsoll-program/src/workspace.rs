@@ -89,7 +89,7 @@ impl Kernels {
                 cpu::cached_attention(threads, rows, capacity, shape.head_dim)
                     + cpu::attention_sums(precision, threads, shape.head_dim)
             }
-            Kernels::Cuda => 0,
+            Kernels::Cuda => cuda::cached_attention(rows, capacity, shape),
         }
     }
 
@@ -235,6 +235,8 @@ pub const CUDA_PRODUCT_BYTES: u64 = 32 << 20;
 
 /// The CUDA kernels (`plimsoll-device`, `cuda/kernels`), in f32 elements.
 pub mod cuda {
+    use crate::op::Heads;
+
     /// f64 elements of partial sums that `squared_norm` needs.
     pub const NORM_PARTIALS: u64 = 1024;
     /// Portions of rows that are summed side by side, at most.
@@ -265,6 +267,21 @@ pub mod cuda {
     /// `attention_grad`: for each query and head the sum of out · dout.
     pub fn attention_grad(batch: u64, sequence: u64, heads: u64) -> u64 {
         batch * sequence * heads
+    }
+
+    /// With at most this many new tokens, attention over a cache shares the keys out among blocks.
+    pub const FEW_ROWS: u64 = 4;
+
+    /// How many keys a block takes then, and how many such parts there are. A function of the capacity alone,
+    /// as is then the order of the sum.
+    pub fn key_parts(capacity: u64) -> (u64, u64) {
+        let part = capacity.div_ceil(128).next_multiple_of(16).max(128);
+        (part, capacity.div_ceil(part))
+    }
+
+    /// `cached_attention`: of few tokens, for each part of the keys and each head an output and two numbers.
+    pub fn cached_attention(rows: u64, capacity: u64, shape: Heads) -> u64 {
+        if rows > FEW_ROWS { 0 } else { key_parts(capacity).1 * rows * shape.heads * (shape.head_dim + 2) }
     }
 
     /// `squared_norm`.
@@ -298,6 +315,14 @@ mod tests {
     fn partial_sums_are_few() {
         for rows in 1..5000 {
             assert!(sum_rows(rows, 1) <= 16);
+        }
+    }
+
+    #[test]
+    fn parts_of_keys_are_few_and_cover_a_cache() {
+        for capacity in (1..5000).chain([1 << 17, 1 << 20]) {
+            let (part, parts) = cuda::key_parts(capacity);
+            assert!((1..=128).contains(&parts) && part * parts >= capacity && part * (parts - 1) < capacity);
         }
     }
 

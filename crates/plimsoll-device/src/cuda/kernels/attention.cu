@@ -219,6 +219,137 @@ cached_attention(const REAL* qkv, const REAL* keys, const REAL* values, const fl
            values + kv * E, (u64)kv_heads * E, out + block * out_row + head * E, out_row, nullptr);
 }
 
+// Threads that hold a row of keys together.
+constexpr int HOLDERS = 8;
+
+// weights[i] = q · row `from` + i of `keys` below `end`, times the scale and log2 e.
+template <int W>
+__device__ inline void score(const REAL* q, const REAL* keys, u64 key_row, int from, int end, float* weights) {
+    constexpr int STEPS = (E + HOLDERS * W - 1) / (HOLDERS * W);
+    int first = threadIdx.x % HOLDERS * W;
+    float own[STEPS][W] = {};
+#pragma unroll
+    for (int step = 0; step < STEPS; step++)
+        if (first + step * HOLDERS * W < E) load(q + first + step * HOLDERS * W, own[step]);
+#pragma unroll 4
+    for (int base = from; base < end; base += 128 / HOLDERS) {
+        int key = base + threadIdx.x / HOLDERS;
+        float sum = 0;
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            int e = first + step * HOLDERS * W;
+            float k[W];
+            if (key >= end || e >= E) continue;
+            load(keys + key * key_row + e, k);
+#pragma unroll
+            for (int i = 0; i < W; i++) sum = fmaf(own[step][i], k[i], sum);
+        }
+#pragma unroll
+        for (int step = HOLDERS / 2; step > 0; step /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, step);
+        if (first == 0 && key < end) weights[key - from] = sum * (root_scale() * LOG2_E);
+    }
+}
+
+// to[E] = Σ weights[i] · row `from` + i of `values` below `end`: a slice of the rows for each group of threads, and
+// then the slices in order.
+template <int W>
+__device__ inline void mix_values(const float* weights, const REAL* values, u64 value_row, int from, int end,
+                                  float* slices, float* to) {
+    constexpr int GROUP = E / W, SLICES = 128 / GROUP;
+    int slice = threadIdx.x / GROUP, column = threadIdx.x % GROUP * W;
+    float sums[W] = {};
+    if (slice < SLICES) {
+#pragma unroll 4
+        for (int row = from + slice; row < end; row += SLICES) {
+            float v[W];
+            load(values + row * value_row + column, v);
+#pragma unroll
+            for (int i = 0; i < W; i++) sums[i] = fmaf(weights[row - from], v[i], sums[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < W; i++) slices[slice * E + column + i] = sums[i];
+    }
+    __syncthreads();
+    for (int e = threadIdx.x; e < E; e += 128) {
+        float sum = 0;
+        for (int i = 0; i < SLICES; i++) sum += slices[i * E + e];
+        to[e] = sum;
+    }
+}
+
+// For few new tokens: cached_attention over `part` keys of each head, for cached_attention_join.
+// partials[parts][n, H][E + 2]: Σ 2^(s − largest) · value, largest, Σ 2^(s − largest) over the part's scores s,
+// times log2 e. A part without keys has 0 as its last sum, and no other but the largest.
+// Grid: (parts, H, n). Block: 128. Shared memory: `part` + 1024 floats.
+extern "C" __global__ void __launch_bounds__(128, 8)
+cached_attention_part(const REAL* qkv, const REAL* keys, const REAL* values, const float* scalars, float* partials,
+                      u32 part, u32 heads, u32 kv_heads) {
+    __shared__ float mosts[4];
+    float* weights = shared;         // [part]
+    float* slices = weights + part;  // at most 128 packs
+    u32 head = blockIdx.y, kv = head / (heads / kv_heads);
+    const REAL* q = qkv + (u64)blockIdx.z * (heads + 2 * kv_heads) * E + head * E;
+    float* to = partials + ((u64)(blockIdx.x * gridDim.z + blockIdx.z) * heads + head) * (E + 2);
+    int from = blockIdx.x * part;
+    int end = min(from + (int)part, (int)scalars[CACHE_LENGTH] + (int)blockIdx.z + 1);
+    if (from >= end) {
+        if (threadIdx.x < 2) to[E + threadIdx.x] = threadIdx.x == 0 ? LOWEST : 0.0f;
+        return;
+    }
+    keys += kv * E;
+    values += kv * E;
+    u64 row = (u64)kv_heads * E;
+    constexpr int W = E % PACK<REAL> == 0 ? PACK<REAL> : 1;
+    bool wide = aligned(q) && aligned(keys) && aligned(values) && row % W == 0;
+    if (wide)
+        score<W>(q, keys, row, from, end, weights);
+    else
+        score<1>(q, keys, row, from, end, weights);
+    __syncthreads();
+    float most = LOWEST, sum = 0;
+    for (int i = threadIdx.x; i < end - from; i += 128) most = fmaxf(most, weights[i]);
+    most = row_max(most);
+    most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, 16));
+    if (threadIdx.x % 32 == 0) mosts[threadIdx.x / 32] = most;
+    __syncthreads();
+    most = fmaxf(fmaxf(mosts[0], mosts[1]), fmaxf(mosts[2], mosts[3]));
+    for (int i = threadIdx.x; i < end - from; i += 128) {
+        float weight = power_of_two(weights[i] - most);
+        weights[i] = weight;
+        sum += weight;
+    }
+    sum = block_sum(sum);  // its barriers stand between the weights and their use
+    if (wide)
+        mix_values<W>(weights, values, row, from, end, slices, to);
+    else
+        mix_values<1>(weights, values, row, from, end, slices, to);
+    if (threadIdx.x == 0) {
+        to[E] = most;
+        to[E + 1] = sum;
+    }
+}
+
+// out[n, H·E] from the partials, part after part.
+// Grid: (H, n). Block: 128. Shared memory: none.
+extern "C" __global__ void __launch_bounds__(128)
+cached_attention_join(const float* partials, REAL* out, u32 parts, u32 heads) {
+    u64 unit = (u64)blockIdx.y * heads + blockIdx.x, step = (u64)gridDim.y * heads * (E + 2);
+    partials += unit * (E + 2);
+    float most = LOWEST;
+    for (u32 part = 0; part < parts; part++) most = fmaxf(most, partials[part * step + E]);
+    for (u32 e = threadIdx.x; e < E; e += 128) {
+        float sum = 0, mixed = 0;
+        for (u32 part = 0; part < parts; part++) {
+            const float* of = partials + part * step;
+            if (of[E + 1] == 0.0f) continue;
+            float factor = power_of_two(of[E] - most);
+            sum = fmaf(of[E + 1], factor, sum);
+            mixed = fmaf(of[e], factor, mixed);
+        }
+        narrow(mixed / sum, out[unit * E + e]);
+    }
+}
+
 // Keys and values of the n tokens in qkv[n,C] into the caches [P, K·E], after those they hold.
 // Grid: (n, ceil(K·E / 256)). Block: 256. Shared memory: none.
 extern "C" __global__ void __launch_bounds__(256)

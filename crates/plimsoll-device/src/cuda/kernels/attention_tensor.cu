@@ -2,7 +2,7 @@
 // 128 at addresses of a multiple of 16 bytes. The formulas are those of attention.cu, which takes all
 // other heads; powers are of two, so the scale of scores is log2 e / √E.
 //
-// A warp owns 16·M rows, queries or keys, and holds all that belongs to them in registers: scores are
+// A warp owns 16·M rows, queries or keys, and holds all sums that belong to them in registers: scores are
 // sums of one product and, rounded to bf16, the left side of the next, without a way through shared memory.
 // The gradient takes two kernels, which both compute P and dP: seven products instead of five, but no
 // sum that blocks share, so no atomics and one order.
@@ -17,19 +17,12 @@ constexpr int ROW = E + 8;
 constexpr int DEPTH = E / 16;
 constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
-// With two fragments a warp reads half as much of shared memory for each product; 255 registers hold
-// them up to heads of 64.
-constexpr int M = E <= 64 ? 2 : 1;
-constexpr int OWNED = 16 * M * WARPS;
-// Blocks of a processor that registers must allow; 0 leaves them to the compiler, which at heads of 80 would spill.
-constexpr int BLOCKS = E == 80 ? 3 : 0;
-
 __device__ inline int lane() { return threadIdx.x % 32; }
 // In sums: the row is group() or group() + 8, the columns are pair() and pair() + 1.
 __device__ inline int group() { return lane() / 4; }
 __device__ inline int pair() { return lane() % 4 * 2; }
-// The first of the block's rows that this warp owns.
-__device__ inline int own_row() { return threadIdx.x / 32 * (16 * M); }
+// The first of the block's rows that this warp owns, of `fragments` of 16 each.
+__device__ inline int own_row(int fragments) { return threadIdx.x / 32 * (16 * fragments); }
 
 __device__ inline float root_scale() { return 1.0f / sqrtf((float)E); }
 
@@ -57,7 +50,8 @@ template <int ROWS> __device__ inline void fetch(bf16* tile, const bf16* from, u
 }
 
 // sums[m][n] = rows m·16.. of `left` · rows n·8.. of `right`, over E.
-template <int N> __device__ inline void rows_by_rows(const bf16* left, const bf16* right, float (&sums)[M][N][4]) {
+template <int M, int N>
+__device__ inline void rows_by_rows(const bf16* left, const bf16* right, float (&sums)[M][N][4]) {
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
@@ -82,8 +76,38 @@ template <int N> __device__ inline void rows_by_rows(const bf16* left, const bf1
     }
 }
 
+// The same with the left side in registers, by columns of 16.
+template <int M, int N>
+__device__ inline void rows_by_rows(const u32 (&left)[M][DEPTH][4], const bf16* right, float (&sums)[M][N][4]) {
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) sums[m][n][i] = 0;
+#pragma unroll
+    for (int e = 0; e < DEPTH; e++)
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            u32 b[4];
+            load_matrices(right + by_columns() + n * 8 * ROW + e * 16, b);
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+                mma(sums[m][n], left[m][e], b[0], b[1]);
+                mma(sums[m][n + 1], left[m][e], b[2], b[3]);
+            }
+        }
+}
+
+template <int M> __device__ inline void hold(const bf16* rows, u32 (&left)[M][DEPTH][4]) {
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int e = 0; e < DEPTH; e++) load_matrices(rows + by_rows() + m * 16 * ROW + e * 16, left[m][e]);
+}
+
 // sums[m] += left[m] · the N · 16 rows of `right`.
-template <int N>
+template <int M, int N>
 __device__ inline void add_product(const u32 (&left)[M][N][4], const bf16* right, float (&sums)[M][E / 8][4]) {
 #pragma unroll
     for (int k = 0; k < N; k++)
@@ -100,13 +124,14 @@ __device__ inline void add_product(const u32 (&left)[M][N][4], const bf16* right
 }
 
 // The warp's rows below `valid` of `to`, `stride` elements apart, times their factors.
+template <int M>
 __device__ inline void write_rows(const float (&sums)[M][E / 8][4], const float (&factor)[M][2], bf16* to, u64 stride,
                                   int valid) {
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            int row = own_row() + m * 16 + half * 8 + group();
+            int row = own_row(M) + m * 16 + half * 8 + group();
             if (row >= valid) continue;
             bf16* place = to + row * stride + pair();
             float f = factor[m][half];
@@ -144,7 +169,7 @@ __device__ inline void span_of(const int* starts, int count, int& least, int& gr
 }
 
 // Takes out of the scores, of queries from `own` on and keys from `from` on, what a query does not see.
-template <int N>
+template <int M, int N>
 __device__ inline void hide(float (&scores)[M][N][4], const int (&start)[M][2], int from, int own) {
 #pragma unroll
     for (int m = 0; m < M; m++)
@@ -159,41 +184,42 @@ __device__ inline void hide(float (&scores)[M][N][4], const int (&start)[M][2], 
 
 // ---- forward ----
 
-constexpr int KEYS = 64;
+// With two fragments a warp reads half as much of shared memory for each product.
+constexpr int QUERIES = 16 * 2 * WARPS;
+// Keys at once: half as many where 255 registers do not hold the scores of 64, which depends on the compiler, too.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int KEYS = E <= 64 ? 64 : 32;
+#else
+constexpr int KEYS = E <= 64 || E == 128 ? 64 : 32;
+#endif
+constexpr int CACHED_KEYS = E <= 64 ? 64 : 32;
 
 // `count` queries of a head, the first at key position `first`, over keys starts[i] ..= first + i
 // (from 0 where `starts` is null). While scores are computed the values are under way, and the next keys
 // while the values are used.
+template <int KEYS>
 __device__ inline void attend(const bf16* queries, u64 query_row, int first, int count, const int* starts,
                               const bf16* keys, const bf16* values, u64 key_row, bf16* out, u64 out_row,
                               float* stats) {
-    bf16* k = tiles();         // [KEYS][ROW], and before [OWNED][ROW] of the queries
-    bf16* v = k + KEYS * ROW;  // [KEYS][ROW]
-    static_assert(OWNED <= 2 * KEYS, "queries have room where keys and values will be");
-    fetch<OWNED>(k, queries, query_row, count);
-    copies_landed();
-    __syncthreads();
-    u32 q[M][DEPTH][4];
-#pragma unroll
-    for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int e = 0; e < DEPTH; e++) load_matrices(k + own_row() * ROW + by_rows() + m * 16 * ROW + e * 16, q[m][e]);
-
+    constexpr int M = 2;
+    bf16* q = tiles();            // [QUERIES][ROW]
+    bf16* k = q + QUERIES * ROW;  // [KEYS][ROW]
+    bf16* v = k + KEYS * ROW;     // [KEYS][ROW]
     float largest[M][2], sum[M][2], sums[M][E / 8][4] = {};
     int start[M][2];
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            int query = own_row() + m * 16 + half * 8 + group();
+            int query = own_row(M) + m * 16 + half * 8 + group();
             largest[m][half] = LOWEST;
             sum[m][half] = 0;
             start[m][half] = starts && query < count ? starts[query] : 0;
         }
-    int from = 0, latest = 0, end = first + count, own = first + own_row();
+    int from = 0, latest = 0, end = first + count, own = first + own_row(M);
     if (starts) span_of(starts, count, from, latest);
     float scale = root_scale() * LOG2_E;
-    __syncthreads();  // the queries are in registers
+    fetch<QUERIES>(q, queries, query_row, count);
     fetch<KEYS>(k, keys + from * key_row, key_row, end - from);
     for (; from < end; from += KEYS) {
         copies_landed();
@@ -201,26 +227,7 @@ __device__ inline void attend(const bf16* queries, u64 query_row, int first, int
         fetch<KEYS>(v, values + from * key_row, key_row, end - from);
         bool seen = from < own + 16 * M;
         float s[M][KEYS / 8][4];
-        if (seen) {
-#pragma unroll
-            for (int m = 0; m < M; m++)
-#pragma unroll
-                for (int n = 0; n < KEYS / 8; n++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++) s[m][n][i] = 0;
-#pragma unroll
-            for (int e = 0; e < DEPTH; e++)
-#pragma unroll
-                for (int n = 0; n < KEYS / 8; n += 2) {
-                    u32 b[4];
-                    load_matrices(k + by_columns() + n * 8 * ROW + e * 16, b);
-#pragma unroll
-                    for (int m = 0; m < M; m++) {
-                        mma(s[m][n], q[m][e], b[0], b[1]);
-                        mma(s[m][n + 1], q[m][e], b[2], b[3]);
-                    }
-                }
-        }
+        if (seen) rows_by_rows(q + own_row(M) * ROW, k, s);
         copies_landed();
         __syncthreads();  // the values are there, the keys are used up
         if (from + KEYS < end) fetch<KEYS>(k, keys + (from + KEYS) * key_row, key_row, end - from - KEYS);
@@ -264,7 +271,7 @@ __device__ inline void attend(const bf16* queries, u64 query_row, int first, int
         for (int half = 0; half < 2; half++) {
             sum[m][half] = row_sum(sum[m][half]);
             factor[m][half] = 1.0f / sum[m][half];
-            int query = own_row() + m * 16 + half * 8 + group();
+            int query = own_row(M) + m * 16 + half * 8 + group();
             if (stats && pair() == 0 && query < count)
                 stats[query] = fmaf(largest[m][half], root_scale(), logf(sum[m][half]));
         }
@@ -272,47 +279,54 @@ __device__ inline void attend(const bf16* queries, u64 query_row, int first, int
 }
 
 // As `attention` in attention.cu.
-// Grid: (ceil(T / OWNED), H, B). Block: 128. Shared memory: 128 · ROW elements.
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+// Grid: (ceil(T / QUERIES), H, B). Block: 128. Shared memory: QUERIES + 2 · 64 rows.
+extern "C" __global__ void __launch_bounds__(THREADS)
 tensor_attention(const bf16* qkv, const int* document_start, bf16* out, float* stats, u32 sequence, u32 heads,
                  u32 kv_heads) {
-    int first = (gridDim.x - 1 - blockIdx.x) * OWNED;
-    int count = min(OWNED, (int)sequence - first);
+    int first = (gridDim.x - 1 - blockIdx.x) * QUERIES;
+    int count = min(QUERIES, (int)sequence - first);
     u32 head = blockIdx.y, kv = head / (heads / kv_heads);
     u64 row = (u64)(heads + 2 * kv_heads) * E, out_row = (u64)heads * E;
     u64 sequence_start = (u64)blockIdx.z * sequence, query = sequence_start + first;
     const bf16* keys = qkv + sequence_start * row + (heads + kv) * E;
-    attend(qkv + query * row + head * E, row, first, count, document_start + query, keys, keys + kv_heads * E, row,
-           out + query * out_row + head * E, out_row, stats + (u64)(blockIdx.z * heads + head) * sequence + first);
+    attend<KEYS>(qkv + query * row + head * E, row, first, count, document_start + query, keys, keys + kv_heads * E,
+                 row, out + query * out_row + head * E, out_row,
+                 stats + (u64)(blockIdx.z * heads + head) * sequence + first);
 }
 
 // As `cached_attention` in attention.cu.
-// Grid: (ceil(n / OWNED), H). Block: 128. Shared memory: as tensor_attention.
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+// Grid: (ceil(n / QUERIES), H). Block: 128. Shared memory: as tensor_attention.
+extern "C" __global__ void __launch_bounds__(THREADS)
 tensor_cached_attention(const bf16* qkv, const bf16* keys, const bf16* values, const float* scalars, bf16* out,
                         u32 rows, u32 heads, u32 kv_heads) {
-    int block = blockIdx.x * OWNED;
-    int count = min(OWNED, (int)rows - block);
+    int block = blockIdx.x * QUERIES;
+    int count = min(QUERIES, (int)rows - block);
     u32 head = blockIdx.y, kv = head / (heads / kv_heads);
     u64 row = (u64)(heads + 2 * kv_heads) * E, out_row = (u64)heads * E;
-    attend(qkv + block * row + head * E, row, (int)scalars[CACHE_LENGTH] + block, count, nullptr, keys + kv * E,
-           values + kv * E, (u64)kv_heads * E, out + block * out_row + head * E, out_row, nullptr);
+    attend<CACHED_KEYS>(qkv + block * row + head * E, row, (int)scalars[CACHE_LENGTH] + block, count, nullptr,
+                        keys + kv * E, values + kv * E, (u64)kv_heads * E, out + block * out_row + head * E, out_row,
+                        nullptr);
 }
 
 // ---- backward ----
 
+// Fragments that a warp owns: there are registers for the sums of two up to heads of 64.
+constexpr int M = E <= 64 ? 2 : 1;
+constexpr int OWNED = 16 * M * WARPS;
+// Blocks of a processor that registers must allow; 0 leaves them to the compiler, which at heads of 80 would spill.
+constexpr int BLOCKS = E == 80 ? 3 : 0;
 // Rows of a tile that a block meets. Two such tiles of two tensors are there: one is used while the
 // other is under way.
 constexpr int MET = 32;
 
 // The dQ part of dqkv[N,C], and delta[B,H,T] = Σ out · dout of each row: a block owns queries and meets keys.
-// Grid: (ceil(T / OWNED), H, B). Block: 128. Shared memory: (2 · OWNED + 4 · MET) · ROW elements.
+// Grid: (ceil(T / OWNED), H, B). Block: 128. Shared memory: 2 · OWNED rows.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 tensor_attention_grad_queries(const bf16* qkv, const bf16* out, const bf16* dout, const float* stats, float* delta,
                               const int* document_start, bf16* dqkv, u32 sequence, u32 heads, u32 kv_heads) {
-    bf16* q = tiles();           // [OWNED][ROW]
-    bf16* d = q + OWNED * ROW;   // [OWNED][ROW], of the output's gradient
-    bf16* kv = d + OWNED * ROW;  // [2][keys, values][MET][ROW]
+    bf16* own_tiles = tiles();  // [queries, gradients of the output][OWNED][ROW], until they are in registers
+    bf16* kv = tiles();         // [2][keys, values][MET][ROW]
+    static_assert(4 * MET <= 2 * OWNED, "keys and values have room where queries were");
     int first = (gridDim.x - 1 - blockIdx.x) * OWNED;
     int count = min(OWNED, (int)sequence - first);
     u32 head = blockIdx.y, of = head / (heads / kv_heads);
@@ -325,12 +339,10 @@ tensor_attention_grad_queries(const bf16* qkv, const bf16* out, const bf16* dout
     out += query * out_row + head * E;
     dout += query * out_row + head * E;
 
-    int from, latest, end = first + count, own = first + own_row();
+    int from, latest, end = first + count, own = first + own_row(M);
     span_of(starts, count, from, latest);
-    fetch<OWNED>(q, qkv + query * row + head * E, row, count);
-    fetch<OWNED>(d, dout, out_row, count);
-    fetch<MET>(kv, keys + from * row, row, end - from);
-    fetch<MET>(kv + MET * ROW, values + from * row, row, end - from);
+    fetch<OWNED>(own_tiles, qkv + query * row + head * E, row, count);
+    fetch<OWNED>(own_tiles + OWNED * ROW, dout, out_row, count);
 
     float stat[M][2], less[M][2], factor[M][2], sums[M][E / 8][4] = {};
     int start[M][2];
@@ -338,7 +350,7 @@ tensor_attention_grad_queries(const bf16* qkv, const bf16* out, const bf16* dout
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            int at = own_row() + m * 16 + half * 8 + group();
+            int at = own_row(M) + m * 16 + half * 8 + group();
             bool real = at < count;
             float products = 0;
             for (int pack = lane() % 4; real && pack < E / 8; pack += 4) {
@@ -355,6 +367,14 @@ tensor_attention_grad_queries(const bf16* qkv, const bf16* out, const bf16* dout
             factor[m][half] = root_scale();
         }
     float scale = root_scale() * LOG2_E;
+    u32 q[M][DEPTH][4], d[M][DEPTH][4];
+    copies_landed();
+    __syncthreads();
+    hold(own_tiles + own_row(M) * ROW, q);
+    hold(own_tiles + (OWNED + own_row(M)) * ROW, d);
+    __syncthreads();  // they are in registers
+    fetch<MET>(kv, keys + from * row, row, end - from);
+    fetch<MET>(kv + MET * ROW, values + from * row, row, end - from);
     for (int turn = 0; from < end; from += MET, turn ^= 1) {
         copies_landed();
         __syncthreads();  // this tile is there, the last one is used up
@@ -367,8 +387,8 @@ tensor_attention_grad_queries(const bf16* qkv, const bf16* out, const bf16* dout
         const bf16* k = kv + turn * 2 * MET * ROW;
         bool whole = from >= latest && from + MET <= own + 1;
         float s[M][MET / 8][4], ds[M][MET / 8][4];
-        rows_by_rows(q + own_row() * ROW, k, s);
-        rows_by_rows(d + own_row() * ROW, k + MET * ROW, ds);
+        rows_by_rows(q, k, s);
+        rows_by_rows(d, k + MET * ROW, ds);
         u32 p[M][MET / 16][4];
         if (!whole) hide(s, start, from, own);
 #pragma unroll
@@ -412,7 +432,7 @@ __device__ inline int tile_in_turn(int turn, int count, u32 blocks) {
 
 // The dK and dV parts of dqkv[N,C]: a block owns keys of a kv head and meets the queries of all heads
 // of its group, head by head, after tensor_attention_grad_queries has left delta.
-// Grid: (K, B, ceil(T / OWNED)). Block: 128. Shared memory: as there, and 6 · MET floats.
+// Grid: (K, B, ceil(T / OWNED)). Block: 128. Shared memory: 2 · OWNED + 4 · MET rows, and 6 · MET floats.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 tensor_attention_grad_keys(const bf16* qkv, const bf16* dout, const float* stats, const float* delta,
                            const int* document_start, bf16* dqkv, u32 sequence, u32 heads, u32 kv_heads) {
@@ -421,7 +441,7 @@ tensor_attention_grad_keys(const bf16* qkv, const bf16* dout, const float* stats
     bf16* met = v + OWNED * ROW; // [2][queries, gradients of the output][MET][ROW]
     float* words = reinterpret_cast<float*>(met + 4 * MET * ROW);  // [2][stats, delta, starts][MET]
     int first = tile_in_turn(blockIdx.z, gridDim.z, gridDim.x * gridDim.y * gridDim.z) * OWNED;
-    int count = min(OWNED, (int)sequence - first), own = first + own_row();
+    int count = min(OWNED, (int)sequence - first), own = first + own_row(M);
     u32 group_heads = heads / kv_heads;
     u32 row = (heads + 2 * kv_heads) * E, out_row = heads * E;
     u64 sequence_start = (u64)blockIdx.y * sequence;
@@ -465,18 +485,18 @@ tensor_attention_grad_keys(const bf16* qkv, const bf16* dout, const float* stats
         const float* less = stat + MET;
         const int* start = reinterpret_cast<const int*>(less + MET);
         if (from + MET > own) {
-            bool whole = from >= own + 16 * M - 1 && from + MET <= (int)sequence &&
-                         __ballot_sync(ALL_LANES, start[lane()] <= own) == ALL_LANES;
+            // Queries beyond the sequence are zeros, as are their gradients: they add nothing.
+            bool whole =
+                from >= own + 16 * M - 1 && __ballot_sync(ALL_LANES, start[lane()] <= own) == ALL_LANES;
             float s[M][MET / 8][4], ds[M][MET / 8][4];
             u32 p[M][MET / 16][4];
-            rows_by_rows(k + own_row() * ROW, q, s);
+            rows_by_rows(k + own_row(M) * ROW, q, s);
             if (!whole) {
 #pragma unroll
                 for (int n = 0; n < MET / 8; n++)
 #pragma unroll
                     for (int i = 0; i < 2; i++) {
-                        int column = n * 8 + pair() + i, query = from + column;
-                        int least = query < (int)sequence ? start[column] : 0x7fffffff;
+                        int column = n * 8 + pair() + i, query = from + column, least = start[column];
 #pragma unroll
                         for (int m = 0; m < M; m++)
 #pragma unroll
@@ -502,7 +522,7 @@ tensor_attention_grad_keys(const bf16* qkv, const bf16* dout, const float* stats
 #pragma unroll
             for (int m = 0; m < M; m++) left_of(s[m], p[m]);
             add_product(p, d, dv);
-            rows_by_rows(v + own_row() * ROW, d, ds);
+            rows_by_rows(v + own_row(M) * ROW, d, ds);
 #pragma unroll
             for (int n = 0; n < MET / 8; n++)
 #pragma unroll

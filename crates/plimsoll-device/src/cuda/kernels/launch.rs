@@ -6,6 +6,7 @@
 use super::{Family, HEAD_DIM_MAX, Real, Unit};
 use plimsoll_core::DType;
 use plimsoll_program::op::{Heads, RopeScaling};
+use plimsoll_program::workspace;
 use plimsoll_program::workspace::cuda::{NORM_PARTIALS, portions, rows_per_portion};
 use std::ffi::c_void;
 use std::ptr;
@@ -276,8 +277,11 @@ fn on_tensor_cores(of: Real, shape: Heads, addresses: &[Address]) -> bool {
 /// Threads of a block on tensor cores.
 const TENSOR_THREADS: u32 = 128;
 
-/// Queries or keys that a block owns on tensor cores.
-fn tensor_rows(head_dim: u64) -> u64 {
+/// Queries that a block of the forward pass owns on tensor cores.
+const TENSOR_QUERIES: u64 = 128;
+
+/// Queries or keys that a block of the backward pass owns on tensor cores.
+fn tensor_owned(head_dim: u64) -> u64 {
     if head_dim <= 64 { 128 } else { 64 }
 }
 
@@ -301,9 +305,9 @@ pub fn attention(
     arguments.extend([n(sequence), n(shape.heads), n(shape.kv_heads)]);
     if on_tensor_cores(of, shape, &[qkv, out]) {
         let unit = Unit::new(Family::TensorAttention, of, shape.head_dim);
-        let blocks = sequence.div_ceil(tensor_rows(shape.head_dim));
+        let blocks = sequence.div_ceil(TENSOR_QUERIES);
         let grid = launch(unit, "tensor_attention", blocks, TENSOR_THREADS, arguments).by(shape.heads, batch);
-        return [grid.sharing(tensor_tiles(128, shape.head_dim))];
+        return [grid.sharing(tensor_tiles(TENSOR_QUERIES + 2 * 64, shape.head_dim))];
     }
     let unit = Unit::new(Family::Attention, of, shape.head_dim);
     let grid = launch(unit, "attention", sequence.div_ceil(64), 256, arguments).by(shape.heads, batch);
@@ -327,12 +331,13 @@ pub fn attention_grad(
     let keys = gradient(&[qkv, dout, stats, scratch, document_start, dqkv]);
     if on_tensor_cores(of, shape, &[qkv, out, dout, dqkv]) {
         let unit = Unit::new(Family::TensorAttention, of, shape.head_dim);
-        let owned = tensor_rows(shape.head_dim);
-        let (blocks, floats) = (sequence.div_ceil(owned), tensor_tiles(2 * owned + 4 * 32, shape.head_dim));
+        let owned = tensor_owned(shape.head_dim);
+        let (blocks, held) = (sequence.div_ceil(owned), tensor_tiles(2 * owned, shape.head_dim));
+        let met = tensor_tiles(4 * 32, shape.head_dim) + 6 * 32;
         let queries = gradient(&[qkv, out, dout, stats, scratch, document_start, dqkv]);
         let queries = launch(unit, "tensor_attention_grad_queries", blocks, TENSOR_THREADS, queries);
         let keys = launch(unit, "tensor_attention_grad_keys", shape.kv_heads, TENSOR_THREADS, keys);
-        return vec![queries.by(shape.heads, batch).sharing(floats), keys.by(batch, blocks).sharing(floats + 6 * 32)];
+        return vec![queries.by(shape.heads, batch).sharing(held), keys.by(batch, blocks).sharing(held + met)];
     }
     let unit = Unit::new(Family::Attention, of, shape.head_dim);
     let delta = vec![at(out), at(dout), at(scratch), n(rows), n(sequence), n(shape.heads)];
@@ -347,25 +352,39 @@ pub fn attention_grad(
     ]
 }
 
-/// `out[n, H·E]` of n new tokens over caches that hold them already.
+/// `out[n, H·E]` of n new tokens over caches of `capacity` tokens, which hold them already. `scratch` is needed for
+/// few tokens only ([`workspace::cuda::cached_attention`]).
 pub fn cached_attention(
     of: Real,
     [qkv, keys, values, scalars]: [Address; 4],
     out: Address,
+    scratch: Address,
     rows: u64,
+    capacity: u64,
     shape: Heads,
-) -> [Launch; 1] {
-    let mut arguments = vec![at(qkv), at(keys), at(values), at(scalars), at(out)];
-    arguments.extend([n(rows), n(shape.heads), n(shape.kv_heads)]);
+) -> Vec<Launch> {
+    let unit = Unit::new(Family::Attention, of, shape.head_dim);
+    let sizes = [n(shape.heads), n(shape.kv_heads)];
+    if rows <= workspace::cuda::FEW_ROWS {
+        let (part, parts) = workspace::cuda::key_parts(capacity);
+        let mut arguments = vec![at(qkv), at(keys), at(values), at(scalars), at(scratch), n(part)];
+        arguments.extend(sizes);
+        let join = vec![at(scratch), at(out), n(parts), n(shape.heads)];
+        return vec![
+            launch(unit, "cached_attention_part", parts, 128, arguments).by(shape.heads, rows).sharing(part + 1024),
+            launch(unit, "cached_attention_join", shape.heads, 128, join).by(rows, 1),
+        ];
+    }
+    let mut arguments = vec![at(qkv), at(keys), at(values), at(scalars), at(out), n(rows)];
+    arguments.extend(sizes);
     if on_tensor_cores(of, shape, &[qkv, keys, values, out]) {
         let unit = Unit::new(Family::TensorAttention, of, shape.head_dim);
-        let blocks = rows.div_ceil(tensor_rows(shape.head_dim));
+        let blocks = rows.div_ceil(TENSOR_QUERIES);
         let grid = launch(unit, "tensor_cached_attention", blocks, TENSOR_THREADS, arguments).by(shape.heads, 1);
-        return [grid.sharing(tensor_tiles(128, shape.head_dim))];
+        return vec![grid.sharing(tensor_tiles(TENSOR_QUERIES + 2 * 64, shape.head_dim))];
     }
-    let unit = Unit::new(Family::Attention, of, shape.head_dim);
     let grid = launch(unit, "cached_attention", rows.div_ceil(64), 256, arguments).by(shape.heads, 1);
-    [grid.sharing(forward_tiles(shape.head_dim))]
+    vec![grid.sharing(forward_tiles(shape.head_dim))]
 }
 
 /// Keys and values of n tokens into the caches.

@@ -71,6 +71,8 @@ impl Family {
                 &[
                     "attention",
                     "cached_attention",
+                    "cached_attention_part",
+                    "cached_attention_join",
                     "append_cache",
                     "attention_delta",
                     "attention_grad_queries",

@@ -62,8 +62,9 @@ pub fn launches(kind: &OpKind, places: &impl Places) -> Option<Vec<Launch>> {
             let inputs = [qkv, out, dout, stats, document_start].map(at);
             launch::attention_grad(of, inputs, at(dqkv), at(workspace), *batch, *sequence, *shape)
         }
-        OpKind::CachedAttention { qkv, keys, values, scalars, out, workspace: _, rows, capacity: _, shape } => {
-            launch::cached_attention(of, [qkv, keys, values, scalars].map(at), at(out), *rows, *shape).to_vec()
+        OpKind::CachedAttention { qkv, keys, values, scalars, out, workspace, rows, capacity, shape } => {
+            let inputs = [qkv, keys, values, scalars].map(at);
+            launch::cached_attention(of, inputs, at(out), at(workspace), *rows, *capacity, *shape)
         }
         OpKind::AppendCache { qkv, keys, values, scalars, rows, capacity: _, shape } => {
             launch::append_cache(of, at(qkv), at(scalars), at(keys), at(values), *rows, *shape).to_vec()

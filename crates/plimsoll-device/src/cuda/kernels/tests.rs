@@ -21,7 +21,8 @@ fn launches(of: Real, rows: u64, shape: Heads) -> Vec<Launch> {
     all.extend(rope_table(of, 0, 131_072, shape.head_dim, 1e6, RopeScaling::None));
     all.extend(launch::attention(of, 0, 0, 0, 0, 1, rows, shape));
     all.extend(attention_grad(of, [0; 5], 0, 0, 1, rows, shape));
-    all.extend(cached_attention(of, [0; 4], 0, rows, shape));
+    all.extend(cached_attention(of, [0; 4], 0, 0, rows, 131_072, shape));
+    all.extend(cached_attention(of, [0; 4], 0, 0, 1, 131_072, shape));
     all.extend(append_cache(of, 0, 0, 0, 0, rows, shape));
     all.extend(swiglu(of, 0, 0, rows, 28_672));
     all.extend(swiglu_grad(of, 0, 0, 0, rows, 28_672));
