@@ -278,6 +278,9 @@ fn way_out(need: &Need, budget: Bytes, command: &str, budget_flag: impl Fn(Bytes
         ready += &format!(" {}", budget_flag(Bytes::mib(need.budget_bytes.0.div_ceil(1 << 20))));
     }
     let with = if names.is_empty() { String::new() } else { format!(" with {}", names.join(" and ")) };
+    if let Some(host) = need.host_bytes {
+        return format!("it fits{with} with {host} on the host, fast: give it that much (memory.host, host= on paper)");
+    }
     format!("it fits{with} from {}: {ready}", need.budget_bytes)
 }
 
@@ -344,7 +347,6 @@ mod tests {
             recipe,
             peak_bytes: Bytes::mib(mib),
             host_bytes: Bytes::ZERO,
-            rungs: vec![],
             step_seconds,
             fits,
         };
