@@ -83,7 +83,8 @@ impl<'q> Measurer<'q> {
         let part = |set: ProgramSet, wanted: &dyn Fn(&Program) -> bool| {
             offload_only(set, self.layers(), &recipe.offload, one_micro_batch, wanted)
         };
-        let key = (recipe.offload, one_micro_batch);
+        // Inputs of layers do not come into it.
+        let key = (Offload { inputs: 0, ..recipe.offload }, one_micro_batch);
         let known = self.once_a_step.borrow().get(&key).copied();
         let update = known.unwrap_or_else(|| {
             let set = part(plain.clone(), &|program| !depends_on_all(program));

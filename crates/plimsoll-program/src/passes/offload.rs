@@ -18,8 +18,10 @@ use crate::tensor::{Index, Lifetime, Operand, Tensor, TensorId};
 use plimsoll_core::{Category, Offload, Space, WorkName};
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-/// Elements of a piece of a tensor in the update: what is on its way at once is a few of them.
-const PIECE: u64 = 1 << 23;
+/// Elements of a piece of a tensor in the update, at least and at most: what is on its way at once is a few of them.
+const PIECE: std::ops::RangeInclusive<u64> = 1 << 20..=1 << 25;
+/// So many pieces are the largest matrix of a layer, within those limits.
+const PIECES: u64 = 4;
 /// Pieces begin at multiples of this, which is one of every block of a format.
 const PIECE_STEP: u64 = 1 << 12;
 /// A tensor smaller than the largest of its kind by this factor stays on the device: norms, biases, small adapters.
@@ -39,8 +41,9 @@ pub fn offload_only(
     one_micro_batch: bool,
     wanted: &dyn Fn(&Program) -> bool,
 ) -> ProgramSet {
-    let mut pass = Pass { set, homes: HashMap::new(), staging: HashMap::new(), begun: HashSet::new() };
+    let mut pass = Pass { set, homes: HashMap::new(), staging: HashMap::new(), begun: HashSet::new(), piece: 0 };
     if !offload.is_nothing() {
+        pass.piece = pass.piece_of(layers);
         pass.move_homes(layers, offload);
         pass.move_inputs();
     }
@@ -70,9 +73,18 @@ struct Pass {
     staging: HashMap<TensorId, TensorId>,
     /// Gradients that the backward Program begins with zeros, so that nobody else need do it.
     begun: HashSet<TensorId>,
+    /// Elements of a piece.
+    piece: u64,
 }
 
 impl Pass {
+    /// Elements of a piece: a part of the largest matrix, so that what is on its way is small beside the model.
+    fn piece_of(&self, layers: u32) -> u64 {
+        let of_layers = self.set.tensors.iter().filter(|t| t.lifetime == Lifetime::Persistent && t.slots == layers);
+        let largest = of_layers.map(Tensor::elements).max().unwrap_or(1);
+        (largest / PIECES).clamp(*PIECE.start(), *PIECE.end())
+    }
+
     /// How many of a tensor's slots wait on the host.
     fn waiting(&self, tensor: &Tensor, layers: u32, offload: &Offload) -> u32 {
         if tensor.name == "train.hidden" {
@@ -391,10 +403,10 @@ impl Rewrite<'_> {
     fn in_pieces(&self, ops: Vec<Op>) -> Vec<Vec<Op>> {
         let whole = ops.first().and_then(by_element).unwrap_or(0);
         let alike = ops.iter().all(|op| by_element(op) == Some(whole));
-        if whole <= PIECE || !alike || self.pass.uses(&ops).is_empty() {
+        if whole <= self.pass.piece || !alike || self.pass.uses(&ops).is_empty() {
             return vec![ops];
         }
-        let piece = whole.div_ceil(whole.div_ceil(PIECE)).next_multiple_of(PIECE_STEP);
+        let piece = whole.div_ceil(whole.div_ceil(self.pass.piece)).next_multiple_of(PIECE_STEP);
         let part = |first: u64| {
             let mut ops = ops.clone();
             for op in &mut ops {
