@@ -38,6 +38,9 @@ pub enum Event {
         product_flops: f64,
         /// Operations a second that the devices were measured to do in such products; 0 if unknown.
         peak_flops: f64,
+        /// Whether a device is simulated: all seconds of this run are then.
+        #[serde(default)]
+        simulated: bool,
     },
     /// An optimizer step is done.
     Step {

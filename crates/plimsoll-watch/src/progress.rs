@@ -17,6 +17,7 @@ pub struct Progress {
     steps: u64,
     product_flops: f64,
     peak_flops: f64,
+    simulated: bool,
     /// Running mean of the seconds of a step, checkpoints and evaluations left out.
     step_seconds: Option<f64>,
     last: Option<LastStep>,
@@ -37,8 +38,9 @@ impl Progress {
     /// it is worth one: every evaluation, checkpoint and warning, but not every step.
     pub fn see(&mut self, event: &Event) -> Option<String> {
         match event {
-            Event::Start { step, steps, product_flops, peak_flops, .. } => {
+            Event::Start { step, steps, product_flops, peak_flops, simulated, .. } => {
                 (self.steps, self.product_flops, self.peak_flops) = (*steps, *product_flops, *peak_flops);
+                self.simulated = *simulated;
                 (*step > 1).then(|| format!("goes on at step {step}"))
             }
             Event::Step { step, loss, learning_rate, tokens, seconds, bytes, .. } => {
@@ -83,7 +85,9 @@ impl Progress {
             format!("rate {:.1e}", last.learning_rate),
             format!("{} tok/s", count(last.tokens as f64 / mean)),
         ];
-        if self.peak_flops > 0.0 {
+        if self.simulated {
+            parts.push("simulated".to_owned());
+        } else if self.peak_flops > 0.0 {
             parts.push(format!("{} of peak", percent(self.product_flops / mean / self.peak_flops, 0)));
         }
         parts.push(last.bytes.to_string());
@@ -128,6 +132,7 @@ pub(crate) mod tests {
             predicted_step_seconds: 0.08,
             product_flops: 6e9,
             peak_flops: 2e11,
+            simulated: false,
         }
     }
 
@@ -158,22 +163,26 @@ pub(crate) mod tests {
     #[test]
     fn without_a_measured_peak_no_share_of_it_is_claimed() {
         let mut progress = Progress::default();
-        let Event::Start { step: first, steps, parameters, arena_bytes, predicted_step_seconds, product_flops, .. } =
-            start(9)
-        else {
-            unreachable!()
-        };
-        progress.see(&Event::Start {
-            step: first,
-            steps,
-            parameters,
-            arena_bytes,
-            predicted_step_seconds,
-            product_flops,
-            peak_flops: 0.0,
-        });
+        let mut event = start(9);
+        if let Event::Start { peak_flops, .. } = &mut event {
+            *peak_flops = 0.0;
+        }
+        progress.see(&event);
         progress.see(&step(1, 0.08));
         assert!(!progress.line().contains("peak"), "{}", progress.line());
+    }
+
+    #[test]
+    fn the_speed_of_a_simulated_device_is_called_simulated() {
+        let mut progress = Progress::default();
+        let mut event = start(450);
+        if let Event::Start { simulated, .. } = &mut event {
+            *simulated = true;
+        }
+        progress.see(&event);
+        progress.see(&step(120, 0.08));
+        let line = "120/450  loss 1.2346  rate 1.9e-3  51.2 k tok/s  simulated  40.00 MiB  0:26 left";
+        assert_eq!(progress.line(), line);
     }
 
     #[test]

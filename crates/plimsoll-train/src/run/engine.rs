@@ -4,7 +4,7 @@ use super::open::open;
 use super::rehearsal::Rehearsal;
 use crate::data::Rows;
 use bytemuck::cast_slice;
-use plimsoll_core::{Bytes, DType, DeviceSpec, Recipe};
+use plimsoll_core::{Bytes, DType, DeviceSpec, Recipe, Space};
 use plimsoll_device::cpu::executor::{real_bytes, real_values};
 use plimsoll_device::cuda::open::OnGpu;
 use plimsoll_device::cuda::products::Algorithms;
@@ -171,10 +171,12 @@ impl Engine {
         self.gpu.as_ref().map_or_else(machine, |gpu| gpu.free().unwrap_or(Bytes::ZERO))
     }
 
-    /// What is held now on the device (CPU: in the process), measured.
-    pub fn held(&self) -> Bytes {
-        let process = || process::resident().unwrap_or(Bytes::ZERO);
-        self.gpu.as_ref().map_or_else(process, |gpu| gpu.held().unwrap_or(Bytes::ZERO))
+    /// What is held now on the device (CPU: in the process; a virtual device: without its host side), measured.
+    pub fn held(&mut self) -> Bytes {
+        if let Some(gpu) = &self.gpu {
+            return gpu.held().unwrap_or(Bytes::ZERO);
+        }
+        process::resident().unwrap_or(Bytes::ZERO).saturating_sub(self.device.memory().bytes(Space::Host))
     }
 
     /// Wraps an opened device whose Programs are `set`.

@@ -311,6 +311,7 @@ impl Trainer {
             predicted_step_seconds: self.plan.predicted.step_seconds,
             product_flops: self.product_flops,
             peak_flops: self.peak_flops,
+            simulated: self.resolved.device.simulated(),
         })?;
         let mut loader = Loader::start(Arc::clone(&self.data), self.batches, self.info.step);
         while !self.is_last() {
