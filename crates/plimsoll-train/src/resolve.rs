@@ -2,7 +2,7 @@
 //! question that this puts to the planner. Nothing is run and no weight is read.
 
 use crate::data::sums;
-use crate::files::{Entry, ModelDir, ModelWeights, read_config};
+use crate::files::{AdapterDir, Entry, ModelDir, ModelWeights, read_config};
 use crate::run::prepare::charges;
 use crate::run_file::{EXAMPLE_PREFIX, Init, Method, Optimizer, RunFile};
 use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Failure, HostSpec, Plan, Rates, Rung};
@@ -12,7 +12,7 @@ use plimsoll_device::cuda::gpus::{Card, Here};
 use plimsoll_device::probe::{Cpu, Memory, auto_pace};
 use plimsoll_plan::paper;
 use plimsoll_plan::request::{DeviceRequest, LinkRequest};
-use plimsoll_plan::search::{Answer, Lossy, Pins, Question, search};
+use plimsoll_plan::search::{Answer, Lossy, Pins, Question, search, under};
 use plimsoll_program::models::decoder::{self, Base, Generation, Lora, Source};
 use plimsoll_program::models::{ModelConfig, Target, closest_preset, preset, preset_names, supported};
 use plimsoll_program::workspace::Kernels;
@@ -25,6 +25,8 @@ pub struct Model {
     pub config: ModelConfig,
     /// Its directory; none for a preset, a `config.json` alone, or an example that is not written yet.
     pub dir: Option<ModelDir>,
+    /// Adapters that there are already.
+    pub adapter: Option<AdapterDir>,
 }
 
 impl Model {
@@ -33,20 +35,28 @@ impl Model {
     /// # Errors
     /// No such model, or one that Plimsoll cannot compute.
     pub fn open(file: &RunFile) -> Result<Model, Failure> {
+        let model = Model::without_adapter(file)?;
+        let path = file.model.adapter.as_deref().map(Path::new);
+        let adapter = path.map(|path| AdapterDir::open(path, &model.config)).transpose()?;
+        Ok(Model { adapter, ..model })
+    }
+
+    fn without_adapter(file: &RunFile) -> Result<Model, Failure> {
+        let of = |config, dir| Model { config, dir, adapter: None };
         if let Some(name) = &file.model.preset {
             let config = preset(name).ok_or_else(|| unknown_preset(name))?;
-            return Ok(Model { config, dir: None });
+            return Ok(of(config, None));
         }
         if model_is_example(file) {
-            return Ok(Model { config: sums::model_config(), dir: None });
+            return Ok(of(sums::model_config(), None));
         }
         let path = Path::new(file.model.path.as_deref().unwrap_or_default());
         if path.is_file() {
             let (config, _) = read_config(path, &file.model.ignore_config_keys)?;
-            return Ok(Model { config, dir: None });
+            return Ok(of(config, None));
         }
         let dir = ModelDir::open(path, &file.model.ignore_config_keys)?;
-        Ok(Model { config: dir.config.clone(), dir: Some(dir) })
+        Ok(of(dir.config.clone(), Some(dir)))
     }
 
     /// The model's directory, where it has one.
@@ -82,14 +92,14 @@ impl Model {
 
     /// Where the first weights come from. A model without files is planned as if they were drawn.
     fn source(&self, file: &RunFile) -> Source {
-        let dtype = |entry: &Entry| entry.dtype().expect("opened weights are floats");
-        match self.weights(file) {
-            Some(weights) => {
-                Source::Files { dtypes: weights.parameters.iter().map(|(_, entry)| dtype(entry)).collect() }
-            }
-            None => Source::Random { seed: file.train.seed },
-        }
+        self.weights(file).map_or(Source::Random { seed: file.train.seed }, files)
     }
+}
+
+/// Weights that are read.
+pub(crate) fn files(weights: &ModelWeights) -> Source {
+    let dtype = |entry: &Entry| entry.dtype().expect("opened weights are floats");
+    Source::Files { dtypes: weights.parameters.iter().map(|(_, entry)| dtype(entry)).collect() }
 }
 
 fn unknown_preset(name: &str) -> Failure {
@@ -227,7 +237,8 @@ pub(crate) fn question<'a>(
 ) -> Result<Question<'a>, Failure> {
     supported(&model.config, Kernels::of(device))?;
     let train = work == Work::Train;
-    Ok(Question {
+    let rungs = file.train.rungs.as_deref().unwrap_or_default();
+    let question = Question {
         config: &model.config,
         precision: file.arithmetic(device.kind),
         sequence: u64::from(file.data.sequence),
@@ -242,33 +253,67 @@ pub(crate) fn question<'a>(
         },
         device,
         host: host(file, device)?,
-        lossy: lossy(file, device),
+        lossy: lossy(file, model, device, work),
         pins: pins(file, model.config.layers as usize)?,
         rungs: vec![],
-    })
+    };
+    let question = under(&question, rungs);
+    if !runs(device, &question) {
+        let message =
+            format!("train.method: {} does not compute adapters or coarse weights in this version", device.name);
+        return Err(Failure::input(message).hint("run it on the processor: --devices cpu"));
+    }
+    Ok(question)
 }
 
-/// The lossy rungs that runs take. On paper there are all of them.
-const RUNS: [Rung; 1] = [Rung::Bf16];
+/// The lossy rungs that a kind of device can take.
+fn offered(kind: DeviceKind) -> &'static [Rung] {
+    match kind {
+        DeviceKind::Cuda => &[Rung::Bf16],
+        DeviceKind::Cpu | DeviceKind::Virtual | DeviceKind::Paper => &Rung::ALL,
+    }
+}
 
-/// What a run file says about coarser arithmetic.
-fn lossy(file: &RunFile, device: &DeviceSpec) -> Lossy {
-    let RunFile { lora, train, memory, .. } = file;
-    let offer = if device.kind == DeviceKind::Paper { Rung::ALL.to_vec() } else { RUNS.to_vec() };
-    let lora = Lora {
+/// Whether a device computes what is asked for.
+fn runs(device: &DeviceSpec, question: &Question) -> bool {
+    let adapters = question.lossy.method.lora().map(|_| Rung::Lora);
+    question.rungs.iter().copied().chain(adapters).all(|rung| offered(device.kind).contains(&rung))
+}
+
+/// What a run file says about adapters and coarser arithmetic. What has been decided is not open any more.
+fn lossy(file: &RunFile, model: &Model, device: &DeviceSpec, work: Work) -> Lossy {
+    let lora = lora(file, model);
+    let adapters = match work {
+        Work::Train => file.train.method == Method::Lora,
+        Work::Evaluate | Work::Generate(_) => model.adapter.is_some(),
+    };
+    let method = if adapters { decoder::Method::Lora(lora.clone()) } else { decoder::Method::Full };
+    let open = file.train.rungs.is_none();
+    let offer = offered(device.kind).iter().copied().filter(|_| open).collect::<Vec<_>>();
+    let allow = file.memory.allow.iter().copied().filter(|rung| offer.contains(rung)).collect();
+    Lossy { method, base: Base::Plain, allow, offer, lora }
+}
+
+/// The adapters that are trained, or would be: those of the model, else as the run file says.
+pub(crate) fn lora(file: &RunFile, model: &Model) -> Lora {
+    let RunFile { lora, train, .. } = file;
+    let drawn = Lora {
         rank: u64::from(lora.rank),
         alpha: lora.alpha,
         dropout: lora.dropout,
-        targets: lora.targets.iter().filter_map(|name| Target::named(name)).collect(),
+        targets: Target::ALL
+            .into_iter()
+            .filter(|target| lora.targets.iter().any(|name| name == target.name()))
+            .collect(),
         seed: train.seed,
         source: Source::Random { seed: train.seed },
     };
-    let method = match train.method {
-        Method::Full => decoder::Method::Full,
-        Method::Lora => decoder::Method::Lora(lora.clone()),
-    };
-    let allow = memory.allow.iter().copied().filter(|rung| offer.contains(rung)).collect();
-    Lossy { method, base: Base::Plain, allow, offer, lora }
+    match &model.adapter {
+        None => drawn,
+        Some(AdapterDir { rank, alpha, targets, weights, .. }) => {
+            Lora { rank: *rank, alpha: *alpha, targets: targets.clone(), source: files(weights), ..drawn }
+        }
+    }
 }
 
 /// Room for the samples at the end of a run, where there is a tokenizer and something to start from.

@@ -129,7 +129,7 @@ impl Case {
         let set = answer.set.clone();
         let device = open(answer.set, answer.layout.placement, precision, 2).expect("the arena is given");
         let mut engine = Engine::new(device, &set, precision, recipe, self.sequence, self.dir.config.vocab);
-        engine.move_files("load", &mut ModelSource::new(weights)).expect("the weights load");
+        engine.move_files("load", &mut ModelSource::new([weights])).expect("the weights load");
         engine.run("fresh").expect("the optimizer starts from zero");
         (engine, set)
     }

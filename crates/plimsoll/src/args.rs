@@ -39,6 +39,8 @@ pub enum Command {
     Eval(EvalArgs),
     /// Continue a prompt with a model
     Generate(GenerateArgs),
+    /// Fold adapters into the model that they belong to
+    Merge(MergeArgs),
 }
 
 /// What to measure.
@@ -62,6 +64,7 @@ impl Command {
             Command::Bench { what: BenchCommand::Step(_) } => true,
             Command::Eval(args) => args.json,
             Command::Generate(args) => args.json,
+            Command::Merge(_) => false,
         }
     }
 }
@@ -180,8 +183,9 @@ fn recipe_settings(path: &Path) -> Result<Vec<String>, Failure> {
         Failure::input(format!("{name} is no plan: {error}")).hint("make one with plimsoll plan RUN.toml --json")
     })?;
     let levels: Vec<String> = plan.recipe.recompute.iter().map(ToString::to_string).collect();
+    let rungs: Vec<String> = plan.recipe.rungs.iter().map(ToString::to_string).collect();
     let micro_batch = format!("recipe.micro_batch={}", plan.recipe.micro_batch);
-    Ok(vec![micro_batch, list_setting("recipe.recompute", &levels)])
+    Ok(vec![micro_batch, list_setting("recipe.recompute", &levels), list_setting("train.rungs", &rungs)])
 }
 
 /// `plimsoll plan`.
@@ -402,9 +406,33 @@ impl GenerateArgs {
     }
 }
 
-/// Where a finished model runs.
+/// `plimsoll merge`.
+#[derive(Debug, Args)]
+#[command(after_help = "Example:\n  plimsoll merge models/my-llama runs/my-llama/adapter models/my-llama-tuned")]
+pub struct MergeArgs {
+    /// The model: a Hugging Face directory
+    #[arg(value_name = "BASE")]
+    pub base: PathBuf,
+    /// Its adapters: a PEFT directory
+    #[arg(value_name = "ADAPTER")]
+    pub adapter: PathBuf,
+    /// The folder of the new model
+    #[arg(value_name = "OUT")]
+    pub out: PathBuf,
+    /// Accept a key of config.json that Plimsoll does not know
+    #[arg(long, value_name = "KEY")]
+    pub ignore_config_key: Vec<String>,
+}
+
+/// Where and how a finished model runs.
 #[derive(Debug, Args)]
 struct PlaceArgs {
+    /// Compute with these adapters of the model: a PEFT directory
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<PathBuf>,
+    /// Lossy rungs that may be taken where the model does not fit: bf16, int8, nf4, with commas
+    #[arg(long, value_name = "RUNGS")]
+    allow: Option<String>,
     /// The device, such as cpu
     #[arg(long)]
     devices: Option<String>,
@@ -422,6 +450,8 @@ struct PlaceArgs {
 impl PlaceArgs {
     fn settings(&self, model: &Path) -> Vec<String> {
         let mut settings = vec![setting("model.path", &model.to_string_lossy())];
+        settings.extend(self.adapter.as_ref().map(|adapter| setting("model.adapter", &adapter.to_string_lossy())));
+        settings.extend(self.allow.as_ref().map(|allow| setting("memory.allow", allow)));
         settings.extend(self.devices.as_ref().map(|devices| setting("run.devices", devices)));
         settings.extend(self.budget.as_ref().map(|budget| setting("memory.budget", budget)));
         settings.extend(self.threads.map(|threads| format!("run.threads={threads}")));

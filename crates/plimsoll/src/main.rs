@@ -41,5 +41,6 @@ fn run(command: Command) -> Result<Exit, Failure> {
         Command::Bench { what: BenchCommand::Step(args) } => commands::devices::time_step(&args),
         Command::Eval(args) => commands::model::eval(&args),
         Command::Generate(args) => commands::model::generate(&args),
+        Command::Merge(args) => commands::model::merge(&args),
     }
 }

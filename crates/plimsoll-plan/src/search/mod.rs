@@ -23,6 +23,8 @@ use plimsoll_program::workspace::Kernels;
 use plimsoll_program::{ProgramSet, Schedule, passes};
 use profile::{Profile, choose, profile};
 
+pub use rungs::under;
+
 /// Finalists that are packed before the search gives up on packing luck.
 const FINALISTS: usize = 20;
 

@@ -46,9 +46,11 @@ pub(super) fn sets(question: &Question, allow: &[Rung]) -> Vec<Vec<Rung>> {
     sets
 }
 
-/// The question under a set of rungs.
-pub(super) fn under<'a>(question: &Question<'a>, rungs: &[Rung]) -> Question<'a> {
-    let mut question = Question { rungs: rungs.to_vec(), ..question.clone() };
+/// The question under a set of rungs, beside those that are in it already.
+pub fn under<'a>(question: &Question<'a>, rungs: &[Rung]) -> Question<'a> {
+    let mut question = question.clone();
+    let further: Vec<Rung> = rungs.iter().filter(|rung| !question.rungs.contains(rung)).copied().collect();
+    question.rungs.extend(further);
     for rung in rungs {
         match rung {
             Rung::Bf16 => question.precision = DType::Bf16,

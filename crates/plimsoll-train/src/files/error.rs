@@ -108,6 +108,26 @@ pub enum FilesError {
         /// Its type in the file.
         found: String,
     },
+    /// The `adapter_config.json` of adapters that Plimsoll does not compute, or adapters that cannot be read.
+    #[error("{}: {problem}", path.display())]
+    Adapter {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        problem: String,
+        /// What to do.
+        hint: String,
+    },
+    /// Adapters of parts that the model has not, or that have none here.
+    #[error("{}: the adapters do not go with the model: {}", dir.display(), adapters_mismatch(missing, extra))]
+    AdapterNames {
+        /// The directory.
+        dir: PathBuf,
+        /// Absent tensors.
+        missing: Vec<String>,
+        /// Tensors without a place.
+        extra: Vec<String>,
+    },
     /// `tie_word_embeddings` is true, but the file's head is not its embedding.
     #[error("{}: `tie_word_embeddings` is true, but `{name}` differs from the embedding", dir.display())]
     HeadNotTied {
@@ -129,6 +149,13 @@ fn mismatch(missing: &[String], extra: &[String]) -> String {
         }
     };
     [list("missing", missing), list("not expected", extra)].into_iter().flatten().collect::<Vec<_>>().join("; ")
+}
+
+fn adapters_mismatch(missing: &[String], extra: &[String]) -> String {
+    match missing.is_empty() && extra.is_empty() {
+        true => "there are none".to_owned(),
+        false => mismatch(missing, extra),
+    }
 }
 
 impl FilesError {
@@ -156,6 +183,10 @@ impl FilesError {
             }
             FilesError::NoWeights { other: None, .. } => {
                 vec!["to start from random weights: --set model.init=random".into()]
+            }
+            FilesError::Adapter { hint, .. } => vec![hint.clone()],
+            FilesError::AdapterNames { .. } => {
+                vec!["adapters are read on q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj, of every layer".into()]
             }
             FilesError::HeadNotTied { .. } => vec!["if the head is its own, set tie_word_embeddings to false".into()],
             _ => Vec::new(),

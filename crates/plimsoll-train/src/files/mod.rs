@@ -6,6 +6,7 @@
 //! directories are written aside, synced, and renamed. What the names and numbers mean is
 //! `plimsoll_program::models`.
 
+mod adapter;
 pub mod atomic;
 mod error;
 mod header;
@@ -13,6 +14,7 @@ mod model_dir;
 mod read;
 mod write;
 
+pub use adapter::{AdapterDir, write_adapter_dir};
 pub use error::{FilesError, HeaderError};
 pub use model_dir::{ModelDir, ModelWeights, copy_side_files, read_config, write_model_dir};
 pub use read::{Entry, WeightFiles};

@@ -147,7 +147,8 @@ fn find<'a>(files: &'a WeightFiles, name: &str) -> Option<(&'a str, &'a Entry)> 
     files.named(name).or_else(|| files.named(name.strip_prefix("model.")?))
 }
 
-fn check(files: &WeightFiles, name: &str, entry: &Entry, parameter: &Parameter) -> Result<(), FilesError> {
+/// That a tensor is a float of the parameter's shape.
+pub(super) fn check(files: &WeightFiles, name: &str, entry: &Entry, parameter: &Parameter) -> Result<(), FilesError> {
     let path = || files.paths()[entry.file].clone();
     if entry.shape != parameter.shape {
         let (found, expected) = (entry.shape.clone(), parameter.shape.clone());
@@ -177,27 +178,23 @@ fn equal(files: &WeightFiles, a: &Entry, b: &Entry) -> Result<bool, FilesError> 
     Ok(true)
 }
 
-/// Writes a model directory whole, in place of what may be there: `config.json` (with what `base`
-/// says besides), the weights that `write_weights` writes as `dtype` under the names of
-/// [`ModelConfig::hf_parameters`], and the side files of `side_files_from`.
+/// Writes a model directory whole, in place of what may be there: `config` as its `config.json`, the `tensors` that
+/// `write_weights` writes, and the side files of `side_files_from`.
 ///
 /// # Errors
 /// What `write_weights` or the system says; an older directory is then still there.
 pub fn write_model_dir<E: From<FilesError>>(
     path: &Path,
-    config: &ModelConfig,
-    base: Option<&Value>,
-    dtype: DType,
+    config: &Value,
+    tensors: &[StoredTensor],
     side_files_from: Option<&Path>,
     write_weights: impl FnOnce(&mut WeightWriter) -> Result<(), E>,
 ) -> Result<(), E> {
     atomic::write_dir(path, |dir| {
-        let stored = |p: Parameter| StoredTensor { name: p.hf_name, dtype, shape: p.shape };
-        let tensors: Vec<_> = config.hf_parameters().into_iter().map(stored).collect();
-        let mut writer = WeightWriter::create(dir, "model", &tensors, MAX_SHARD_BYTES)?;
+        let mut writer = WeightWriter::create(dir, "model", tensors, MAX_SHARD_BYTES)?;
         write_weights(&mut writer)?;
         writer.finish()?;
-        atomic::write_file(&dir.join("config.json"), &pretty(&config.to_json(base, dtype)))?;
+        atomic::write_file(&dir.join("config.json"), &pretty(config))?;
         if let Some(from) = side_files_from {
             copy_side_files(from, dir)?;
         }

@@ -262,8 +262,11 @@ fn a_written_model_keeps_what_lay_beside_the_old_one() {
     let mut raw: Value = serde_json::from_slice(&fs::read(old.path().join("config.json")).unwrap()).unwrap();
     raw["pad_token_id"] = json!(5);
     let new = old.path().join("new");
+    let tensors: Vec<StoredTensor> =
+        config.hf_parameters().iter().map(|p| stored(&p.hf_name, DType::Bf16, &p.shape)).collect();
     let save = |fail: bool| {
-        write_model_dir::<FilesError>(&new, &config, Some(&raw), DType::Bf16, Some(old.path()), |writer| {
+        let config_json = config.to_json(Some(&raw), DType::Bf16);
+        write_model_dir::<FilesError>(&new, &config_json, &tensors, Some(old.path()), |writer| {
             for parameter in config.hf_parameters() {
                 let bytes = content(&parameter.hf_name, 2 * parameter.elements());
                 writer.write(&parameter.hf_name, &bytes)?;

@@ -26,7 +26,8 @@ pub struct StoredTensor {
 }
 
 impl StoredTensor {
-    fn bytes(&self) -> u64 {
+    /// Bytes in the file.
+    pub fn bytes(&self) -> u64 {
         self.shape.iter().product::<u64>() * self.dtype.bytes()
     }
 

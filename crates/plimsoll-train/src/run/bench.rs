@@ -173,8 +173,8 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
         device: &device,
         host: HostSpec::NONE,
         lossy: Lossy::default(),
-pins: Pins::default(),
-rungs: vec![],
+        pins: Pins::default(),
+        rungs: vec![],
     };
     let level = if shape.checkpoint { RecomputeLevel::Block } else { RecomputeLevel::Nothing };
     let recipe = Recipe::on_device(shape.batch as u32, vec![level; shape.layers as usize]);

@@ -4,12 +4,11 @@
 //! `checkpoint.json`. It is written aside, synced and renamed: a folder of that name is whole, unless
 //! the disk lost something afterwards, which reading notices.
 
-use crate::files::{FilesError, MAX_SHARD_BYTES, StoredTensor, WeightFiles, WeightWriter, atomic};
+use crate::files::{FilesError, MAX_SHARD_BYTES, WeightFiles, WeightWriter, atomic};
 use crate::run::engine::Engine;
 use crate::run::spaces::{Stored, Storing};
 use crate::run::trouble::Trouble;
 use plimsoll_core::{Bytes, DType, Failure, Recipe};
-use plimsoll_program::models::ModelConfig;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs;
@@ -132,17 +131,10 @@ fn folders(run_dir: &Path) -> Vec<(u64, PathBuf)> {
 }
 
 /// Writes a checkpoint, then takes away all but the `keep` newest. Gives its folder.
-pub(super) fn write(
-    run_dir: &Path,
-    info: &CheckpointInfo,
-    config: &ModelConfig,
-    engine: &mut Engine,
-    states: &[&str],
-    keep: u32,
-) -> Result<PathBuf, Trouble> {
+pub(super) fn write(run_dir: &Path, info: &CheckpointInfo, engine: &mut Engine, keep: u32) -> Result<PathBuf, Trouble> {
     let path = run_dir.join("checkpoints").join(format!("step-{}", info.step));
     atomic::write_dir(&path, |dir| -> Result<(), Trouble> {
-        let mut writer = WeightWriter::create(dir, "state", &tensors(config, states, info.precision.wide()), MAX_SHARD_BYTES)?;
+        let mut writer = WeightWriter::create(dir, "state", engine.files("checkpoint"), MAX_SHARD_BYTES)?;
         engine.move_files("checkpoint", &mut Storing(&mut writer))?;
         writer.finish()?;
         let info = CheckpointInfo { files: sizes(dir)?, ..info.clone() };
@@ -176,26 +168,9 @@ fn prune(run_dir: &Path, step: u64, keep: u32) -> Result<(), FilesError> {
     Ok(())
 }
 
-fn tensors(config: &ModelConfig, states: &[&str], dtype: DType) -> Vec<StoredTensor> {
-    config
-        .hf_parameters()
-        .into_iter()
-        .flat_map(|p| {
-            let names =
-                [p.hf_name.clone()].into_iter().chain(states.iter().map(move |state| format!("{state}.{}", p.hf_name)));
-            names.map(move |name| StoredTensor { name, dtype, shape: p.shape.clone() }).collect::<Vec<_>>()
-        })
-        .collect()
-}
-
 /// Puts a checkpoint's tensors into the arena.
-pub(super) fn restore(
-    checkpoint: &Checkpoint,
-    config: &ModelConfig,
-    engine: &mut Engine,
-    states: &[&str],
-) -> Result<(), Trouble> {
-    for wanted in tensors(config, states, checkpoint.info.precision.wide()) {
+pub(super) fn restore(checkpoint: &Checkpoint, engine: &mut Engine) -> Result<(), Trouble> {
+    for wanted in engine.files("restore") {
         let entry = checkpoint.tensors.entry(&wanted.name);
         if entry.is_none_or(|e| e.shape != wanted.shape || e.dtype() != Some(wanted.dtype)) {
             let message = format!("{}: tensor `{}` is not what this run needs", checkpoint.path.display(), wanted.name);
@@ -210,6 +185,7 @@ pub(super) fn restore(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::files::StoredTensor;
     use plimsoll_core::RecomputeLevel;
     use proptest::prelude::*;
 

@@ -2,7 +2,9 @@
 
 use super::open::open;
 use super::rehearsal::Rehearsal;
+use super::spaces::stored;
 use crate::data::Rows;
+use crate::files::StoredTensor;
 use bytemuck::cast_slice;
 use plimsoll_core::{Bytes, DType, DeviceSpec, Recipe, Space};
 use plimsoll_device::cpu::executor::{real_bytes, real_values};
@@ -94,6 +96,8 @@ struct Names {
     capacity: usize,
     /// Ops of each Program.
     lengths: HashMap<String, u32>,
+    /// What each Program reads from files, or writes.
+    files: HashMap<String, Vec<StoredTensor>>,
 }
 
 impl Names {
@@ -122,6 +126,7 @@ impl Names {
             decode: generation("decode"),
             capacity: set.find("cache_keys").map_or(0, |keys| set.tensor(keys).shape[0] as usize),
             lengths: set.programs.iter().map(|program| (program.name.clone(), program.length() as u32)).collect(),
+            files: set.programs.iter().map(|program| (program.name.clone(), stored(set, &program.name))).collect(),
         }
     }
 }
@@ -235,6 +240,11 @@ impl Engine {
     /// The choices that the Programs were built with.
     pub fn recipe(&self) -> &Recipe {
         &self.recipe
+    }
+
+    /// The tensors of files that a Program reads or writes, in the order in which it does.
+    pub fn files(&self, program: &str) -> &[StoredTensor] {
+        self.names.files.get(program).map_or(&[], Vec::as_slice)
     }
 
     /// Runs a Program that reads or writes files: `load`, `restore`, `save`, `checkpoint`.

@@ -8,6 +8,7 @@ pub mod control;
 pub mod engine;
 pub mod events;
 pub mod inference;
+pub mod merge;
 mod open;
 pub mod prepare;
 pub mod rate;

@@ -4,9 +4,10 @@ use super::engine::Engine;
 use super::spaces::ModelSource;
 use super::trouble::Trouble;
 use crate::data::{self, DataSpec, Dataset, Loader};
+use crate::files::AdapterDir;
 use crate::resolve::{Model, Resolved, Work, write_example};
-use crate::run_file::{Init, Precision, RunFile};
-use plimsoll_core::{Bytes, DeviceKind, DeviceSpec, Failure, Recipe, Rung};
+use crate::run_file::{LoraSection, RunFile};
+use plimsoll_core::{Bytes, DeviceKind, DeviceSpec, Failure, Recipe};
 use plimsoll_device::{calibration, process};
 use plimsoll_plan::search::{Answer, plan_of, search};
 use std::ops::ControlFlow;
@@ -66,11 +67,19 @@ pub fn prepare(mut run: RunFile, known: Option<&Known>) -> Result<Prepared, Fail
     let again = known.map(|known| &known.recipe).filter(|recipe| is_of(recipe, &run, &resolved.model));
     let again = again.map(|recipe| plan_of(&question, recipe)).filter(|answer| answer.plan.fits);
     let answer = again.unwrap_or_else(|| search(&question));
-    if answer.plan.rungs.contains(&Rung::Bf16) {
-        // From now on it belongs to the experiment.
-        run.train.precision = Precision::Bf16;
+    if answer.plan.fits {
+        run.decide_rungs(&answer.plan.rungs);
+    }
+    if let Some(adapter) = &resolved.model.adapter {
+        run.lora = LoraSection { dropout: run.lora.dropout, ..adapter_section(adapter) };
     }
     Ok(Prepared { run, resolved, train, eval, answer })
+}
+
+/// Adapters that are trained on are what they were.
+fn adapter_section(adapter: &AdapterDir) -> LoraSection {
+    let targets = adapter.targets.iter().map(|target| target.name().to_owned()).collect();
+    LoraSection { rank: adapter.rank as u32, alpha: adapter.alpha, dropout: 0.0, targets }
 }
 
 /// Whether a recipe can be one of this run: its file may have been changed since.
@@ -80,6 +89,7 @@ fn is_of(recipe: &Recipe, run: &RunFile, model: &Model) -> bool {
     (1..=run.batch_sequences()).contains(&u64::from(recipe.micro_batch))
         && recipe.recompute.len() as u64 == model.config.layers
         && run.recipe.micro_batch.is_none_or(|pin| pin == recipe.micro_batch)
+        && run.train.rungs.as_ref().is_none_or(|rungs| *rungs == recipe.rungs)
         && (*pinned == recipe.recompute || recipe.recompute.iter().all(|&level| as_pinned(level)))
 }
 
@@ -107,12 +117,8 @@ pub fn dataset(run: &RunFile, model: &Model, patterns: &[String], threads: usize
 /// # Errors
 /// Files that cannot be read, or hold no numbers.
 pub(super) fn load_weights(engine: &mut Engine, model: &Model, run: &RunFile) -> Result<(), Trouble> {
-    let pretrained = model.dir.as_ref().filter(|_| run.model.init == Init::Pretrained);
-    match pretrained.and_then(|dir| dir.weights.as_ref()) {
-        Some(weights) => engine.move_files("load", &mut ModelSource::new(weights))?,
-        None => engine.run("load")?,
-    }
-    Ok(())
+    let adapter = model.adapter.as_ref().map(|adapter| &adapter.weights);
+    Ok(engine.move_files("load", &mut ModelSource::new(model.weights(run).into_iter().chain(adapter)))?)
 }
 
 /// The charges of a device once data and tokenizer are open. Those of a GPU are not the process': they are known from

@@ -1,24 +1,38 @@
 //! The files behind file-space tensors: a model that is loaded, and files that are written.
 
-use crate::files::{Entry, FilesError, ModelWeights, WeightFiles, WeightWriter};
+use crate::files::{Entry, FilesError, ModelWeights, StoredTensor, WeightFiles, WeightWriter};
 use plimsoll_core::DType;
 use plimsoll_device::device::FileSpace;
+use plimsoll_program::ProgramSet;
 use std::collections::HashMap;
 use std::io;
 
-/// Tensors of a pretrained model, `model:NAME`. Weights that are no numbers are refused here, where
-/// the file can still be named.
+/// Tensors of a pretrained model, `model:NAME`, and of adapters, `adapter:NAME`. Weights that are no numbers are
+/// refused here, where the file can still be named.
 pub struct ModelSource<'a> {
-    files: &'a WeightFiles,
-    entries: HashMap<&'a str, &'a Entry>,
+    entries: HashMap<&'a str, (&'a WeightFiles, &'a Entry)>,
 }
 
 impl<'a> ModelSource<'a> {
-    /// The weights of a directory.
-    pub fn new(weights: &'a ModelWeights) -> ModelSource<'a> {
-        let entries = weights.parameters.iter().map(|(p, entry)| (p.hf_name.as_str(), entry)).collect();
-        ModelSource { files: &weights.files, entries }
+    /// The weights of some directories.
+    pub fn new(directories: impl IntoIterator<Item = &'a ModelWeights>) -> ModelSource<'a> {
+        let all = directories.into_iter().flat_map(|weights| {
+            weights.parameters.iter().map(|(p, entry)| (p.hf_name.as_str(), (&weights.files, entry)))
+        });
+        ModelSource { entries: all.collect() }
     }
+}
+
+/// The tensors of files that a Program reads or writes, as they are stored.
+pub fn stored(set: &ProgramSet, program: &str) -> Vec<StoredTensor> {
+    let files = set.files(program).into_iter();
+    files
+        .map(|file| StoredTensor {
+            name: without_group(&file.name).to_owned(),
+            dtype: file.dtype,
+            shape: file.shape.clone(),
+        })
+        .collect()
 }
 
 /// The group that a file-space tensor's name starts with, taken off.
@@ -51,10 +65,10 @@ fn has_no_number(dtype: DType, bytes: &[u8]) -> bool {
 
 impl FileSpace for ModelSource<'_> {
     fn read(&mut self, tensor: &str, offset: u64, into: &mut [u8]) -> io::Result<()> {
-        let entry = self.entries.get(without_group(tensor)).ok_or_else(|| unknown(tensor))?;
-        self.files.read_at(entry, offset, into).map_err(as_io)?;
+        let &(files, entry) = self.entries.get(without_group(tensor)).ok_or_else(|| unknown(tensor))?;
+        files.read_at(entry, offset, into).map_err(as_io)?;
         if entry.dtype().is_some_and(|dtype| has_no_number(dtype, into)) {
-            let file = self.files.paths()[entry.file].display();
+            let file = files.paths()[entry.file].display();
             return Err(io::Error::new(io::ErrorKind::InvalidData, format!("{file} holds NaN or infinite weights")));
         }
         Ok(())
@@ -95,5 +109,18 @@ impl FileSpace for Storing<'_> {
 
     fn write(&mut self, tensor: &str, _: u64, from: &[u8]) -> io::Result<()> {
         self.0.write(without_group(tensor), from).map_err(as_io)
+    }
+}
+
+/// A model that becomes another one: `model:` and `adapter:` are read, `merged:` is written.
+pub struct Merging<'a>(pub ModelSource<'a>, pub Storing<'a>);
+
+impl FileSpace for Merging<'_> {
+    fn read(&mut self, tensor: &str, offset: u64, into: &mut [u8]) -> io::Result<()> {
+        self.0.read(tensor, offset, into)
+    }
+
+    fn write(&mut self, tensor: &str, offset: u64, from: &[u8]) -> io::Result<()> {
+        self.1.write(tensor, offset, from)
     }
 }

@@ -12,9 +12,9 @@ use super::samples::{Sample, readable, samples};
 use super::spaces::Storing;
 use super::trouble::Trouble;
 use crate::data::{Batches, Dataset, Loader, Order, Rows};
-use crate::files::{atomic, write_model_dir};
-use crate::resolve::{Model, Resolved, Work, optimizer, pace};
-use crate::run_file::{Length, RunFile, Threads};
+use crate::files::{WeightWriter, atomic, write_adapter_dir, write_model_dir};
+use crate::resolve::{Resolved, Work, lora, pace};
+use crate::run_file::{Length, Method, RunFile, Threads};
 use plimsoll_core::{
     Budget, Bytes, DType, DeviceKind, DeviceMemory, DevicePlan, EvalResult, Event, Failure, LossSpan, Plan, Recipe,
     Record, Retreat, RunResult, RunStatus, StepSeconds,
@@ -24,7 +24,6 @@ use plimsoll_device::probe::Cpu;
 use plimsoll_device::process;
 use plimsoll_plan::price::needed_product_flops;
 use plimsoll_plan::search::{Answer, search};
-use plimsoll_program::models::decoder::Optimizer;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -275,12 +274,13 @@ impl Trainer {
     /// Weights and optimizer: of a checkpoint, else the first ones.
     fn fill(&mut self, checkpoint: Option<&Checkpoint>) -> Result<(), Trouble> {
         let (model, engine) = (&self.resolved.model, &mut self.engine);
+        let frozen = self.run.train.method == Method::Lora;
+        if checkpoint.is_none() || frozen {
+            load_weights(engine, model, &self.run)?;
+        }
         match checkpoint {
-            Some(checkpoint) => checkpoint::restore(checkpoint, &model.config, engine, states(&self.run)),
-            None => {
-                load_weights(engine, model, &self.run)?;
-                Ok(engine.run("fresh")?)
-            }
+            Some(checkpoint) => checkpoint::restore(checkpoint, engine),
+            None => Ok(engine.run("fresh")?),
         }
     }
 
@@ -407,11 +407,9 @@ impl Trainer {
             return Ok(());
         }
         let start = Instant::now();
-        let states = states(&self.run);
         let keep = self.run.train.keep;
         self.insist(log, |trainer| {
-            let (info, config) = (&trainer.info, &trainer.resolved.model.config);
-            checkpoint::write(&trainer.folder, info, config, &mut trainer.engine, states, keep).map(|_| ())
+            checkpoint::write(&trainer.folder, &trainer.info, &mut trainer.engine, keep).map(|_| ())
         })?;
         self.last_saved = (self.info.step, Instant::now());
         log.emit(Event::Checkpoint {
@@ -421,16 +419,31 @@ impl Trainer {
         })
     }
 
+    /// Writes what was trained, whole or not at all: a Hugging Face directory, or adapters as a PEFT directory.
+    fn write_model(&mut self) -> Result<PathBuf, Trouble> {
+        let (model, engine) = (&self.resolved.model, &mut self.engine);
+        let tensors = engine.files("save").to_vec();
+        let write =
+            |writer: &mut WeightWriter| -> Result<(), Trouble> { Ok(engine.move_files("save", &mut Storing(writer))?) };
+        if self.run.train.method == Method::Lora {
+            let path = self.folder.join("adapter");
+            let base = model.weights(&self.run).and_then(|_| model.folder());
+            write_adapter_dir(&path, &lora(&self.run, model), base, &tensors, write)?;
+            return Ok(path);
+        }
+        let path = self.folder.join("model");
+        let config = model.config.to_json(model.dir.as_ref().map(|dir| &dir.raw_config), self.info.precision);
+        write_model_dir(&path, &config, &tensors, model.folder(), write)?;
+        Ok(path)
+    }
+
     fn finish(mut self, status: RunStatus, log: &mut EventLog) -> Result<Outcome, Failure> {
         let mut model = None;
         let mut drawn = Vec::new();
         if status == RunStatus::Done {
             self.evaluate(log)?;
             self.save(log)?;
-            let path = self.folder.join("model");
-            self.insist(log, |trainer| {
-                write_model(&path, &trainer.resolved.model, trainer.info.precision, &mut trainer.engine)
-            })?;
+            let path = self.insist(log, Trainer::write_model)?;
             if let (true, Some(eval)) = (self.generates, self.eval.clone()) {
                 drawn =
                     self.insist(log, |trainer| samples(&mut trainer.engine, &eval, &trainer.resolved.model.config))?;
@@ -545,15 +558,6 @@ fn planned_before(folder: &Path) -> Option<Known> {
     Some(Known { charges_bytes: plan.devices.first()?.charges_bytes, recipe: plan.recipe })
 }
 
-/// The states that the optimizer keeps for each parameter.
-fn states(run: &RunFile) -> &'static [&'static str] {
-    match optimizer(run) {
-        Optimizer::AdamW { .. } => &["first", "second"],
-        Optimizer::Sgd { momentum, .. } if momentum != 0.0 => &["first"],
-        Optimizer::Sgd { .. } => &[],
-    }
-}
-
 /// All rows of a data set once, in order.
 pub(super) fn evaluate(engine: &mut Engine, data: &Dataset) -> Result<Evaluated, Trouble> {
     let at_once = u64::from(engine.recipe().micro_batch);
@@ -564,14 +568,6 @@ pub(super) fn evaluate(engine: &mut Engine, data: &Dataset) -> Result<Evaluated,
         sum.add(engine.evaluate(&mut rows)?);
     }
     Ok(sum)
-}
-
-/// Writes the model as a Hugging Face directory, whole or not at all.
-fn write_model(path: &Path, model: &Model, dtype: DType, engine: &mut Engine) -> Result<(), Trouble> {
-    let raw = model.dir.as_ref().map(|dir| &dir.raw_config);
-    write_model_dir(path, &model.config, raw, dtype, model.folder(), |writer| -> Result<(), Trouble> {
-        Ok(engine.move_files("save", &mut Storing(writer))?)
-    })
 }
 
 /// The value below which `share` of the values lie; 0 where there is none.

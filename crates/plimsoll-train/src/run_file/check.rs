@@ -1,9 +1,10 @@
 //! The rules of a run file that its types cannot hold: ranges, keys that belong together, and what
 //! this version does not do.
 
-use super::{Init, Method, Precision, RunFile};
-use plimsoll_core::Failure;
+use super::{Init, Method, Optimizer, Precision, RunFile};
+use plimsoll_core::{Failure, Rung};
 use plimsoll_plan::request::DevicesRequest;
+use plimsoll_program::models::Target;
 
 /// What is wrong with a run file whose keys all have the right type.
 pub(super) enum Fault {
@@ -17,6 +18,7 @@ pub(super) enum Fault {
 pub(super) fn check(file: &RunFile) -> Result<(), Fault> {
     ranges(file)?;
     together(file)?;
+    method(file)?;
     devices(file)?;
     built(file)
 }
@@ -47,6 +49,7 @@ fn ranges(file: &RunFile) -> Result<(), Fault> {
         ("lora.rank", lora.rank >= 1),
         ("lora.alpha", positive(lora.alpha)),
         ("lora.dropout", share(lora.dropout)),
+        ("lora.targets", !lora.targets.is_empty() && lora.targets.iter().all(|name| Target::named(name).is_some())),
         ("recipe.micro_batch", recipe.micro_batch != Some(0)),
         ("run.dir", !run.dir.trim().is_empty()),
         ("run.threads", run.threads.asked().is_none_or(|count| (1..=1024).contains(&count))),
@@ -90,6 +93,34 @@ fn together(file: &RunFile) -> Result<(), Fault> {
     Ok(())
 }
 
+/// What is trained goes with how the rest is stored.
+fn method(file: &RunFile) -> Result<(), Fault> {
+    let RunFile { model, data, train, .. } = file;
+    let rungs = train.rungs.as_deref().unwrap_or_default();
+    let takes = |rung: Rung| rungs.contains(&rung);
+    let adapters = train.method == Method::Lora || takes(Rung::Lora);
+    if takes(Rung::Int8) && takes(Rung::Nf4) {
+        return Err(cannot("train.rungs", "matrices are stored in 8 bit or in 4", "name int8 or nf4"));
+    }
+    let trains = !data.train.is_empty();
+    if trains && !adapters && (takes(Rung::Int8) || takes(Rung::Nf4)) {
+        let message = "matrices that are trained are not quantised";
+        return Err(cannot("train.rungs", message, "train adapters: train.method = \"lora\""));
+    }
+    if takes(Rung::Adam8bit) && train.optimizer != Optimizer::Adamw {
+        return Err(cannot("train.rungs", "adam8bit is a state of adamw", "leave it out, or set train.optimizer"));
+    }
+    if trains && !adapters && model.adapter.is_some() {
+        let message = "adapters are given, but all parameters are trained";
+        let failure = vec![
+            "to train the adapters on: train.method = \"lora\"".to_owned(),
+            "to train what both make together: plimsoll merge BASE ADAPTER OUT, then model.path = OUT".to_owned(),
+        ];
+        return Err(Fault::Cannot("model.adapter", message.to_owned(), failure));
+    }
+    Ok(())
+}
+
 fn devices(file: &RunFile) -> Result<(), Fault> {
     match file.run.devices.parse::<DevicesRequest>() {
         Ok(_) => Ok(()),
@@ -109,10 +140,6 @@ fn built(file: &RunFile) -> Result<(), Fault> {
     if file.train.precision == Precision::F64 {
         let message = "runs are in f32 or bf16; f64 is for the tests of the program itself";
         return Err(cannot("train.precision", message, "set train.precision = \"f32\""));
-    }
-    if file.train.method == Method::Lora {
-        let message = "this version trains all parameters; lora is not built yet";
-        return Err(cannot("train.method", message, "set train.method = \"full\""));
     }
     Ok(())
 }

@@ -51,6 +51,9 @@ pub struct ModelSection {
     pub preset: Option<String>,
     /// Where the first weights come from. Default: pretrained for a path, random for a preset.
     pub init: Init,
+    /// A PEFT directory with adapters of the model: trained on, or computed with. Absolute after [`RunFile::load`].
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub adapter: Option<String>,
     /// Keys of `config.json` that are unknown to Plimsoll and harmless, as the user says.
     pub ignore_config_keys: Vec<String>,
 }
@@ -158,6 +161,9 @@ pub struct TrainSection {
     pub precision: Precision,
     /// What is trained.
     pub method: Method,
+    /// The lossy rungs that the run takes; none: they have not been decided.
+    #[serde(deserialize_with = "read::decided_rungs", skip_serializing_if = "Option::is_none")]
+    pub rungs: Option<Vec<Rung>>,
     /// Seed of weights, order and sampling.
     pub seed: u64,
     /// Steps between evaluations; 0 evaluates at the end only.
@@ -187,6 +193,7 @@ impl Default for TrainSection {
             clip_norm: 1.0,
             precision: Precision::Auto,
             method: Method::Full,
+            rungs: None,
             seed: 1,
             eval_every: 0,
             save_every: 0,
@@ -380,6 +387,17 @@ impl RunFile {
                 _ => Precision::F32,
             };
         }
+    }
+
+    /// Writes down the lossy rungs that a plan takes: from now on they belong to the experiment.
+    pub fn decide_rungs(&mut self, rungs: &[Rung]) {
+        if rungs.contains(&Rung::Bf16) {
+            self.train.precision = Precision::Bf16;
+        }
+        if rungs.contains(&Rung::Lora) {
+            self.train.method = Method::Lora;
+        }
+        self.train.rungs = Some(rungs.to_vec());
     }
 
     /// The devices asked for.

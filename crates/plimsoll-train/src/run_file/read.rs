@@ -225,7 +225,8 @@ impl RunFile {
     /// everywhere.
     fn absolute(mut self) -> Result<RunFile, RunFileError> {
         let sources = self.data.train.iter_mut().chain(&mut self.data.eval);
-        let paths = self.model.path.iter_mut().chain(sources).chain([&mut self.run.dir]);
+        let model = self.model.path.iter_mut().chain(&mut self.model.adapter);
+        let paths = model.chain(sources).chain([&mut self.run.dir]);
         for path in paths.filter(|path| !path.starts_with(EXAMPLE_PREFIX)) {
             let whole =
                 path::absolute(&*path).map_err(|source| RunFileError::Unreadable { path: path.clone(), source })?;
@@ -307,8 +308,8 @@ fn merge(document: &mut DocumentMut, setting: &str) -> Result<String, RunFileErr
 /// measure of length. Two settings do not replace each other.
 fn give_way(document: &mut DocumentMut, key: &str, set_keys: &[String]) {
     let others: &[&str] = match key {
-        "model.path" => &["model.preset", "model.init"],
-        "model.preset" => &["model.path", "model.init"],
+        "model.path" => &["model.preset", "model.init", "model.adapter"],
+        "model.preset" => &["model.path", "model.init", "model.adapter"],
         "train.steps" => &["train.epochs", "train.hours"],
         "train.epochs" => &["train.steps", "train.hours"],
         "train.hours" => &["train.steps", "train.epochs"],
@@ -451,6 +452,11 @@ pub(super) fn rungs<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Ru
         }
     }
     Ok(rungs)
+}
+
+/// Rungs that have been decided.
+pub(super) fn decided_rungs<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Vec<Rung>>, D::Error> {
+    rungs(deserializer).map(Some)
 }
 
 /// How [`Threads`] is written.

@@ -28,6 +28,7 @@ fn every_key_has_an_expectation_and_every_expectation_a_key() {
     file.model.preset = Some("p".into());
     (file.train.steps, file.train.epochs, file.train.hours) = (Some(1), Some(1.0), Some(1.0));
     file.recipe.micro_batch = Some(1);
+    (file.model.adapter, file.train.rungs) = (Some("a".into()), Some(vec![]));
     let table: toml::Table = file.to_toml().parse().unwrap();
     let written: BTreeSet<String> = table
         .iter()
@@ -250,10 +251,32 @@ fn what_is_not_built_is_refused_by_name() {
         refusal(MODEL, &["train.precision=f64"]),
         "command line: train.precision: runs are in f32 or bf16; f64 is for the tests of the program itself\n  hint: set train.precision = \"f32\""
     );
+}
+
+#[test]
+fn what_is_trained_goes_with_how_the_rest_is_stored() {
+    let train = "data.train=a.jsonl";
+    let rungs = |rungs: &str| format!("train.rungs=\"{rungs}\"");
     assert_eq!(
-        refusal(MODEL, &["train.method=lora"]),
-        "command line: train.method: this version trains all parameters; lora is not built yet\n  hint: set train.method = \"full\""
+        refusal(MODEL, &[train, &rungs("nf4")]),
+        "command line: train.rungs: matrices that are trained are not quantised\n  hint: train adapters: train.method = \"lora\""
     );
+    assert_eq!(
+        refusal(MODEL, &[train, &rungs("lora,int8,nf4")]),
+        "command line: train.rungs: matrices are stored in 8 bit or in 4\n  hint: name int8 or nf4"
+    );
+    let message = refusal(MODEL, &[train, "model.adapter=runs/a/adapter"]);
+    assert!(message.starts_with("command line: model.adapter: adapters are given, but all parameters are trained"));
+    let message = refusal(MODEL, &["lora.targets=lm_head"]);
+    assert!(message.contains("expected a list of q_proj, k_proj"), "{message}");
+    let mut file = parse(MODEL, &[train, "train.method=lora", &rungs("nf4")]).unwrap();
+    assert_eq!(file.train.rungs.as_deref(), Some(&[Rung::Nf4][..]));
+    // What is decided is read again, and that nothing was taken is a decision, too.
+    file.decide_rungs(&[]);
+    assert_eq!(parse(&file.to_toml(), &[]).unwrap().train.rungs, Some(vec![]));
+    let mut file = parse(MODEL, &[]).unwrap();
+    file.decide_rungs(&[Rung::Bf16, Rung::Lora]);
+    assert_eq!((file.train.precision, file.train.method), (Precision::Bf16, Method::Lora));
 }
 
 #[test]

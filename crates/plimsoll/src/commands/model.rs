@@ -1,7 +1,7 @@
-//! `plimsoll eval` and `plimsoll generate`: what a finished model says.
+//! `plimsoll eval` and `plimsoll generate`: what a finished model says; `plimsoll merge`: what adapters make of it.
 
 use super::plan::refusal;
-use crate::args::{EvalArgs, GenerateArgs};
+use crate::args::{EvalArgs, GenerateArgs, MergeArgs};
 use crate::say;
 use plimsoll_core::{Exit, Failure};
 use plimsoll_plan::search::Answer;
@@ -45,6 +45,16 @@ pub fn generate(args: &GenerateArgs) -> Result<Exit, Failure> {
         seed: args.seed,
     })?;
     say::answer(&if args.json { line(&text) } else { format!("{}{}\n", text.prompt, text.text) });
+    Ok(Exit::Done)
+}
+
+/// Folds adapters into their model.
+///
+/// # Errors
+/// Directories that do not go together, and something that is there already.
+pub fn merge(args: &MergeArgs) -> Result<Exit, Failure> {
+    plimsoll_train::run::merge::merge(&args.base, &args.adapter, &args.out, &args.ignore_config_key)?;
+    say::answer(&format!("model: {}\n", args.out.display()));
     Ok(Exit::Done)
 }
 
