@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+import adapters
 import cases
 import reference
 from cases import Case
@@ -56,6 +57,13 @@ SEQUENCE = 64
 READ_ONLY = [("llama-bf16", 0, "bfloat16"), ("qwen2-f16", 4, "float16")]  # name, model, dtype of the files
 
 
+# Models that get adapters, and where.
+ADAPTED = [
+    (1, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
+    (4, ["q_proj", "v_proj", "down_proj"]),
+]
+
+
 # ---------------------------------------------------------------------------------------------------
 # The command line
 # ---------------------------------------------------------------------------------------------------
@@ -83,8 +91,12 @@ class Plimsoll:
             raise PlimsollFailed(f"{arguments[0]}: exit {done.returncode}: {' / '.join(said[-3:])}")
         return done.stdout
 
-    def evaluate(self, directory, file):
-        return json.loads(self.run("eval", directory, "--data", file, "--format", "tokens", "--json"))
+    def evaluate(self, directory, file, adapter=None):
+        with_adapter = ["--adapter", adapter] if adapter else []
+        return json.loads(self.run("eval", directory, "--data", file, "--format", "tokens", "--json", *with_adapter))
+
+    def merge(self, base, adapter, out):
+        self.run("merge", base, adapter, out)
 
     def train(self, run_file):
         self.run("train", run_file)
@@ -99,7 +111,7 @@ RUN_FILE = """\
 [model]
 path = {model}
 init = "pretrained"
-
+{adapter}
 [data]
 train = {data}
 format = "tokens"
@@ -120,6 +132,7 @@ betas = [{beta1}, {beta2}]
 eps = {eps}
 clip_norm = {clip_norm}
 precision = "f32"
+method = "{method}"
 seed = 1
 
 [memory]
@@ -150,11 +163,12 @@ WHOLE = Layout("whole")
 CUT = [Layout("split", sequence=20), Layout("packed", sequence=50, pack=True)]  # most samples cross an edge
 
 
-def run_file_of(training, layout, model, data, directory):
-    """The run file that asks for exactly what reference.train does."""
+def run_file_of(training, layout, model, data, directory, adapter=None):
+    """The run file that asks for exactly what reference.train does; with an adapter, for training that alone."""
     quoted = lambda path: json.dumps(str(path))  # a JSON string is a TOML string
     return RUN_FILE.format(
-        model=quoted(model), data=quoted(data), dir=quoted(directory), sequence=layout.sequence,
+        model=quoted(model), adapter=f"adapter = {quoted(adapter)}\n" if adapter else "",
+        method="lora" if adapter else "full", data=quoted(data), dir=quoted(directory), sequence=layout.sequence,
         pack=str(layout.pack).lower(), long="refuse" if layout == WHOLE else "split", steps=training.steps,
         batch_tokens=training.rows_per_step * layout.sequence,  # padding counts
         learning_rate=training.learning_rate, weight_decay=training.weight_decay, beta1=training.betas[0],
@@ -239,9 +253,7 @@ def check_train(report, name, plimsoll, directory, training, layout):
     model = reference.load(directory)
     expected = reference.train(model, layout.rows(reference.read_samples(data)), training)
     steps = steps_of(run)
-    report.equal(f"{name} steps", len(steps), len(expected))
-    report.within(f"{name} step loss", max(relative(a["loss"], b["loss"]) for a, b in zip(steps, expected)), LOSS_LIMIT)
-    report.within(f"{name} step norm", max(relative(a["norm"], b["norm"]) for a, b in zip(steps, expected)), NORM_LIMIT)
+    check_steps(report, name, run, expected)
     report.equal(f"{name} step tokens", [s["labelled_tokens"] for s in steps], [s["tokens"] for s in expected])
 
     written = reference.load(run / "model")  # refuses tensors too few or too many
@@ -287,6 +299,42 @@ def odd_samples(vocab, rng):
         Sample(longest, longest),
         Sample(first, first[:1] + [reference.IGNORED] * 6),
     ]
+
+
+def check_steps(report, name, run, expected):
+    steps = steps_of(run)
+    report.equal(f"{name} steps", len(steps), len(expected))
+    report.within(f"{name} step loss", max(relative(a["loss"], b["loss"]) for a, b in zip(steps, expected)), LOSS_LIMIT)
+    report.within(f"{name} step norm", max(relative(a["norm"], b["norm"]) for a, b in zip(steps, expected)), NORM_LIMIT)
+
+
+def check_adapter(report, name, plimsoll, directory, training, targets):
+    """Adapters that peft wrote: computed with, trained on, written for peft, folded in."""
+    adapter, merged, run = directory / "adapter", directory / "merged", directory / "run-adapter"
+    adapters.write_adapter(adapter, directory, targets, 7)
+    path, data = directory / "uneven.jsonl", directory / "train.jsonl"
+    before = reference.evaluate(reference.load_adapter(directory, adapter), reference.read_samples(path))
+    check_loss(report, f"{name} eval", plimsoll.evaluate(directory, path, adapter), before)
+
+    plimsoll.merge(directory, adapter, merged)
+    check_loss(report, f"{name} merged", reference.evaluate(reference.load(merged), reference.read_samples(path)), before)
+
+    run_file = directory / "adapter.toml"
+    run_file.write_text(run_file_of(training, WHOLE, directory, data, run, adapter))
+    plimsoll.train(run_file)
+    model = reference.load_adapter(directory, adapter)
+    check_steps(report, name, run, reference.train(model, WHOLE.rows(reference.read_samples(data)), training))
+    written = reference.load_adapter(directory, run / "adapter")  # as peft reads it; refuses tensors too few or too many
+    worst = reference.largest(normwise, reference.adapter_weights(written), reference.adapter_weights(model))
+    report.within(f"{name} weights", worst, WEIGHT_LIMIT)
+
+
+def check_adapters(report, plimsoll, directory, seed, models=None):
+    for index, (model, targets) in enumerate(ADAPTED if models is None else models):
+        case = replace(MODELS[model], name=f"{MODELS[model].name}-adapter", seed=1000 * seed + 700 + index)
+        here = directory / case.name
+        write_inputs(here, case, random.Random(case.seed))
+        report.guarded(case.name, check_adapter, plimsoll, here, Training(eps=1e-6), targets)
 
 
 def write_inputs(directory, case, rng):
@@ -338,6 +386,7 @@ def main():
         directory = arguments.keep or Path(scratch)
         check_all(report, Plimsoll(binary), directory, arguments.seed)
         check_dtypes(report, Plimsoll(binary), directory, arguments.seed)
+        check_adapters(report, Plimsoll(binary), directory, arguments.seed)
     print(f"{report.passed} passed, {report.failed} failed")
     return 1 if report.failed else 0
 

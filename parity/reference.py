@@ -19,6 +19,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import torch.nn.functional as F
+from peft import PeftModel
+from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
@@ -67,6 +69,27 @@ def load(directory, dtype=torch.float64):
     if faults:
         raise ValueError(f"{directory}: {faults}")
     return model.eval()  # no dropout
+
+
+def load_adapter(directory, adapter, dtype=torch.float64):
+    """The model with the adapters of a PEFT directory, which alone are trained; refuses adapters that do not go with it."""
+    model = PeftModel.from_pretrained(load(directory, dtype), adapter, is_trainable=True, autocast_adapter_dtype=False)
+    model = model.to(dtype)  # the file's float32, widened exactly
+    written = load_file(Path(adapter) / "adapter_model.safetensors")
+    read = adapter_weights(model)
+    if {name: t.shape for name, t in written.items()} != {name: t.shape for name, t in read.items()}:
+        raise ValueError(f"{adapter}: {sorted(written.keys() ^ read.keys())}")  # peft only warns
+    return model.eval()  # no dropout
+
+
+def trained(model):
+    """The parameters that are trained, by the names that files give them."""
+    return [(name.replace(".default.", "."), p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def adapter_weights(model):
+    """What is trained of a model with adapters."""
+    return {name: p.detach().clone() for name, p in trained(model)}
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -184,7 +207,7 @@ def gradients(model, samples):
         loss = nll_sum(model, sample) / count
         loss.backward()
         total += loss.item()
-    return total, {name: p.grad.clone() for name, p in model.named_parameters()}
+    return total, {name: p.grad.clone() for name, p in trained(model)}
 
 
 def matrices_only(name, parameter):
@@ -220,7 +243,7 @@ def train(model, rows, training=Training()):
 
     The loss of a step is the mean over all of its labelled tokens, however they fall on its micro-batches.
     """
-    named = list(model.named_parameters())
+    named = trained(model)
     decayed = [p for name, p in named if training.decays(name, p)]
     others = [p for name, p in named if not training.decays(name, p)]
     optimizer = torch.optim.AdamW(

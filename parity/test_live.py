@@ -37,12 +37,22 @@ class StandIn(live.Plimsoll):
     def run(self, command, *arguments):
         return getattr(self, f"run_{command}")(*map(str, arguments))
 
-    def load(self, directory):
-        return reference.load(directory, torch.float32)
+    def load(self, directory, adapter=None):
+        if adapter is None:
+            return reference.load(directory, torch.float32)
+        model = reference.load_adapter(directory, adapter, torch.float32)
+        if self.mistake == "adapters not scaled":
+            for module in model.modules():
+                if isinstance(getattr(module, "scaling", None), dict):
+                    module.scaling["default"] = 1.0
+        return model
 
-    def run_eval(self, directory, _data, file, _format, form, _json):
-        assert (_data, _format, form, _json) == ("--data", "--format", "tokens", "--json")
-        model, samples = self.load(directory), reference.read_samples(file)
+    def run_merge(self, base, adapter, out):
+        self.load(base, adapter).merge_and_unload().save_pretrained(out)
+
+    def run_eval(self, directory, _data, file, _format, form, _json, _adapter="--adapter", adapter=None):
+        assert (_data, _format, form, _json, _adapter) == ("--data", "--format", "tokens", "--json", "--adapter")
+        model, samples = self.load(directory, adapter), reference.read_samples(file)
         result = reference.evaluate(model, samples)
         if self.mistake == "mean of means":
             means = [reference.evaluate(model, [sample])["loss"] for sample in samples if sample.labelled]
@@ -67,10 +77,12 @@ class StandIn(live.Plimsoll):
         )
         if self.mistake == "norms decayed":
             training = replace(training, decays=lambda name, p: True)
-        model = self.load(run["model"]["path"])
+        adapter = run["model"].get("adapter")
+        assert (wanted["method"] == "lora") == (adapter is not None)
+        model = self.load(run["model"]["path"], adapter)
         rows = reference.rows_of(reference.read_samples(run["data"]["train"]), sequence, pack)
         steps = reference.train(model, rows, training)
-        model.save_pretrained(directory / "model")
+        model.save_pretrained(directory / ("adapter" if adapter else "model"))
         if self.mistake == "tensor forgotten":
             file = directory / "model" / "model.safetensors"
             weights = load_file(file)
@@ -88,11 +100,11 @@ class StandIn(live.Plimsoll):
         return tokenizer.decode(tokens[:-1] if self.mistake == "token lost" else tokens) + "\n"
 
 
-def outcome(plimsoll, models):
+def outcome(plimsoll, models, check=live.check_all):
     """The report of live.py over some models, and the names of the checks that failed."""
     report, printed = live.Report(), io.StringIO()
     with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(printed):
-        live.check_all(report, plimsoll, Path(directory), seed=77, models=models)
+        check(report, plimsoll, Path(directory), seed=77, models=models)
     lines = printed.getvalue().splitlines()
     assert len(lines) == report.passed + report.failed
     return report, [line.removeprefix("FAIL ") for line in lines if line.startswith("FAIL")]
@@ -117,6 +129,13 @@ class Live(unittest.TestCase):
         }.items():
             _, failed = outcome(StandIn(mistake), live.MODELS[:2])
             self.assertTrue(any(check in line for line in failed), (mistake, failed))
+
+    def test_adapters_pass_and_a_scale_that_is_forgotten_fails(self):
+        report, failed = outcome(StandIn(), live.ADAPTED, live.check_adapters)
+        self.assertEqual((failed, report.passed), ([], 10 * len(live.ADAPTED)))
+        _, failed = outcome(StandIn("adapters not scaled"), live.ADAPTED[:1], live.check_adapters)
+        for check in ("eval loss", "merged loss", "step loss"):
+            self.assertTrue(any(check in line for line in failed), (check, failed))
 
     def test_a_binary_that_fails_is_a_failed_check(self):
         with tempfile.TemporaryDirectory() as directory:

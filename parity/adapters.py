@@ -1,0 +1,119 @@
+#!/usr/bin/env python3
+"""Writes parity/fixtures/adapters/, which `cargo test` reads: adapters that peft wrote, and what peft makes of them.
+
+    parity/run make            # writes them, after the models
+    parity/run check           # recompute the references from the committed adapters
+
+Each lies on the model of a committed case; README.md describes the files. Here live: which adapters there are, and the
+numbers of their references. Loading and arithmetic are reference.py's.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import peft
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+
+import reference
+from make_fixtures import FIXTURES, MARGIN_OF_FLOAT32, TOLERANCES, TRAINING, training_rows
+from reference import largest, normwise, relative
+
+ADAPTERS = FIXTURES / "adapters"
+BASE = "llama-gqa-tied"  # two heads share a key head: K and V are narrower than Q
+RANK, ALPHA = 4, 8
+TARGETS = {
+    "all": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "q-v": ["q_proj", "v_proj"],
+    "k-o-up-down": ["k_proj", "o_proj", "up_proj", "down_proj"],
+}
+
+
+def write_adapter(directory, base, targets, seed, **config):
+    """Adapters as peft saves them, with a B that is not zero: else half of the gradients are."""
+    model = reference.load(base, torch.float32)
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules=targets, task_type="CAUSAL_LM", **config)
+    model = get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in sorted(model.named_parameters()):
+        if parameter.requires_grad:
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.data = (0.5 * noise / parameter.shape[1] ** 0.5).float()
+    model.peft_config["default"].base_model_name_or_path = None  # no path of the machine that made it
+    model.save_pretrained(directory)
+    for beside in directory.iterdir():
+        if not beside.name.startswith("adapter_"):
+            beside.unlink()
+
+
+def compute(base, adapter, dtype):
+    """Tensors and numbers of adapters on a model."""
+    batch = reference.read_samples(base / "batch.jsonl")
+    model = reference.load_adapter(base, adapter, dtype)
+    loss, gradient = reference.gradients(model, batch)
+    # Frozen: that it is folded in is all that merging does.
+    merged = reference.evaluate(reference.load_adapter(base, adapter, dtype).merge_and_unload(), batch)
+    steps = reference.train(model, training_rows(base), TRAINING)
+    numbers = {"batch": {"loss": loss}, "merged": merged, "steps": steps, "batch_after": reference.evaluate(model, batch)}
+    return {"grad": gradient, "after": reference.adapter_weights(model)}, numbers
+
+
+def make(name, targets):
+    base, directory = FIXTURES / BASE, ADAPTERS / name
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    write_adapter(directory, base, targets, 500 + len(targets))
+    tensors, numbers = compute(base, directory, torch.float64)
+    tensors32, numbers32 = compute(base, directory, torch.float32)
+    float32 = {
+        "loss": max(relative(a["loss"], b["loss"]) for a, b in zip(numbers32["steps"], numbers["steps"])),
+        "norm": max(relative(a["norm"], b["norm"]) for a, b in zip(numbers32["steps"], numbers["steps"])),
+        "gradient": largest(normwise, tensors32["grad"], tensors["grad"]),
+        "after": largest(normwise, tensors32["after"], tensors["after"]),
+    }
+    for key, distance in float32.items():
+        assert distance * MARGIN_OF_FLOAT32 <= TOLERANCES[key]["limit"], (name, key, distance)
+    stored = {f"{kind}.{key}": t.float().contiguous() for kind, named in tensors.items() for key, t in named.items()}
+    save_file(stored, directory / "reference.safetensors")
+    report = {"format": 1, "made_by": {"command": "parity/run make", "peft": peft.__version__, "torch": torch.__version__},
+              "base": BASE, **numbers, "float32_distance": {key: float(f"{d:.1e}") for key, d in float32.items()}}
+    (directory / "reference.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(f"adapters/{name:18} float32: {' '.join(f'{key} {d:.0e}' for key, d in float32.items())}", flush=True)
+
+
+def check(name):
+    """The committed references against ones computed anew; the largest distance."""
+    directory = ADAPTERS / name
+    said, stored = json.loads((directory / "reference.json").read_text()), load_file(directory / "reference.safetensors")
+    tensors, numbers = compute(FIXTURES / said["base"], directory, torch.float64)
+    anew = {f"{kind}.{key}": t for kind, named in tensors.items() for key, t in named.items()}
+    losses = [relative(numbers["merged"]["loss"], said["merged"]["loss"])]
+    losses += [relative(a["loss"], b["loss"]) for a, b in zip(numbers["steps"], said["steps"])]
+    return max(largest(normwise, anew, stored), *losses)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare what is there with peft, write nothing")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    failed = 0
+    for name, targets in TARGETS.items():
+        if not arguments.check:
+            make(name, targets)
+            continue
+        distance = check(name)
+        good = distance < 1e-6
+        failed += not good
+        print(f"{'ok' if good else 'FAIL'} fixture adapters/{name} {distance:.1e}", flush=True)
+    if arguments.check:
+        print(f"{len(TARGETS) - failed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
