@@ -105,6 +105,7 @@ fn all<T: Real<Wide = f32>>(bench: &mut Bench, lanes: u64) {
     decode::<T>(bench, lanes);
     others::<T>(bench, lanes);
     update::<T>(bench);
+    coarse::<T>(bench);
 }
 
 fn products<T: Real<Wide = f32>>(bench: &mut Bench, lanes: u64) {
@@ -282,4 +283,49 @@ fn update<T: Real<Wide = f32>>(bench: &mut Bench) {
             from_bytes(pool, dtype, &bytes, &mut first).unwrap()
         });
     }
+}
+
+/// Frozen matrices in 8 and 4 bit, 8-bit state, and dropout. Bytes are those read and written.
+fn coarse<T: Real<Wide = f32>>(bench: &mut Bench) {
+    let (rows, columns) = (4096, 4096);
+    let n = rows * columns;
+    let size = size_of::<T>();
+    let matrix = numbers::<T>(n);
+    let mut whole = zeros::<T>(n);
+    let (mut codes, mut row_scales) = (vec![0u8; n], vec![0f32; rows]);
+    bench.time("quantise int8", 0, Work::Bytes((2 * size + 1) * n), |pool| {
+        quantise(pool, &matrix, columns, Coarse::Int8 { codes: &mut codes[..], scales: &mut row_scales[..] })
+    });
+    bench.time("dequantise int8", 0, Work::Bytes((size + 1) * n), |pool| {
+        dequantise(pool, Coarse::Int8 { codes: &codes[..], scales: &row_scales[..] }, columns, &mut whole)
+    });
+    let (mut halves, mut scales, mut groups) = (vec![0u8; n / 2], vec![0u8; n / 64], vec![0f32; n / 64 / 128]);
+    bench.time("quantise nf4", 0, Work::Bytes(size * n + n / 2), |pool| {
+        let into = Coarse::Nf4 { codes: &mut halves[..], scales: &mut scales[..], groups: &mut groups[..] };
+        quantise(pool, &matrix, columns, into)
+    });
+    bench.time("dequantise nf4", 0, Work::Bytes(size * n + n / 2), |pool| {
+        let from = Coarse::Nf4 { codes: &halves[..], scales: &scales[..], groups: &groups[..] };
+        dequantise(pool, from, columns, &mut whole)
+    });
+    bench.time("copy of as much", 0, Work::Bytes(2 * size * n), |pool| copy(pool, &matrix, &mut whole));
+    let (mut weight, gradient) = (numbers::<f32>(PARAMETERS), numbers::<f32>(PARAMETERS));
+    let (mut first, mut second) = (vec![0u8; PARAMETERS], vec![0u8; PARAMETERS]);
+    let blocks = PARAMETERS.div_ceil(256);
+    let (mut first_scale, mut second_scale) = (vec![0f32; blocks], vec![0f32; blocks]);
+    let step = AdamW { rate: 1e-4, betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, bias_corrections: [0.5, 0.5], clip: 0.9 };
+    bench.time("adamw8", 0, Work::Bytes(16 * PARAMETERS), |pool| {
+        let state = State8 {
+            first: &mut first,
+            first_scale: &mut first_scale,
+            second: &mut second,
+            second_scale: &mut second_scale,
+        };
+        adamw8(pool, step, &mut weight, &gradient, state)
+    });
+    let at = Dropout { seed: 1, step: 1, first_sample: 0, sequence: SEQUENCE, layer: 0, site: 0, probability: 0.1 };
+    let (x, mut out) = (numbers::<T>(ROWS * HIDDEN), zeros::<T>(ROWS * HIDDEN));
+    bench.time("dropout", 0, Work::Bytes(2 * size * ROWS * HIDDEN), |pool| {
+        dropout(pool, at, HIDDEN, &x, &mut out, false)
+    });
 }

@@ -248,8 +248,11 @@ pub fn measure_cpu(
     drop(pool);
     let open = |set, placement, precision| executor::open(set, placement, precision, threads as usize);
     let kernels = Kernels::Cpu { threads: u64::from(threads) };
-    let subject = Subject { kernels, precision: DType::F32, scale: Scale::PROCESSOR, open: &open };
-    let ops = op_rates::measure(&subject)?;
+    let subject = |precision| Subject { kernels, precision, scale: Scale::PROCESSOR, open: &open };
+    let mut ops = op_rates::measure(&subject(DType::F32))?;
+    if dtypes.contains(&DType::Bf16) {
+        ops.bf16 = Some(Box::new(op_rates::measure(&subject(DType::Bf16))?));
+    }
     Ok(DeviceBench {
         device: "cpu".to_owned(),
         simulated: false,

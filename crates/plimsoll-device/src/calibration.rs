@@ -251,6 +251,7 @@ fn save<T: Serialize>(folder: &Path, name: &str, known: &[T]) {
 fn plausible(rates: &Rates) -> bool {
     let positive = |rate: f64| rate.is_finite() && rate > 0.0;
     positive(rates.f32_flops)
+        && positive(rates.bf16_flops)
         && positive(rates.memory_bytes_per_second)
         && positive(rates.host_link.bytes_per_second)
         && rates.op_seconds.is_finite()
@@ -283,7 +284,7 @@ mod tests {
         let link = Link { bytes_per_second: 1e10, latency_seconds: 1e-6 };
         Rates {
             f32_flops: 1e11,
-            bf16_flops: 0.0,
+            bf16_flops: 2e11,
             memory_bytes_per_second: 2e10,
             op_seconds: 1e-6,
             host_link: link,
@@ -303,7 +304,7 @@ mod tests {
             simulated: false,
             model: "a".to_owned(),
             threads: 2,
-            products: vec![rate],
+            products: vec![rate, ProductRate { dtype: DType::Bf16, median_flops: 2e11, ..rate }],
             memory: MemoryRate { array_bytes: Bytes::mib(1), read: 4e10, write: 3e10, copy: 2e10, triad: 2e10 },
             op_seconds: 1e-6,
             ops: OpRates::default(),

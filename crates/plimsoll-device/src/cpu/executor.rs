@@ -6,8 +6,10 @@ use crate::arena::Arena;
 use crate::device::{Call, Device, DeviceError, FileSpace, Memory, Observer};
 use crate::spaces::Spaces;
 use bytemuck::bytes_of;
-use half::bf16;
+use half::{bf16, f16};
 use plimsoll_core::{DType, Space};
+use plimsoll_program::formats::{NF4_BLOCK, NF4_GROUP, STATE_BLOCK};
+use plimsoll_program::op::Quantised;
 use plimsoll_program::scalars::{Metric, Scalar};
 use plimsoll_program::{Op, OpKind, Operand, Placement, ProgramSet, TensorId};
 use std::marker::PhantomData;
@@ -433,15 +435,14 @@ impl<'a, T: Real> Frame<'a, T> {
                     (false, false) => kernels::add(pool, self.read(x, n), self.write(into, n)),
                 }
             }
-            OpKind::Fill { into, value, elements } => {
-                if self.is(into, DType::F64) {
-                    kernels::fill(pool, *value, self.of_mut::<f64>(into, *elements));
-                } else if self.is_wide(into) {
-                    kernels::fill(pool, T::Wide::of(*value), self.write_wide(into, *elements));
-                } else {
-                    kernels::fill(pool, T::of(*value), self.write(into, *elements));
-                }
-            }
+            OpKind::Fill { into, value, elements } => match self.site.set.tensor(into.tensor).dtype {
+                DType::F64 => kernels::fill(pool, *value, self.of_mut::<f64>(into, *elements)),
+                DType::F32 => kernels::fill(pool, f32::of(*value), self.of_mut::<f32>(into, *elements)),
+                DType::Bf16 => kernels::fill(pool, bf16::of(*value), self.of_mut::<bf16>(into, *elements)),
+                DType::F16 => kernels::fill(pool, f16::from_f64(*value), self.of_mut::<f16>(into, *elements)),
+                DType::I32 => kernels::fill(pool, *value as i32, self.of_mut::<i32>(into, *elements)),
+                DType::U8 => kernels::fill(pool, *value as u8, self.of_mut::<u8>(into, *elements)),
+            },
             OpKind::SquaredNorm { x, metrics, workspace, elements } => {
                 self.scratch(workspace);
                 let sum = kernels::squared_norm(pool, self.read_wide(x, *elements));
@@ -454,17 +455,7 @@ impl<'a, T: Real> Frame<'a, T> {
                 self.whole(scalars)[Scalar::ClipFactor as usize] = T::Wide::of(factor);
             }
             OpKind::AdamW { weight, gradient, first, second, scalars, elements, betas, eps, decay } => {
-                let step = kernels::AdamW {
-                    rate: self.scalar(scalars, Scalar::LearningRate),
-                    betas: *betas,
-                    eps: T::Wide::of(*eps),
-                    decay: T::Wide::of(*decay),
-                    bias_corrections: [
-                        self.scalar(scalars, Scalar::BiasCorrection1),
-                        self.scalar(scalars, Scalar::BiasCorrection2),
-                    ],
-                    clip: self.scalar(scalars, Scalar::ClipFactor),
-                };
+                let step = self.adamw(scalars, *betas, *eps, *decay);
                 let n = *elements;
                 let (weight, gradient) = (self.write_wide(weight, n), self.read_wide(gradient, n));
                 kernels::adamw(pool, step, weight, gradient, self.write_wide(first, n), self.write_wide(second, n));
@@ -492,16 +483,121 @@ impl<'a, T: Real> Frame<'a, T> {
             OpKind::TransferStart { from, to, elements, .. } => self.transfer(from, to, *elements, files)?,
             // Copies on the CPU are done when they have started.
             OpKind::TransferWait { .. } => {}
-            OpKind::Dropout { .. }
-            | OpKind::AdamW8 { .. }
-            | OpKind::InitUniform { .. }
-            | OpKind::Quantise { .. }
-            | OpKind::Dequantise { .. } => return Err(unsupported(op)),
+            OpKind::Dropout {
+                x,
+                out,
+                scalars,
+                seed,
+                first_sample,
+                layer,
+                site,
+                probability,
+                rows,
+                columns,
+                sequence,
+                accumulate,
+            } => {
+                let at = kernels::Dropout {
+                    seed: *seed,
+                    step: self.count(scalars, Scalar::Step) as u32,
+                    first_sample: first_sample.at(self.site.variable, self.site.micro_batch) as u32,
+                    sequence: *sequence as usize,
+                    layer: layer.at(self.site.variable, self.site.micro_batch) as u32,
+                    site: *site,
+                    probability: *probability,
+                };
+                let (x, out) = (self.read(x, rows * columns), self.write(out, rows * columns));
+                kernels::dropout(pool, at, *columns as usize, x, out, *accumulate);
+            }
+            OpKind::AdamW8 {
+                weight,
+                gradient,
+                first,
+                first_scale,
+                second,
+                second_scale,
+                scalars,
+                elements,
+                betas,
+                eps,
+                decay,
+            } => {
+                let (n, blocks) = (*elements, elements.div_ceil(STATE_BLOCK));
+                let state = kernels::State8 {
+                    first: self.of_mut(first, n),
+                    first_scale: self.of_mut(first_scale, blocks),
+                    second: self.of_mut(second, n),
+                    second_scale: self.of_mut(second_scale, blocks),
+                };
+                let step = self.adamw(scalars, *betas, *eps, *decay);
+                kernels::adamw8(pool, step, self.write_wide(weight, n), self.read_wide(gradient, n), state);
+            }
+            OpKind::InitUniform { into, seed, number, first, bound, elements } => {
+                let first = first.at(self.site.variable, self.site.micro_batch) as u64;
+                if self.is_wide(into) {
+                    kernels::uniform(pool, *seed, *number, first, *bound, self.write_wide(into, *elements));
+                } else {
+                    kernels::uniform(pool, *seed, *number, first, *bound, self.write(into, *elements));
+                }
+            }
+            OpKind::Quantise { from, into, elements, columns } => {
+                let into = match into {
+                    Quantised::Int8 { codes, scales } => kernels::Coarse::Int8 {
+                        codes: self.of_mut(codes, *elements),
+                        scales: self.of_mut(scales, elements / columns),
+                    },
+                    Quantised::Nf4 { codes, scales, groups } => {
+                        let blocks = elements.div_ceil(NF4_BLOCK);
+                        kernels::Coarse::Nf4 {
+                            codes: self.of_mut(codes, elements.div_ceil(2)),
+                            scales: self.of_mut(scales, blocks),
+                            groups: self.of_mut(groups, 2 * blocks.div_ceil(NF4_GROUP)),
+                        }
+                    }
+                };
+                if self.is_wide(from) {
+                    kernels::quantise(pool, self.read_wide(from, *elements), *columns as usize, into);
+                } else {
+                    kernels::quantise(pool, self.read(from, *elements), *columns as usize, into);
+                }
+            }
+            OpKind::Dequantise { from, into, elements, columns } => {
+                let from = match from {
+                    Quantised::Int8 { codes, scales } => kernels::Coarse::Int8 {
+                        codes: self.of(codes, *elements),
+                        scales: self.of(scales, elements / columns),
+                    },
+                    Quantised::Nf4 { codes, scales, groups } => {
+                        let blocks = elements.div_ceil(NF4_BLOCK);
+                        kernels::Coarse::Nf4 {
+                            codes: self.of(codes, elements.div_ceil(2)),
+                            scales: self.of(scales, blocks),
+                            groups: self.of(groups, 2 * blocks.div_ceil(NF4_GROUP)),
+                        }
+                    }
+                };
+                kernels::dequantise(pool, from, *columns as usize, self.write(into, *elements));
+            }
             OpKind::CollectiveStart { .. } | OpKind::CollectiveWait { .. } => {
                 return Err(DeviceError::Unsupported { op: op.name(), device: "a single cpu" });
             }
         }
         Ok(())
+    }
+
+    /// The numbers of this step.
+    fn adamw(&self, scalars: &Operand, betas: [f64; 2], eps: f64, decay: f64) -> kernels::AdamW<T::Wide> {
+        kernels::AdamW {
+            rate: self.scalar(scalars, Scalar::LearningRate),
+            betas,
+            eps: T::Wide::of(eps),
+            decay: T::Wide::of(decay),
+            bias_corrections: [
+                self.scalar(scalars, Scalar::BiasCorrection1),
+                self.scalar(scalars, Scalar::BiasCorrection2),
+            ],
+            clip: self.scalar(scalars, Scalar::ClipFactor),
+        }
     }
 
     fn cast(&self, from: &Operand, to: &Operand, elements: u64) {
@@ -552,10 +648,6 @@ impl<'a, T: Real> Frame<'a, T> {
             }
         }
     }
-}
-
-fn unsupported(op: &Op) -> DeviceError {
-    DeviceError::Unsupported { op: op.name(), device: "the cpu" }
 }
 
 /// Numbers as the bytes that [`Device::write`] takes for a tensor of this type.

@@ -1,4 +1,4 @@
-//! Normal numbers that are a function of (seed, tensor number, element), so that they can be made
+//! Random numbers that are a function of (seed, tensor number, element), so that they can be made
 //! where they are needed, in any order and any portion.
 //!
 //! Philox-4x32-10: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3"
@@ -13,6 +13,16 @@ const LEAST: usize = 4096;
 /// Fills `to` with normal numbers of mean 0: element i is number `first + i` of tensor `number`
 /// under `seed`, times `std`.
 pub fn normal<T: Real>(pool: &Pool, seed: u64, number: u64, first: u64, std: f64, to: &mut [T]) {
+    fill(pool, first, to, |block| four_normals(words(seed, number, block)).map(|value| T::of(value * std)));
+}
+
+/// The same of numbers that are equally likely from −bound to bound.
+pub fn uniform<T: Real>(pool: &Pool, seed: u64, number: u64, first: u64, bound: f64, to: &mut [T]) {
+    fill(pool, first, to, |block| words(seed, number, block).map(|word| T::of((share(word) * 2.0 - 1.0) * bound)));
+}
+
+/// Element i is number `first + i` of those that `four` makes by blocks of four.
+fn fill<T: Real>(pool: &Pool, first: u64, to: &mut [T], four: impl Fn(u64) -> [T; 4] + Sync) {
     let (total, to) = (to.len(), Shared::new(to));
     pool.split(total, LEAST, |range, _| {
         // SAFETY: ranges of one split are disjoint.
@@ -20,35 +30,40 @@ pub fn normal<T: Real>(pool: &Pool, seed: u64, number: u64, first: u64, std: f64
         let mut at = first + range.start as u64;
         let mut rest = &mut *to;
         while !rest.is_empty() {
-            let block = four_normals(seed, number, at / 4);
+            let block = four(at / 4);
             let skip = (at % 4) as usize;
             let count = rest.len().min(4 - skip);
             let (now, later) = rest.split_at_mut(count);
-            for (to, value) in now.iter_mut().zip(&block[skip..]) {
-                *to = T::of(value * std);
-            }
+            now.copy_from_slice(&block[skip..skip + count]);
             at += count as u64;
             rest = later;
         }
     });
 }
 
-fn four_normals(seed: u64, number: u64, block: u64) -> [f64; 4] {
-    let words = philox(
+fn words(seed: u64, number: u64, block: u64) -> [u32; 4] {
+    philox(
         [block as u32, (block >> 32) as u32, number as u32, (number >> 32) as u32],
         [seed as u32, (seed >> 32) as u32],
-    );
-    // In the middle of 2^32 equal steps: never 0, never 1.
-    let uniform = |word: u32| (f64::from(word) + 0.5) / 4_294_967_296.0;
+    )
+}
+
+/// A word's place between 0 and 1, in the middle of 2^32 equal steps: never 0, never 1.
+fn share(word: u32) -> f64 {
+    (f64::from(word) + 0.5) / 4_294_967_296.0
+}
+
+fn four_normals(words: [u32; 4]) -> [f64; 4] {
     let pair = |a: u32, b: u32| {
-        let (radius, angle) = ((-2.0 * uniform(a).ln()).sqrt(), std::f64::consts::TAU * uniform(b));
+        let (radius, angle) = ((-2.0 * share(a).ln()).sqrt(), std::f64::consts::TAU * share(b));
         [radius * angle.cos(), radius * angle.sin()]
     };
     let ([a, b], [c, d]) = (pair(words[0], words[1]), pair(words[2], words[3]));
     [a, b, c, d]
 }
 
-fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
+#[inline(always)]
+pub(super) fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     for round in 0..10 {
         if round > 0 {
             key = [key[0].wrapping_add(0x9E37_79B9), key[1].wrapping_add(0xBB67_AE85)];

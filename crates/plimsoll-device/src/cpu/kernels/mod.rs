@@ -16,6 +16,8 @@
 
 mod attention;
 mod cast;
+mod coarse;
+mod dropout;
 mod elementwise;
 mod embed;
 mod init;
@@ -30,12 +32,14 @@ mod swiglu;
 
 pub use attention::{append_cache, attention, attention_grad, cached_attention};
 pub use cast::{CastError, from_bytes, to_bytes};
+pub use coarse::{Coarse, dequantise, quantise};
+pub use dropout::{Dropout, dropout};
 pub use elementwise::{add, copy, fill, round, sum_rows};
 pub use embed::{embed, embed_grad};
-pub use init::normal;
+pub use init::{normal, uniform};
 pub use loss::{IGNORED, cross_entropy, cross_entropy_grad};
 pub use norm::{head_norm, head_norm_grad, rms_norm, rms_norm_grad};
-pub use optimizer::{AdamW, Sgd, adamw, sgd, squared_norm};
+pub use optimizer::{AdamW, Sgd, State8, adamw, adamw8, sgd, squared_norm};
 pub use plimsoll_program::op::Heads;
 pub use product::{Product, product};
 pub use rope::{rope, rope_table};

@@ -1,7 +1,10 @@
 //! The update of weights, and the norm that clips it: in the wide type, in which masters, gradients and state are.
 
+use super::coarse::{Encoder, of_map, to_map};
 use super::simd::{Float, get, put, strips, vectorised};
 use crate::cpu::pool::{Pool, Shared};
+use plimsoll_core::DType;
+use plimsoll_program::formats::{self, STATE_BLOCK};
 
 /// Elements below which a task is not worth sharing out.
 const LEAST: usize = 16384;
@@ -96,6 +99,65 @@ vectorised! {
             put(second, at, count, v);
         });
     }
+}
+
+/// The moments of AdamW in a byte each, in blocks of 256 elements with a scale (`plimsoll_program::formats`).
+#[derive(Debug)]
+pub struct State8<'a> {
+    /// Codes of the first moments.
+    pub first: &'a mut [u8],
+    /// One for each block.
+    pub first_scale: &'a mut [f32],
+    /// Codes of the second moments.
+    pub second: &'a mut [u8],
+    /// One for each block.
+    pub second_scale: &'a mut [f32],
+}
+
+/// `adamw` with moments that are made whole, a block at a time, and made small again.
+pub fn adamw8<T: Float>(pool: &Pool, step: AdamW<T>, weight: &mut [T], gradient: &[T], state: State8) {
+    const BLOCK: usize = STATE_BLOCK as usize;
+    let (n, blocks) = (gradient.len(), gradient.len().div_ceil(BLOCK));
+    assert!(weight.len() == n && state.first.len() == n && state.second.len() == n);
+    assert!(state.first_scale.len() == blocks && state.second_scale.len() == blocks);
+    let (signed, unsigned) = (formats::dynamic_map(true), formats::dynamic_map(false));
+    let (to_signed, to_unsigned) = (Encoder::of(true), Encoder::of(false));
+    let (weight, first, second) = (Shared::new(weight), Shared::new(state.first), Shared::new(state.second));
+    let (first_scale, second_scale) = (Shared::new(state.first_scale), Shared::new(state.second_scale));
+    pool.split(blocks, LEAST / BLOCK, |range, _| {
+        for block in range {
+            let part = block * BLOCK..n.min((block + 1) * BLOCK);
+            let count = part.len();
+            // SAFETY: blocks of one split are disjoint.
+            let (w, first, second, first_scale, second_scale) = unsafe {
+                (
+                    weight.part(part.clone()),
+                    first.part(part.clone()),
+                    second.part(part.clone()),
+                    first_scale.part(block..block + 1),
+                    second_scale.part(block..block + 1),
+                )
+            };
+            let (mut m, mut v) = ([0.0f32; BLOCK], [0.0f32; BLOCK]);
+            let (m, v) = (&mut m[..count], &mut v[..count]);
+            of_map(signed, first, first_scale[0], m);
+            of_map(unsigned, second, second_scale[0], v);
+            match (bytemuck::try_cast_slice_mut(m), bytemuck::try_cast_slice_mut(v)) {
+                (Ok(m), Ok(v)) if T::DTYPE == DType::F32 => adamw_part(step, w, &gradient[part], m, v),
+                _ => {
+                    let mut wide = [[T::ZERO; BLOCK]; 2];
+                    let [wide_m, wide_v] = &mut wide;
+                    wide_m.iter_mut().zip(&*m).for_each(|(to, x)| *to = T::of(f64::from(*x)));
+                    wide_v.iter_mut().zip(&*v).for_each(|(to, x)| *to = T::of(f64::from(*x)));
+                    adamw_part(step, w, &gradient[part], &mut wide_m[..count], &mut wide_v[..count]);
+                    m.iter_mut().zip(wide_m).for_each(|(to, x)| *to = x.wide() as f32);
+                    v.iter_mut().zip(wide_v).for_each(|(to, x)| *to = x.wide() as f32);
+                }
+            }
+            first_scale[0] = to_map(to_signed, m, first);
+            second_scale[0] = to_map(to_unsigned, v, second);
+        }
+    });
 }
 
 /// The numbers of one step of stochastic gradient descent.

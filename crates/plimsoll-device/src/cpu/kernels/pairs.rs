@@ -11,48 +11,11 @@
 
 use super::attention::QUERIES;
 use super::product::{GROUP, Product, Target};
-use super::simd::{Dot, Level, Native, Real, Vector, Widened, level, transpose_bits};
+use super::simd::{Dot, Real, Vector, by_level, transpose_bits};
 use crate::cpu::pool::{Pool, Shared};
 use half::bf16;
 use plimsoll_program::workspace::cpu as sizes;
 use std::ops::Range;
-
-/// Defines a function over `D: Dot`, compiled for each way to multiply pairs, and called as this processor can.
-macro_rules! by_level {
-    ($(#[$meta:meta])* fn $name:ident<$D:ident $(, $O:ident)?>($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
-        $(#[$meta])*
-        fn $name$(<$O: Real<Wide = f32>>)?($($arg: $ty),*) $(-> $ret)? {
-            #[inline(always)]
-            fn body<$D: Dot $(, $O: Real<Wide = f32>)?>($($arg: $ty),*) $(-> $ret)? $body
-            #[cfg(target_arch = "x86_64")]
-            {
-                use super::simd::Float;
-                #[target_feature(enable = "avx512f,avx512bf16,avx2,fma")]
-                fn native$(<$O: Real<Wide = f32>>)?($($arg: $ty),*) $(-> $ret)? {
-                    body::<Native $(, $O)?>($($arg),*)
-                }
-                #[target_feature(enable = "avx512f,avx2,fma")]
-                fn avx512$(<$O: Real<Wide = f32>>)?($($arg: $ty),*) $(-> $ret)? {
-                    body::<Widened<<f32 as Float>::Avx512> $(, $O)?>($($arg),*)
-                }
-                #[target_feature(enable = "avx2,fma")]
-                fn avx2$(<$O: Real<Wide = f32>>)?($($arg: $ty),*) $(-> $ret)? {
-                    body::<Widened<<f32 as Float>::Avx2> $(, $O)?>($($arg),*)
-                }
-                match level() {
-                    // SAFETY: `level` has asked this processor for these features.
-                    Level::Avx512Bf16 => return unsafe { native($($arg),*) },
-                    // SAFETY: as above.
-                    Level::Avx512 => return unsafe { avx512($($arg),*) },
-                    // SAFETY: as above.
-                    Level::Avx2 => return unsafe { avx2($($arg),*) },
-                    Level::Portable => {}
-                }
-            }
-            body::<Widened<<f32 as super::simd::Float>::Portable> $(, $O)?>($($arg),*)
-        }
-    };
-}
 
 /// The left-hand side as tiles read it: groups of GROUP rows, `group` elements apart; inside a group, pair p of row i
 /// begins at `i * row + 2 * p * column`. `column` is 1, or GROUP where it is packed.

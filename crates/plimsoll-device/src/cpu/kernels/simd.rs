@@ -6,12 +6,14 @@
 //! and writing rounds, once, to nearest even. `PLIMSOLL_VECTORS` (`portable`, `avx2`, `avx512`)
 //! narrows the choice: to reproduce another machine's bits, or to test.
 
+use super::coarse::Encoder;
 use super::product::{self, Left, Product, Target};
 use super::{attention, pairs};
 use crate::cpu::pool::Pool;
 use bytemuck::Pod;
 use half::bf16;
 use plimsoll_core::DType;
+use plimsoll_program::formats;
 use std::fmt::Debug;
 use std::ops::{Add, AddAssign, Div, Mul, Neg, Sub};
 use std::sync::OnceLock;
@@ -220,10 +222,75 @@ pub trait PairVector: Vector<f32> {
     fn high(self) -> Self;
 }
 
+/// Vectors of numbers that stand in codes of 4 or 8 bit (`plimsoll_program::formats`).
+pub trait CoarseVector: Vector<f32> {
+    /// `LANES` numbers of 8 bit in two's complement.
+    ///
+    /// # Safety
+    /// `codes` must be readable for `LANES` bytes.
+    #[inline(always)]
+    unsafe fn of_int8(codes: *const u8) -> Self {
+        let mut lanes = [0.0; MOST_LANES];
+        for (at, lane) in lanes.iter_mut().enumerate().take(Self::LANES) {
+            // SAFETY: the caller's promise.
+            *lane = f32::from(unsafe { *codes.add(at) } as i8);
+        }
+        // SAFETY: no vector has more lanes.
+        unsafe { Self::load(lanes.as_ptr()) }
+    }
+    /// `LANES` values of nf4, two to a byte.
+    ///
+    /// # Safety
+    /// `codes` must be readable for `LANES / 2` bytes.
+    #[inline(always)]
+    unsafe fn of_nf4(codes: *const u8) -> Self {
+        let mut lanes = [0.0; MOST_LANES];
+        for at in 0..Self::LANES / 2 {
+            // SAFETY: the caller's promise.
+            let byte = unsafe { *codes.add(at) };
+            lanes[2 * at] = formats::NF4[usize::from(byte >> 4)];
+            lanes[2 * at + 1] = formats::NF4[usize::from(byte & 15)];
+        }
+        // SAFETY: no vector has more lanes.
+        unsafe { Self::load(lanes.as_ptr()) }
+    }
+    /// The entries of a table.
+    ///
+    /// # Safety
+    /// `codes` must be readable for `LANES` bytes.
+    #[inline(always)]
+    unsafe fn of_map(map: &[f32; 256], codes: *const u8) -> Self {
+        let mut lanes = [0.0; MOST_LANES];
+        for (at, lane) in lanes.iter_mut().enumerate().take(Self::LANES) {
+            // SAFETY: the caller's promise.
+            *lane = map[usize::from(unsafe { *codes.add(at) })];
+        }
+        // SAFETY: no vector has more lanes.
+        unsafe { Self::load(lanes.as_ptr()) }
+    }
+    /// The codes of all lanes.
+    ///
+    /// # Safety
+    /// `to` must be writable for `LANES` bytes.
+    #[inline(always)]
+    unsafe fn to_codes(self, encoder: &Encoder, to: *mut u8) {
+        let mut lanes = [0.0; MOST_LANES];
+        // SAFETY: no vector has more lanes; the caller's promise.
+        unsafe {
+            self.store(lanes.as_mut_ptr());
+            for (at, &lane) in lanes.iter().enumerate().take(Self::LANES) {
+                *to.add(at) = encoder.code(lane);
+            }
+        }
+    }
+}
+
+impl<const N: usize> CoarseVector for Lanes<f32, N> {}
+
 /// A way to multiply pairs of bf16.
 pub trait Dot {
     /// The vectors that hold the pairs, and the sums.
-    type V: PairVector;
+    type V: PairVector + CoarseVector;
     /// sum + a.low · b.low + a.high · b.high
     fn dot(a: Self::V, b: Self::V, sum: Self::V) -> Self::V;
 }
@@ -231,7 +298,7 @@ pub trait Dot {
 /// Pairs taken apart and multiplied as f32.
 pub struct Widened<V>(std::marker::PhantomData<V>);
 
-impl<V: PairVector> Dot for Widened<V> {
+impl<V: PairVector + CoarseVector> Dot for Widened<V> {
     type V = V;
     #[inline(always)]
     fn dot(a: V, b: V, sum: V) -> V {
@@ -338,6 +405,44 @@ macro_rules! vectorised {
     };
 }
 pub(crate) use vectorised;
+
+/// Defines a function over `D: Dot`, compiled for each way to multiply pairs, and called as this processor can.
+macro_rules! by_level {
+    ($(#[$meta:meta])* $vis:vis fn $name:ident<$D:ident $(, $O:ident)?>($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
+        $(#[$meta])*
+        $vis fn $name$(<$O: Real<Wide = f32>>)?($($arg: $ty),*) $(-> $ret)? {
+            #[inline(always)]
+            fn body<$D: Dot $(, $O: Real<Wide = f32>)?>($($arg: $ty),*) $(-> $ret)? $body
+            #[cfg(target_arch = "x86_64")]
+            {
+                use $crate::cpu::kernels::simd::{Float, Level, Native, level};
+                #[target_feature(enable = "avx512f,avx512bf16,avx2,fma")]
+                fn native$(<$O: Real<Wide = f32>>)?($($arg: $ty),*) $(-> $ret)? {
+                    body::<Native $(, $O)?>($($arg),*)
+                }
+                #[target_feature(enable = "avx512f,avx2,fma")]
+                fn avx512$(<$O: Real<Wide = f32>>)?($($arg: $ty),*) $(-> $ret)? {
+                    body::<$crate::cpu::kernels::simd::Widened<<f32 as Float>::Avx512> $(, $O)?>($($arg),*)
+                }
+                #[target_feature(enable = "avx2,fma")]
+                fn avx2$(<$O: Real<Wide = f32>>)?($($arg: $ty),*) $(-> $ret)? {
+                    body::<$crate::cpu::kernels::simd::Widened<<f32 as Float>::Avx2> $(, $O)?>($($arg),*)
+                }
+                match level() {
+                    // SAFETY: `level` has asked this processor for these features.
+                    Level::Avx512Bf16 => return unsafe { native($($arg),*) },
+                    // SAFETY: as above.
+                    Level::Avx512 => return unsafe { avx512($($arg),*) },
+                    // SAFETY: as above.
+                    Level::Avx2 => return unsafe { avx2($($arg),*) },
+                    Level::Portable => {}
+                }
+            }
+            body::<$crate::cpu::kernels::simd::Widened<<f32 as $crate::cpu::kernels::simd::Float>::Portable> $(, $O)?>($($arg),*)
+        }
+    };
+}
+pub(crate) use by_level;
 
 /// Calls `work(at, count)` for each strip of `LANES` elements of `0..n`; the last may have fewer.
 #[inline(always)]
@@ -795,8 +900,10 @@ mod x86 {
     //! AVX2 and AVX-512. `SAFETY` throughout: see `Vector`: values of these types exist only where
     //! the dispatcher has found the processor able; pointers are as good as the caller promised.
 
-    use super::{Dot, EXP_LEAST, EXP_MOST, EXP_TERMS, LN2_HIGH, LN2_LOW, PairVector, Vector};
+    use super::super::coarse::Encoder;
+    use super::{CoarseVector, Dot, EXP_LEAST, EXP_MOST, EXP_TERMS, LN2_HIGH, LN2_LOW, PairVector, Vector};
     use half::bf16;
+    use plimsoll_program::formats;
     use std::arch::x86_64::*;
     use std::ops::{Add, Div, Mul, Sub};
 
@@ -1107,6 +1214,56 @@ mod x86 {
             F32x8(unsafe {
                 _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(self.0), _mm256_set1_epi32(mask)))
             })
+        }
+    }
+
+    impl CoarseVector for F32x8 {}
+
+    impl CoarseVector for F32x16 {
+        #[inline(always)]
+        unsafe fn of_int8(codes: *const u8) -> Self {
+            // SAFETY: the dispatcher; the caller's promise.
+            F32x16(unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(codes.cast()))) })
+        }
+        #[inline(always)]
+        unsafe fn of_nf4(codes: *const u8) -> Self {
+            // SAFETY: the dispatcher; the caller's promise; the table has 16 entries.
+            F32x16(unsafe {
+                // Each byte in 64 bits: its upper half to the lower 32 of them, its lower half to the upper ones.
+                let bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64(codes.cast()));
+                let apart = _mm512_or_si512(_mm512_srli_epi64::<4>(bytes), _mm512_slli_epi64::<32>(bytes));
+                let index = _mm512_and_si512(apart, _mm512_set1_epi32(15));
+                _mm512_permutexvar_ps(index, _mm512_loadu_ps(formats::NF4.as_ptr()))
+            })
+        }
+        #[inline(always)]
+        unsafe fn of_map(map: &[f32; 256], codes: *const u8) -> Self {
+            // SAFETY: the dispatcher; the caller's promise; a byte is inside the table.
+            F32x16(unsafe {
+                let index = _mm512_cvtepu8_epi32(_mm_loadu_si128(codes.cast()));
+                _mm512_i32gather_ps::<4>(index, map.as_ptr())
+            })
+        }
+        #[inline(always)]
+        unsafe fn to_codes(self, encoder: &Encoder, to: *mut u8) {
+            assert!(encoder.least().len() == 2 * Encoder::ENTRIES);
+            // SAFETY: the dispatcher; the caller's promise; entries are clamped to the table, whose own ones are codes.
+            unsafe {
+                let bits = _mm512_castps_si512(self.0);
+                let magnitude =
+                    _mm512_srli_epi32::<{ Encoder::SHIFT }>(_mm512_and_si512(bits, _mm512_set1_epi32(0x7fff_ffff)));
+                let entry = _mm512_max_epu32(magnitude, _mm512_set1_epi32(Encoder::LEAST as i32));
+                let entry = _mm512_min_epu32(entry, _mm512_set1_epi32(Encoder::MOST as i32));
+                let entry = _mm512_sub_epi32(entry, _mm512_set1_epi32(Encoder::LEAST as i32));
+                let negative = _mm512_cmplt_epi32_mask(bits, _mm512_setzero_si512());
+                let entry = _mm512_mask_add_epi32(entry, negative, entry, _mm512_set1_epi32(Encoder::ENTRIES as i32));
+                let least = _mm512_i32gather_epi32::<4>(entry, encoder.least().as_ptr());
+                let next = _mm512_i32gather_ps::<4>(least, encoder.thresholds().as_ptr());
+                let above = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(next, self.0);
+                let code = _mm512_mask_add_epi32(least, above, least, _mm512_set1_epi32(1));
+                let number = _mm512_cmp_ps_mask::<_CMP_ORD_Q>(self.0, self.0);
+                _mm_storeu_si128(to.cast(), _mm512_cvtepi32_epi8(_mm512_maskz_mov_epi32(number, code)));
+            }
         }
     }
 
