@@ -683,8 +683,8 @@ impl CudaDevice {
 
     // ---- running ----
 
-    /// Puts a piece of work on a queue, or does it, where it is the host's. Queues without a stream have none of the
-    /// device's work.
+    /// Puts a piece of work on a queue, or does it, where it is the host's. What has no stream goes where everything
+    /// joins.
     fn start(
         &mut self,
         work: &Work,
@@ -692,15 +692,10 @@ impl CudaDevice {
         micro_batch: u32,
         files: &mut dyn FileSpace,
     ) -> Result<(), DeviceError> {
-        let host = self.machine.host();
-        let Machine { queues, staging, .. } = &mut self.machine;
+        let queues = &self.machine.queues;
         let stream = queues.stream(queue).unwrap_or_else(|| queues.compute());
-        let file_error = |tensor: &str| {
-            let tensor = tensor.to_owned();
-            move |source| DeviceError::File { tensor, source }
-        };
-        // SAFETY (of all copies and launches below): addresses are ranges of the arenas as the plan has them, whose
-        // tensors are as large as their ops say (`passes::check`); what is at work at the same time touches other
+        // SAFETY (of all that is started here and in `copy`): addresses are ranges of the arenas as the plan has them,
+        // whose tensors are as large as their ops say (`passes::check`); what is at work at the same time touches other
         // ranges, because steps wait for each other as hazards demand; the host waits for what it touches itself.
         match work {
             Work::Kernel(function, launch) => {
@@ -716,57 +711,70 @@ impl CudaDevice {
             Work::Product(shape, operands) => unsafe { self.products.run(shape, operands, stream) }?,
             Work::OnHost { op, variable } => {
                 let pool = self.pool.as_ref().expect("there is a pool where there are ops of the host");
-                let Plan { set, placement, .. } = &*self.plan;
+                let Plan { set, placement, real } = &*self.plan;
+                let run: RunOp = runner(if *real == Real::Bf16 { DType::Bf16 } else { DType::F32 });
                 let (spaces, micro_batch) = (self.machine.spaces(), i64::from(micro_batch));
-                let run: RunOp = runner(DType::F32);
                 let site = Site { spaces, pool, set, placement, variable: *variable, micro_batch };
                 pool.enter(|| run(site, op, files))?;
             }
-            Work::Copy { from, to, bytes } => match (*from, *to, *bytes) {
-                // SAFETY: as above.
-                (Place::Device(from), Place::Device(to), bytes) => unsafe { stream.copy(to, from, bytes) }?,
-                // SAFETY: as above.
-                (Place::Host(from), Place::Device(to), bytes) => {
-                    unsafe { stream.copy_in(to, host.at(from, bytes), bytes) }?
-                }
-                // SAFETY: as above.
-                (Place::Device(from), Place::Host(to), bytes) => {
-                    unsafe { stream.copy_out(host.at(to, bytes), from, bytes) }?
-                }
-                (Place::File(tensor, first), Place::Device(to), bytes) => {
-                    let name = &self.plan.set.tensor(tensor).name;
-                    let give = |files: &mut dyn FileSpace, offset: u64, part: &mut [u8]| {
-                        files.read(name, first + offset, part).map_err(file_error(name))
-                    };
-                    // SAFETY: as above.
-                    unsafe { staging.send(stream, to, bytes, files, give) }?;
-                }
-                (Place::Device(from), Place::File(tensor, first), bytes) => {
-                    let name = &self.plan.set.tensor(tensor).name;
-                    // SAFETY: as above.
-                    unsafe { staging.receive_into_file(stream, from, bytes, name, first, files) }?;
-                }
-                (Place::File(tensor, first), Place::Host(to), bytes) => {
-                    let name = &self.plan.set.tensor(tensor).name;
-                    // SAFETY: as above; the range was waited for.
-                    let into = unsafe { std::slice::from_raw_parts_mut(host.at(to, bytes), bytes as usize) };
-                    files.read(name, first, into).map_err(file_error(name))?;
-                }
-                (Place::Host(from), Place::File(tensor, first), bytes) => {
-                    let name = &self.plan.set.tensor(tensor).name;
-                    // SAFETY: as above; the range was waited for.
-                    let from = unsafe { std::slice::from_raw_parts(host.at(from, bytes), bytes as usize) };
-                    files.write(name, first, from).map_err(file_error(name))?;
-                }
-                (Place::Host(from), Place::Host(to), bytes) => {
-                    let (from, to) = (host.at(from, bytes), host.at(to, bytes));
-                    // SAFETY: as above; both ranges were waited for.
-                    unsafe { std::ptr::copy(from, to, bytes as usize) };
-                }
-                (Place::File(..), Place::File(..), _) => {
-                    return Err(DeviceError::Unsupported { op: "copy of a file", device: DEVICE });
-                }
+            Work::Copy { from, to, bytes } => self.copy(*from, *to, *bytes, queue, files)?,
+        }
+        Ok(())
+    }
+
+    /// Puts a copy on a queue, or does it, where the device has no part in it.
+    fn copy(
+        &mut self,
+        from: Place,
+        to: Place,
+        bytes: u64,
+        queue: Queue,
+        files: &mut dyn FileSpace,
+    ) -> Result<(), DeviceError> {
+        let host = self.machine.host();
+        let Machine { queues, staging, .. } = &mut self.machine;
+        let stream = queues.stream(queue).unwrap_or_else(|| queues.compute());
+        let name = |tensor: TensorId| &self.plan.set.tensor(tensor).name;
+        let failed = |tensor| move |source| DeviceError::File { tensor: name(tensor).clone(), source };
+        if matches!(from, Place::File(..)) {
+            // It may be read from where something was written just now.
+            staging.flush(files)?;
+        }
+        match (from, to) {
+            // SAFETY: see `start`.
+            (Place::Device(from), Place::Device(to)) => unsafe { stream.copy(to, from, bytes) }?,
+            // SAFETY: see `start`.
+            (Place::Host(from), Place::Device(to)) => unsafe { stream.copy_in(to, host.at(from, bytes), bytes) }?,
+            // SAFETY: see `start`.
+            (Place::Device(from), Place::Host(to)) => unsafe { stream.copy_out(host.at(to, bytes), from, bytes) }?,
+            (Place::File(tensor, first), Place::Device(to)) => {
+                let give = |files: &mut dyn FileSpace, offset: u64, part: &mut [u8]| {
+                    files.read(name(tensor), first + offset, part).map_err(failed(tensor))
+                };
+                // SAFETY: see `start`.
+                unsafe { staging.send(stream, to, bytes, files, give) }?;
+            }
+            (Place::Device(from), Place::File(tensor, first)) => {
+                // SAFETY: see `start`.
+                unsafe { staging.receive_into_file(stream, from, bytes, name(tensor), first, files) }?;
+            }
+            (Place::File(tensor, first), Place::Host(to)) => {
+                // SAFETY: see `start`; the range was waited for.
+                let into = unsafe { std::slice::from_raw_parts_mut(host.at(to, bytes), bytes as usize) };
+                files.read(name(tensor), first, into).map_err(failed(tensor))?;
+            }
+            (Place::Host(from), Place::File(tensor, first)) => {
+                // SAFETY: see `start`; the range was waited for.
+                let from = unsafe { std::slice::from_raw_parts(host.at(from, bytes), bytes as usize) };
+                files.write(name(tensor), first, from).map_err(failed(tensor))?;
+            }
+            // SAFETY: see `start`; both ranges were waited for.
+            (Place::Host(from), Place::Host(to)) => unsafe {
+                std::ptr::copy(host.at(from, bytes), host.at(to, bytes), bytes as usize);
             },
+            (Place::File(..), Place::File(..)) => {
+                return Err(DeviceError::Unsupported { op: "copy of a file", device: DEVICE });
+            }
         }
         Ok(())
     }
@@ -953,5 +961,30 @@ impl Device for CudaDevice {
 
     fn memory(&mut self) -> &mut dyn Memory {
         &mut self.machine
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_neighbours_with_the_same_numbers_are_updated_together() {
+        let sgd = |momentum| Some(Together::Sgd { scalars: 256, momentum });
+        let (a, b) = (sgd(0.9), sgd(0.8));
+        assert_eq!(leaders(&[None, a, a, b, None, b, a, a, a]), [1, 2, 2, 4, 5, 6, 7, 7, 7]);
+        assert_eq!(leaders(&[]), Vec::<u32>::new());
+    }
+
+    #[test]
+    fn a_copy_that_the_device_has_no_part_in_is_the_hosts() {
+        let copy = |from, to| Work::Copy { from, to, bytes: 8 }.is_done_by_host();
+        let (device, host, file) = (Place::Device(512), Place::Host(0), Place::File(TensorId(0), 0));
+        assert!(
+            [(device, host), (host, device), (device, device), (file, device), (device, file)]
+                .iter()
+                .all(|&(from, to)| !copy(from, to))
+        );
+        assert!([(host, host), (file, host), (host, file)].iter().all(|&(from, to)| copy(from, to)));
     }
 }

@@ -171,12 +171,18 @@ impl Staging {
         Ok(())
     }
 
-    /// Writes everything that waits for a file.
+    /// Writes everything that waits for a file, in the order in which it came. Where nothing does, nobody waits.
     ///
     /// # Errors
     /// What the file says, or the driver.
     pub fn flush(&mut self, files: &mut dyn FileSpace) -> Result<(), DeviceError> {
-        (0..self.slots.len()).try_for_each(|ahead| self.settle((self.next + ahead) % self.slots.len(), files))
+        for ahead in 0..self.slots.len() {
+            let slot = (self.next + ahead) % self.slots.len();
+            if self.slots[slot].to_file.is_some() {
+                self.settle(slot, files)?;
+            }
+        }
+        Ok(())
     }
 
     /// Forgets what waits for a file: the Program that wrote it has failed.
