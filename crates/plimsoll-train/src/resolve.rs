@@ -2,7 +2,7 @@
 //! question that this puts to the planner. Nothing is run and no weight is read.
 
 use crate::data::sums;
-use crate::files::{AdapterDir, Entry, ModelDir, ModelWeights, read_config};
+use crate::files::{AdapterDir, ModelDir, ModelWeights, read_config};
 use crate::run::prepare::charges;
 use crate::run_file::{EXAMPLE_PREFIX, Init, Method, Optimizer, RunFile};
 use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Failure, HostSpec, Plan, Rates, Rung};
@@ -92,14 +92,8 @@ impl Model {
 
     /// Where the first weights come from. A model without files is planned as if they were drawn.
     fn source(&self, file: &RunFile) -> Source {
-        self.weights(file).map_or(Source::Random { seed: file.train.seed }, files)
+        self.weights(file).map_or(Source::Random { seed: file.train.seed }, ModelWeights::source)
     }
-}
-
-/// Weights that are read.
-pub(crate) fn files(weights: &ModelWeights) -> Source {
-    let dtype = |entry: &Entry| entry.dtype().expect("opened weights are floats");
-    Source::Files { dtypes: weights.parameters.iter().map(|(_, entry)| dtype(entry)).collect() }
 }
 
 fn unknown_preset(name: &str) -> Failure {
@@ -297,22 +291,17 @@ fn lossy(file: &RunFile, model: &Model, device: &DeviceSpec, work: Work) -> Loss
 /// The adapters that are trained, or would be: those of the model, else as the run file says.
 pub(crate) fn lora(file: &RunFile, model: &Model) -> Lora {
     let RunFile { lora, train, .. } = file;
-    let drawn = Lora {
+    if let Some(adapter) = &model.adapter {
+        return adapter.lora(lora.dropout, train.seed);
+    }
+    let named = |target: &Target| lora.targets.iter().any(|name| name == target.name());
+    Lora {
         rank: u64::from(lora.rank),
         alpha: lora.alpha,
         dropout: lora.dropout,
-        targets: Target::ALL
-            .into_iter()
-            .filter(|target| lora.targets.iter().any(|name| name == target.name()))
-            .collect(),
+        targets: Target::ALL.into_iter().filter(named).collect(),
         seed: train.seed,
         source: Source::Random { seed: train.seed },
-    };
-    match &model.adapter {
-        None => drawn,
-        Some(AdapterDir { rank, alpha, targets, weights, .. }) => {
-            Lora { rank: *rank, alpha: *alpha, targets: targets.clone(), source: files(weights), ..drawn }
-        }
     }
 }
 

@@ -93,6 +93,12 @@ impl AdapterDir {
             weights: ModelWeights { parameters: found, files },
         })
     }
+
+    /// As a Program computes with them; `dropout` and its `seed` are for training.
+    pub fn lora(&self, dropout: f64, seed: u64) -> Lora {
+        let AdapterDir { rank, alpha, targets, weights, .. } = self;
+        Lora { rank: *rank, alpha: *alpha, dropout, targets: targets.clone(), seed, source: weights.source() }
+    }
 }
 
 fn bad(path: &Path, problem: &str, hint: &str) -> FilesError {

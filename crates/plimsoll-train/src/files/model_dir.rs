@@ -5,6 +5,7 @@ use super::error::FilesError;
 use super::read::{Entry, WeightFiles, read_small};
 use super::write::{MAX_SHARD_BYTES, StoredTensor, WeightWriter, pretty};
 use plimsoll_core::{Bytes, DType};
+use plimsoll_program::models::decoder::Source;
 use plimsoll_program::models::{ConfigError, ModelConfig, Parameter};
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -54,6 +55,12 @@ pub struct ModelWeights {
 }
 
 impl ModelWeights {
+    /// As a Program reads them.
+    pub fn source(&self) -> Source {
+        let dtype = |entry: &Entry| entry.dtype().expect("opened weights are floats");
+        Source::Files { dtypes: self.parameters.iter().map(|(_, entry)| dtype(entry)).collect() }
+    }
+
     /// Bytes of all parameters in the files.
     pub fn bytes(&self) -> Bytes {
         self.parameters.iter().map(|(_, entry)| Bytes(entry.bytes)).sum()

@@ -4,13 +4,12 @@
 use super::spaces::{Merging, ModelSource, Storing};
 use super::trouble::Trouble;
 use crate::files::{AdapterDir, ModelDir, StoredTensor, WeightWriter, write_model_dir};
-use crate::resolve::files;
 use plimsoll_core::{DType, Failure};
 use plimsoll_device::cpu::executor;
 use plimsoll_device::device::{Call, Unobserved};
 use plimsoll_device::probe::Cpu;
 use plimsoll_plan::layout::lay_out;
-use plimsoll_program::models::decoder::{self, Lora};
+use plimsoll_program::models::decoder;
 use plimsoll_program::workspace::Kernels;
 use std::path::Path;
 
@@ -26,8 +25,7 @@ pub fn merge(base: &Path, adapter: &Path, out: &Path, ignore_keys: &[String]) ->
     }
     let model = ModelDir::open(base, ignore_keys)?;
     let weights = model.need_weights()?;
-    let AdapterDir { rank, alpha, targets, weights: adapters, .. } = AdapterDir::open(adapter, &model.config)?;
-    let lora = Lora { rank, alpha, dropout: 0.0, targets, seed: 0, source: files(&adapters) };
+    let adapter = AdapterDir::open(adapter, &model.config)?;
     let parameters = weights.parameters.iter();
     let tensors: Vec<StoredTensor> = parameters
         .map(|(parameter, entry)| StoredTensor {
@@ -38,10 +36,11 @@ pub fn merge(base: &Path, adapter: &Path, out: &Path, ignore_keys: &[String]) ->
         .collect();
     let dtypes: Vec<DType> = tensors.iter().map(|tensor| tensor.dtype).collect();
     let threads = Cpu::read().threads_for(None)?;
-    let set = decoder::merge(&model.config, &lora, Kernels::Cpu { threads: u64::from(threads) }, &dtypes);
+    let set =
+        decoder::merge(&model.config, &adapter.lora(0.0, 0), Kernels::Cpu { threads: u64::from(threads) }, &dtypes);
     let layout = lay_out(&set);
     let mut device = executor::open(set, layout.placement, DType::F32, threads as usize)?;
-    let source = || ModelSource::new([weights, &adapters]);
+    let source = || ModelSource::new([weights, &adapter.weights]);
     device.run_observed(Call::of("load"), &mut source(), &mut Unobserved)?;
     write_model_dir(
         out,
