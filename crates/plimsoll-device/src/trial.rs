@@ -3,8 +3,8 @@
 
 use crate::device::{Device, DeviceError};
 use half::bf16;
-use plimsoll_core::{DType, Space, WorkName};
-use plimsoll_program::{Block, Op, Phase, Placement, Program, ProgramSet, TensorId};
+use plimsoll_core::{Category, DType, Space, WorkName};
+use plimsoll_program::{Block, Lifetime, Op, Phase, Placement, Program, ProgramSet, Tensor, TensorId};
 use std::time::{Duration, Instant};
 
 /// Opens the device that is measured.
@@ -66,10 +66,16 @@ pub(crate) fn add(set: &mut ProgramSet, program: Program) {
     set.programs.push(program);
 }
 
-/// A placement for ops that are only timed: everything has bytes of its own.
+/// A placement for ops that are only timed: everything has bytes of its own, but for the scratch of ops, which is at
+/// the end for all of them: an op at a time uses it.
 pub(crate) fn side_by_side(set: &ProgramSet) -> Placement {
     let mut placement = Placement::default();
+    let is_scratch = |tensor: &Tensor| tensor.category == Category::Workspace && tensor.lifetime == Lifetime::Transient;
     for tensor in &set.tensors {
+        if is_scratch(tensor) {
+            placement.offsets.push(Vec::new());
+            continue;
+        }
         let end = match tensor.space {
             Space::Device => &mut placement.arena_bytes,
             Space::Host => &mut placement.host_bytes,
@@ -85,5 +91,46 @@ pub(crate) fn side_by_side(set: &ProgramSet) -> Placement {
         };
         placement.offsets.push((0..tensor.slots).map(|_| place()).collect());
     }
+    let first = placement.arena_bytes;
+    for (tensor, offsets) in set.tensors.iter().zip(&mut placement.offsets).filter(|(tensor, _)| is_scratch(tensor)) {
+        offsets.resize(tensor.slots as usize, Some(first));
+        placement.arena_bytes = placement.arena_bytes.max(first + tensor.bytes());
+    }
     placement
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn timed_tensors_have_bytes_of_their_own_and_scratch_is_shared() {
+        let tensor = |name: &str, elements, space, category, lifetime, slots| Tensor {
+            name: name.into(),
+            shape: vec![elements],
+            dtype: DType::F32,
+            space,
+            category,
+            lifetime,
+            slots,
+        };
+        let (weight, scratch) = (Category::Weight, Category::Workspace);
+        let (stays, passes) = (Lifetime::Persistent, Lifetime::Transient);
+        let set = ProgramSet {
+            tensors: vec![
+                tensor("first scratch", 100, Space::Device, scratch, passes, 1),
+                tensor("weight", 3, Space::Device, weight, stays, 2),
+                tensor("file", 9, Space::File, weight, stays, 1),
+                tensor("on host", 5, Space::Host, weight, stays, 1),
+                tensor("second scratch", 300, Space::Device, scratch, passes, 2),
+            ],
+            ..ProgramSet::default()
+        };
+        let placement = side_by_side(&set);
+        assert_eq!(
+            placement.offsets,
+            [vec![Some(512)], vec![Some(0), Some(256)], vec![None], vec![Some(0)], vec![Some(512); 2]]
+        );
+        assert_eq!((placement.arena_bytes, placement.host_bytes), (512 + 1200, 256));
+    }
 }

@@ -19,8 +19,9 @@ const LARGE: [[u64; 3]; 3] = [[4096, 11264, 2048], [4096, 2048, 5632], [4096, 40
 /// The same for what is too slow for that.
 const SMALL: [[u64; 3]; 3] = [[32, 48, 16], [32, 16, 48], [32, 32, 32]];
 
-/// Whatever reaches less than this in a first product is no GPU, but something that stands in for one.
-const SLOWEST_GPU_FLOPS: f64 = 50e9;
+/// What reaches less than this in products of 64 × 64 × 64, which cost a GPU no more than their start, is none, but
+/// something that stands in for one.
+const SLOWEST_GPU_FLOPS: f64 = 10e9;
 
 /// Measures a GPU in about `duration`.
 ///
@@ -41,7 +42,7 @@ pub fn measure(
     let subject = |precision, scale| Subject { kernels: Kernels::Cuda, precision, scale, open: &open_card };
     stage(&format!("{name}: kernels are made ready"));
     let first = op_rates::products(&subject(DType::F32, Scale::TINY), &[[64, 64, 64]], 8, Duration::ZERO)?;
-    let is_fast = 2.0 * 64f64.powi(3) / median(&first[0]) > SLOWEST_GPU_FLOPS / 100.0;
+    let is_fast = 2.0 * 64f64.powi(3) / median(&first[0]) > SLOWEST_GPU_FLOPS;
     let (scale, forms) = if is_fast { (Scale::GPU, LARGE) } else { (Scale::TINY, SMALL) };
     let mut products = Vec::new();
     for (dtype, share) in [(DType::F32, 0.15), (DType::Bf16, 0.4)] {
