@@ -5,11 +5,13 @@ use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, HostSpec, Link, Rates,
 use plimsoll_device::cpu::executor::{open, real_values};
 use plimsoll_plan::search::{Lossy, Pins, Question, plan_of};
 use plimsoll_program::ProgramSet;
-use plimsoll_program::models::decoder::{AdamState, Generation, Optimizer, Source};
+use plimsoll_program::models::Parameter;
+use plimsoll_program::models::decoder::{AdamState, Generation, Method, Optimizer};
 use plimsoll_train::data::{DataSpec, Dataset, Format, Long, Rows};
-use plimsoll_train::files::{ModelDir, WeightFiles};
+use plimsoll_train::files::{AdapterDir, ModelDir, StoredTensor, WeightFiles, write_adapter_dir};
 use plimsoll_train::run::engine::{Engine, StepInput};
-use plimsoll_train::run::spaces::ModelSource;
+use plimsoll_train::run::merge::merge;
+use plimsoll_train::run::spaces::{ModelSource, Storing};
 use serde_json::Value;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -81,6 +83,16 @@ impl Case {
     }
 
     fn engine(&self, precision: DType, micro_batch: u32, level: RecomputeLevel) -> (Engine, ProgramSet) {
+        self.engine_with(precision, micro_batch, level, None)
+    }
+
+    fn engine_with(
+        &self,
+        precision: DType,
+        micro_batch: u32,
+        level: RecomputeLevel,
+        adapter: Option<&AdapterDir>,
+    ) -> (Engine, ProgramSet) {
         let rates = Rates {
             f32_flops: 1e11,
             bf16_flops: 1e11,
@@ -100,7 +112,6 @@ impl Case {
             rates,
         };
         let weights = self.dir.need_weights().expect("fixtures have weights");
-        let dtypes = weights.parameters.iter().map(|(_, e)| e.dtype().expect("floats")).collect();
         let training = &self.reference["training"];
         let number = |key: &str| training[key].as_f64().unwrap_or_else(|| panic!("training has {key}: {training}"));
         let question = Question {
@@ -108,7 +119,7 @@ impl Case {
             precision,
             sequence: self.sequence,
             sequences: 4,
-            source: Source::Files { dtypes },
+            source: weights.source(),
             optimizer: Some(Optimizer::AdamW {
                 betas: [0.9, 0.95],
                 eps: number("eps"),
@@ -119,7 +130,10 @@ impl Case {
             generation: Some(Generation { capacity: 64, chunk: 16 }),
             device: &device,
             host: HostSpec::NONE,
-            lossy: Lossy::default(),
+            lossy: Lossy {
+                method: adapter.map_or(Method::Full, |adapter| Method::Lora(adapter.lora(0.0, 1))),
+                ..Lossy::default()
+            },
             pins: Pins::default(),
             rungs: vec![],
         };
@@ -129,7 +143,8 @@ impl Case {
         let set = answer.set.clone();
         let device = open(answer.set, answer.layout.placement, precision, 2).expect("the arena is given");
         let mut engine = Engine::new(device, &set, precision, recipe, self.sequence, self.dir.config.vocab);
-        engine.move_files("load", &mut ModelSource::new([weights])).expect("the weights load");
+        let sources = [weights].into_iter().chain(adapter.map(|adapter| &adapter.weights));
+        engine.move_files("load", &mut ModelSource::new(sources)).expect("the weights load");
         engine.run("fresh").expect("the optimizer starts from zero");
         (engine, set)
     }
@@ -145,6 +160,10 @@ impl Case {
     ) -> Vec<f64> {
         let parameters = self.dir.config.hf_parameters();
         let p = parameters.iter().find(|p| p.hf_name == hf_name).expect("known");
+        Case::values(engine, set, p, suffix, precision)
+    }
+
+    fn values(engine: &mut Engine, set: &ProgramSet, p: &Parameter, suffix: &str, precision: DType) -> Vec<f64> {
         let id = set.find(&format!("{}{suffix}", p.tensor)).expect("has its tensor");
         let mut bytes = vec![0; set.tensor(id).bytes() as usize];
         engine.device().read(id, p.layer.unwrap_or(0) as u32, &mut bytes);
@@ -309,5 +328,113 @@ fn recomputing_leaves_every_bit_as_it_is() {
                 Some(first) => assert!(&all == first, "{name}: {level} changes bits"),
             }
         }
+    }
+}
+
+/// Adapters that peft wrote, on the model of a case, and what peft makes of them.
+struct Adapters {
+    case: Case,
+    path: PathBuf,
+    dir: AdapterDir,
+}
+
+impl Adapters {
+    fn all() -> impl Iterator<Item = Adapters> {
+        ["all", "q-v", "k-o-up-down"].into_iter().map(|name| {
+            let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../parity/fixtures/adapters").join(name);
+            let reference = std::fs::read(path.join("reference.json")).expect("a fixture has its numbers");
+            let reference: Value = serde_json::from_slice(&reference).expect("they are JSON");
+            let mut case = Case::open("llama-gqa-tied");
+            assert_eq!(reference["base"], case.name);
+            let training = case.reference["training"].take();
+            let tokens = case.reference["batch"]["tokens"].take();
+            (case.name, case.reference) = (name, reference);
+            (case.reference["training"], case.reference["batch"]["tokens"]) = (training, tokens);
+            case.tensors = WeightFiles::open_files(vec![path.join("reference.safetensors")]).expect("readable");
+            let dir = AdapterDir::open(&path, &case.dir.config).unwrap_or_else(|e| panic!("{name}: {e}"));
+            Adapters { case, path, dir }
+        })
+    }
+
+    fn check(&self, engine: &mut Engine, set: &ProgramSet, suffix: &str, kind: &str) {
+        for (p, _) in &self.dir.weights.parameters {
+            let found = Case::values(engine, set, p, suffix, DType::F32);
+            let distance = normwise(&found, &self.case.tensor(&format!("{kind}.{}", p.hf_name)));
+            assert!(distance < 1e-4, "{}: {kind} of {} is {distance:e} away", self.case.name, p.hf_name);
+        }
+    }
+}
+
+#[test]
+fn loss_and_gradients_of_adapters_are_those_of_peft() {
+    let cache = tempfile::tempdir().expect("a folder");
+    for adapters in Adapters::all() {
+        let case = &adapters.case;
+        for (micro_batch, level) in [(4, RecomputeLevel::Nothing), (1, RecomputeLevel::Block)] {
+            let (data, mut rows) = case.rows("batch.jsonl", cache.path());
+            data.read(0..data.rows(), &mut rows).expect("rows");
+            let labelled = rows.labelled_tokens();
+            let (mut engine, set) = case.engine_with(DType::F32, micro_batch, level, Some(&adapters.dir));
+            let found = engine.gradients(&mut rows, &input(1, labelled)).expect("runs");
+            assert!(relative(found.loss, case.number("/batch/loss")) < 1e-5, "{}: loss {}", case.name, found.loss);
+            adapters.check(&mut engine, &set, ".gradient", "grad");
+        }
+    }
+}
+
+#[test]
+fn adapters_after_five_steps_are_those_of_peft_and_so_are_the_written_ones() {
+    let cache = tempfile::tempdir().expect("a folder");
+    for adapters in Adapters::all() {
+        let case = &adapters.case;
+        let (data, mut rows) = case.rows("train.jsonl", cache.path());
+        let (mut engine, set) = case.engine_with(DType::F32, 2, RecomputeLevel::Nothing, Some(&adapters.dir));
+        for step in 0..5 {
+            data.read(4 * step..4 * step + 4, &mut rows).expect("rows");
+            let labelled = rows.labelled_tokens();
+            let found = engine.gradients(&mut rows, &input(step + 1, labelled)).expect("runs");
+            let (loss, norm) =
+                (case.number(&format!("/steps/{step}/loss")), case.number(&format!("/steps/{step}/norm")));
+            assert!(relative(found.loss, loss) < 1e-5, "{}, step {step}: loss {} not {loss}", case.name, found.loss);
+            assert!(relative(found.norm, norm) < 1e-4, "{}, step {step}: norm {} not {norm}", case.name, found.norm);
+            engine.update().expect("runs");
+        }
+        adapters.check(&mut engine, &set, "", "after");
+        // Written and read back, they are these very numbers.
+        let tensors: Vec<StoredTensor> = engine.files("save").to_vec();
+        let out = cache.path().join(format!("{}-written", case.name));
+        write_adapter_dir(&out, &adapters.dir.lora(0.0, 1), Some(&case.path), &tensors, |writer| {
+            engine.move_files("save", &mut Storing(writer)).expect("runs");
+            Ok::<(), plimsoll_train::files::FilesError>(())
+        })
+        .expect("written");
+        let back = AdapterDir::open(&out, &case.dir.config).expect("readable");
+        assert_eq!(
+            (back.rank, back.alpha, &back.targets),
+            (adapters.dir.rank, adapters.dir.alpha, &adapters.dir.targets)
+        );
+        for (p, entry) in &back.weights.parameters {
+            let mut bytes = vec![0; entry.bytes as usize];
+            back.weights.files.read_at(entry, 0, &mut bytes).expect("readable");
+            assert_eq!(real_values(DType::F32, &bytes), Case::values(&mut engine, &set, p, "", DType::F32));
+        }
+    }
+}
+
+#[test]
+fn a_merged_model_has_the_loss_of_its_parts() {
+    let cache = tempfile::tempdir().expect("a folder");
+    for adapters in Adapters::all() {
+        let out = cache.path().join(adapters.case.name);
+        merge(&adapters.case.path, &adapters.path, &out, &[]).expect("merged");
+        let again = merge(&adapters.case.path, &adapters.path, &out, &[]).expect_err("what is there stays");
+        assert!(again.message.ends_with("is there already"), "{again}");
+        let expected = adapters.case.number("/merged/loss");
+        let merged = Case { dir: ModelDir::open(&out, &[]).expect("a model"), ..adapters.case };
+        let (data, mut rows) = merged.rows("batch.jsonl", cache.path());
+        data.read(0..data.rows(), &mut rows).expect("rows");
+        let (mut engine, _) = merged.engine(DType::F32, 4, RecomputeLevel::Nothing);
+        let loss = engine.evaluate(&mut rows).expect("runs").loss();
+        assert!(relative(loss, expected) < 1e-5, "{}: {loss} not {expected}", merged.name);
     }
 }

@@ -102,15 +102,15 @@ fn method(file: &RunFile) -> Result<(), Fault> {
     if takes(Rung::Int8) && takes(Rung::Nf4) {
         return Err(cannot("train.rungs", "matrices are stored in 8 bit or in 4", "name int8 or nf4"));
     }
-    let trains = !data.train.is_empty();
-    if trains && !adapters && (takes(Rung::Int8) || takes(Rung::Nf4)) {
+    if !adapters && (takes(Rung::Int8) || takes(Rung::Nf4)) {
         let message = "matrices that are trained are not quantised";
         return Err(cannot("train.rungs", message, "train adapters: train.method = \"lora\""));
     }
     if takes(Rung::Adam8bit) && train.optimizer != Optimizer::Adamw {
         return Err(cannot("train.rungs", "adam8bit is a state of adamw", "leave it out, or set train.optimizer"));
     }
-    if trains && !adapters && model.adapter.is_some() {
+    // A finished model may be computed with its adapters.
+    if !data.train.is_empty() && !adapters && model.adapter.is_some() {
         let message = "adapters are given, but all parameters are trained";
         let failure = vec![
             "to train the adapters on: train.method = \"lora\"".to_owned(),
