@@ -281,7 +281,7 @@ __device__ inline void mix_values(const float* weights, const REAL* values, u64 
 // partials[parts][n, H][E + 2]: Σ 2^(s − largest) · value, largest, Σ 2^(s − largest) over the part's scores s,
 // times log2 e. A part without keys has 0 as its last sum, and no other but the largest.
 // Grid: (parts, H, n). Block: 128. Shared memory: `part` + 1024 floats.
-extern "C" __global__ void __launch_bounds__(128, 8)
+extern "C" __global__ void __launch_bounds__(128, 6)
 cached_attention_part(const REAL* qkv, const REAL* keys, const REAL* values, const float* scalars, float* partials,
                       u32 part, u32 heads, u32 kv_heads) {
     __shared__ float mosts[4];
