@@ -33,7 +33,7 @@ impl Kernels {
         match self {
             Kernels::Cpu { threads } if precision == DType::Bf16 => cpu::pairs_product(threads, m, n, k),
             Kernels::Cpu { threads } => cpu::product(threads, m, n, k),
-            Kernels::Cuda => cuda::product(),
+            Kernels::Cuda => cuda::product(m, n),
         }
     }
 
@@ -230,7 +230,7 @@ pub mod cpu {
     }
 }
 
-/// Bytes that cuBLASLt may use in a product. An algorithm that wants more is not taken.
+/// Bytes that cuBLASLt may use in a product, at most. An algorithm that wants more is not taken.
 pub const CUDA_PRODUCT_BYTES: u64 = 32 << 20;
 
 /// The CUDA kernels (`plimsoll-device`, `cuda/kernels`), in f32 elements.
@@ -254,9 +254,9 @@ pub mod cuda {
         rows.div_ceil(rows_per_portion(rows))
     }
 
-    /// `product`.
-    pub const fn product() -> u64 {
-        super::CUDA_PRODUCT_BYTES / 4
+    /// `product`: room for 32 partial results, so that small models have small arenas; products of real sizes have all.
+    pub fn product(m: u64, n: u64) -> u64 {
+        (32 * m * n).clamp(1 << 14, super::CUDA_PRODUCT_BYTES / 4)
     }
 
     /// `sum_rows`, and the gradients of norms' weights: a partial sum per portion.
