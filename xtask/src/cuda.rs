@@ -179,7 +179,8 @@ fn document(compiler: &Compiler, needs: &[Needs]) -> String {
 /// The kernels on the CPU, against the CPU's own.
 fn arithmetic(root: &Path) -> anyhow::Result<()> {
     ensure!(Command::new("g++").arg("--version").output().is_ok(), "g++ is needed to run kernels on the CPU");
-    let tests = ["--test", "cuda_kernels", "--test", "cuda_tensor", "--test", "cuda_executor", "--", "--ignored"];
+    let files = ["cuda_kernels", "cuda_tensor", "cuda_executor", "device"];
+    let tests = files.iter().flat_map(|file| ["--test", file]).chain(["--", "--ignored"]);
     succeed(Command::new("cargo").args(["test", "--package", "plimsoll-device"]).args(tests).current_dir(root))
 }
 

@@ -1,12 +1,13 @@
 //! The executor of GPUs, end to end on the stand-in (it runs on the CPU): whole Programs against the CPU's executor, and
 //! what happens when the device refuses or is lost. What a stand-in cannot show is in `cuda_stand_in/README.md`.
 
+mod cuda_stand_in;
+
 use plimsoll_core::{Bytes, Category, DType, Exit, Failure, RecomputeLevel, Space};
 use plimsoll_device::cpu::executor;
-use plimsoll_device::cuda::compile::Compiler;
-use plimsoll_device::cuda::driver::{CudaError, Driver};
-use plimsoll_device::cuda::executor::{Opened, Opening, open};
-use plimsoll_device::cuda::products::{self, Algorithms};
+use plimsoll_device::cuda::driver::CudaError;
+use plimsoll_device::cuda::executor::Opened;
+use plimsoll_device::cuda::products::Algorithms;
 use plimsoll_device::device::{Call, Device, DeviceError, FileSpace, Memory, NoFiles, Observer, Unobserved};
 use plimsoll_program::models::config::{ModelConfig, ModelType, RopeScaling};
 use plimsoll_program::models::decoder::{
@@ -17,9 +18,6 @@ use plimsoll_program::workspace::Kernels;
 use plimsoll_program::{Op, Placement, ProgramSet, TensorId};
 use std::collections::BTreeMap;
 use std::io;
-use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::sync::{Arc, OnceLock};
 
 const BATCH: u64 = 2;
 const SEQUENCE: u64 = 37;
@@ -102,40 +100,6 @@ fn side_by_side_from(set: &ProgramSet, first: u64) -> Placement {
     placement
 }
 
-/// The stand-in's libraries, built once.
-fn stand_in() -> &'static Path {
-    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
-    FOLDER.get_or_init(|| {
-        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("stand-in");
-        let build = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda_stand_in/build");
-        assert!(Command::new(build).arg(&folder).status().unwrap().success());
-        folder
-    })
-}
-
-fn open_stand_in(
-    set: ProgramSet,
-    placement: Placement,
-    precision: DType,
-    algorithms: Option<&Algorithms>,
-) -> Result<Opened, DeviceError> {
-    let folder = stand_in();
-    let driver = Arc::new(Driver::load(&folder.join("libcuda.so.1"))?);
-    let products = Arc::new(products::Library::load(&folder.join("libcublasLt.so.13"))?);
-    let compiler = Arc::new(Compiler::open(&folder.join("libnvrtc.so.13"), "13", Some(folder))?);
-    let opening = Opening {
-        driver: &driver,
-        products: &products,
-        compiler: &compiler,
-        ordinal: 0,
-        precision,
-        threads: 1,
-        algorithms,
-        free_before: None,
-    };
-    open(&opening, set, placement)
-}
-
 /// Files in memory.
 #[derive(Default)]
 struct Files(BTreeMap<String, Vec<u8>>);
@@ -196,7 +160,7 @@ impl Run {
 
     fn with(precision: DType, algorithms: Option<&Algorithms>) -> (Run, Opened2) {
         let set = programs(precision, Kernels::Cuda);
-        let opened = open_stand_in(set.clone(), side_by_side(&set), precision, algorithms).unwrap();
+        let opened = cuda_stand_in::open(set.clone(), side_by_side(&set), precision, algorithms).unwrap();
         let Opened { device, algorithms, chosen_anew, charges, gpu } = opened;
         assert!(gpu.name.contains("stand-in"), "{gpu:?}");
         assert!(charges.libraries > Bytes::ZERO && charges.rounding < Bytes(2 << 20), "{charges:?}");
@@ -448,7 +412,7 @@ fn an_update_that_is_refused_goes_on_where_it_stopped() {
 fn an_arena_larger_than_the_gpu_does_not_fit_and_leaves_nothing_behind() {
     let set = programs(DType::F32, Kernels::Cuda);
     let placement = Placement { arena_bytes: 1 << 40, ..side_by_side(&set) };
-    let Err(error) = open_stand_in(set, placement, DType::F32, None) else { panic!("a TiB fits") };
+    let Err(error) = cuda_stand_in::open(set, placement, DType::F32, None) else { panic!("a TiB fits") };
     assert!(error.is_refusal());
     assert!(matches!(error, DeviceError::Cuda(CudaError::Refused { asked: Bytes(asked), .. }) if asked == 1 << 40));
     assert_eq!(Failure::from(error).exit, Exit::DoesNotFit);

@@ -1,5 +1,8 @@
 //! One test body for every device: the same Programs give the same bytes everywhere, in whatever order their queues come
-//! to run; a refusal at any op leaves exactly what the ops before it did; another plan leaves what stays.
+//! to run; a refusal at any op leaves exactly what the ops before it did; another plan leaves what stays. The stand-in for
+//! a GPU (it runs on the CPU) is one of them, where there is a C++ compiler.
+
+mod cuda_stand_in;
 
 use plimsoll_core::{Bytes, Category, DType, Link, Space, WorkName};
 use plimsoll_device::cpu::executor;
@@ -12,7 +15,7 @@ use std::collections::BTreeMap;
 use std::io;
 
 /// Elements of a piece, and pieces of a tensor.
-const PIECE: i64 = 50;
+const PIECE: i64 = 64;
 const PIECES: i64 = 6;
 
 const DEVICE: TensorId = TensorId(0);
@@ -74,8 +77,8 @@ fn program(draws: &[Draw], precision: DType) -> (ProgramSet, Placement) {
     let p = Program { work: WorkName::Forward, name: "p".into(), inputs: vec![], outputs: vec![], blocks };
     let bytes = (PIECE * PIECES) as u64 * precision.bytes();
     let placement = Placement {
-        offsets: vec![vec![Some(64)], vec![Some(0)], vec![None]],
-        arena_bytes: bytes + 64,
+        offsets: vec![vec![Some(256)], vec![Some(0)], vec![None]],
+        arena_bytes: bytes + 256,
         host_bytes: bytes,
     };
     (ProgramSet { tensors, programs: vec![p], phases: vec![] }, placement)
@@ -167,67 +170,112 @@ fn draws(most: usize) -> impl Strategy<Value = Vec<Draw>> {
     prop::collection::vec((0u8..9, 0..PIECES, 0..PIECES), 1..most)
 }
 
+/// All devices of a test.
+type Devices = fn(&ProgramSet, &Placement, DType) -> Vec<(String, Box<dyn Device>)>;
+
+/// The processor, and the stand-in for a GPU.
+fn stand_in(set: &ProgramSet, placement: &Placement, precision: DType) -> Vec<(String, Box<dyn Device>)> {
+    let cpu = executor::open(set.clone(), placement.clone(), precision, 1).unwrap();
+    let gpu = cuda_stand_in::open(set.clone(), placement.clone(), precision, None).unwrap();
+    vec![("cpu".into(), cpu), ("stand-in".into(), gpu.device)]
+}
+
+fn the_same_bytes(devices: Devices, draws: &[Draw], precision: DType) -> Result<(), TestCaseError> {
+    let (set, placement) = program(draws, precision);
+    let mut expected: Option<Left> = None;
+    for (name, mut device) in devices(&set, &placement, precision) {
+        fill(&mut *device, precision);
+        let mut files = Files::default();
+        device.run_with_files("p", &mut files).unwrap();
+        let found = left(&mut *device, &files, precision);
+        prop_assert!(expected.get_or_insert_with(|| found.clone()) == &found, "{}", name);
+        let memory = device.memory();
+        prop_assert!(!memory.strayed(Space::Device) && !memory.strayed(Space::Host), "{}", name);
+    }
+    Ok(())
+}
+
+fn a_refusal(devices: Devices, draws: &[Draw], at: prop::sample::Index, singly: bool) -> Result<(), TestCaseError> {
+    let precision = DType::F32;
+    let (set, placement) = program(draws, precision);
+    let at = at.index(set.programs[0].length()) as u32 + 1;
+    let mut expected: Option<[Left; 2]> = None;
+    for (name, mut device) in devices(&set, &placement, precision) {
+        fill(&mut *device, precision);
+        let mut files = Files::default();
+        let refused = device.run_observed(Call::of("p"), &mut files, &mut Refuse { at, one_at_a_time: singly });
+        prop_assert!(refused.is_err_and(|error| error.is_refusal()), "{}", name);
+        let before = left(&mut *device, &files, precision);
+        let rest = Call { from: at, ..Call::of("p") };
+        device.run_observed(rest, &mut files, &mut Unobserved).unwrap();
+        let found = [before, left(&mut *device, &files, precision)];
+        prop_assert!(expected.get_or_insert_with(|| found.clone()) == &found, "{}: refused at {}", name, at);
+    }
+    Ok(())
+}
+
+fn another_plan(devices: Devices, draws: &[Draw], swapped: bool, gap: u64) -> Result<(), TestCaseError> {
+    let precision = DType::F32;
+    let (set, placement) = program(draws, precision);
+    let (mut other, mut elsewhere) = (set.clone(), placement.clone());
+    if swapped {
+        // What stood on the device now waits on the host, and the other way round; the Programs are none for that.
+        (other.tensors[0].space, other.tensors[1].space) = (Space::Host, Space::Device);
+        other.programs.clear();
+    }
+    elsewhere.offsets = vec![vec![Some(gap / 256 * 256)]; 2];
+    elsewhere.offsets.push(vec![None]);
+    elsewhere.arena_bytes = gap / 256 * 256 + (PIECE * PIECES) as u64 * 4;
+    elsewhere.host_bytes = elsewhere.arena_bytes;
+    for (name, mut device) in devices(&set, &placement, precision) {
+        fill(&mut *device, precision);
+        let (mut files, mut none) = (Files::default(), NoFiles);
+        let expected = left(&mut *device, &files, precision);
+        device.adopt(other.clone(), elsewhere.clone()).unwrap();
+        prop_assert_eq!(device.stats().arena_bytes, Bytes(elsewhere.arena_bytes));
+        prop_assert!(left(&mut *device, &files, precision) == expected, "{}", name);
+        device.adopt(set.clone(), placement.clone()).unwrap();
+        prop_assert!(left(&mut *device, &files, precision) == expected, "{}", name);
+        device.run_with_files("p", &mut files).unwrap();
+        prop_assert!(device.run_with_files("q", &mut none).is_err());
+    }
+    Ok(())
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(40))]
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(40) })]
 
     #[test]
-    fn the_same_programs_leave_the_same_bytes_on_every_device(draws in draws(30), precision in prop::sample::select(vec![DType::F32, DType::F64, DType::Bf16])) {
-        let (set, placement) = program(&draws, precision);
-        let mut expected: Option<Left> = None;
-        for (name, mut device) in devices(&set, &placement, precision) {
-            fill(&mut *device, precision);
-            let mut files = Files::default();
-            device.run_with_files("p", &mut files).unwrap();
-            let found = left(&mut *device, &files, precision);
-            prop_assert!(expected.get_or_insert_with(|| found.clone()) == &found, "{}", name);
-            let memory = device.memory();
-            prop_assert!(!memory.strayed(Space::Device) && !memory.strayed(Space::Host), "{}", name);
-        }
+    fn the_same_programs_leave_the_same_bytes_on_every_device(
+        draws in draws(30), precision in prop::sample::select(vec![DType::F32, DType::F64, DType::Bf16])
+    ) {
+        the_same_bytes(devices, &draws, precision)?;
     }
 
     #[test]
-    fn a_refusal_leaves_what_the_ops_before_it_did_and_the_rest_can_follow(draws in draws(12), at: prop::sample::Index, one_at_a_time: bool) {
-        let precision = DType::F32;
-        let (set, placement) = program(&draws, precision);
-        let at = at.index(set.programs[0].length()) as u32 + 1;
-        let mut expected: Option<[Left; 2]> = None;
-        for (name, mut device) in devices(&set, &placement, precision) {
-            fill(&mut *device, precision);
-            let mut files = Files::default();
-            let refused = device.run_observed(Call::of("p"), &mut files, &mut Refuse { at, one_at_a_time });
-            prop_assert!(refused.is_err_and(|error| error.is_refusal()), "{}", name);
-            let before = left(&mut *device, &files, precision);
-            let rest = Call { from: at, ..Call::of("p") };
-            device.run_observed(rest, &mut files, &mut Unobserved).unwrap();
-            let found = [before, left(&mut *device, &files, precision)];
-            prop_assert!(expected.get_or_insert_with(|| found.clone()) == &found, "{}: refused at {}", name, at);
-        }
+    fn a_refusal_leaves_what_the_ops_before_it_did_and_the_rest_can_follow(
+        draws in draws(12), at: prop::sample::Index, singly: bool
+    ) {
+        a_refusal(devices, &draws, at, singly)?;
     }
 
     #[test]
     fn another_plan_leaves_what_stays_wherever_it_stands(draws in draws(12), swapped: bool, gap in 0u64..9000) {
-        let precision = DType::F32;
-        let (set, placement) = program(&draws, precision);
-        let (mut other, mut elsewhere) = (set.clone(), placement.clone());
-        if swapped {
-            // What stood on the device now waits on the host, and the other way round.
-            (other.tensors[0].space, other.tensors[1].space) = (Space::Host, Space::Device);
-        }
-        elsewhere.offsets = vec![vec![Some(gap / 64 * 64)]; 2];
-        elsewhere.offsets.push(vec![None]);
-        elsewhere.arena_bytes = gap / 64 * 64 + (PIECE * PIECES) as u64 * 4;
-        elsewhere.host_bytes = elsewhere.arena_bytes;
-        for (name, mut device) in devices(&set, &placement, precision) {
-            fill(&mut *device, precision);
-            let (mut files, mut none) = (Files::default(), NoFiles);
-            let expected = left(&mut *device, &files, precision);
-            device.adopt(other.clone(), elsewhere.clone()).unwrap();
-            prop_assert_eq!(device.stats().arena_bytes, Bytes(elsewhere.arena_bytes));
-            prop_assert!(left(&mut *device, &files, precision) == expected, "{}", name);
-            device.adopt(set.clone(), placement.clone()).unwrap();
-            prop_assert!(left(&mut *device, &files, precision) == expected, "{}", name);
-            device.run_with_files("p", &mut files).unwrap();
-            prop_assert!(device.run_with_files("q", &mut none).is_err());
-        }
+        another_plan(devices, &draws, swapped, gap)?;
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(12) })]
+
+    #[test]
+    #[ignore = "needs g++: cargo xtask cuda-check"]
+    fn the_stand_in_is_one_of_them(
+        draws in draws(30), precision in prop::sample::select(vec![DType::F32, DType::Bf16]),
+        at: prop::sample::Index, singly: bool, swapped: bool, gap in 0u64..9000
+    ) {
+        the_same_bytes(stand_in, &draws, precision)?;
+        a_refusal(stand_in, &draws, at, singly)?;
+        another_plan(stand_in, &draws, swapped, gap)?;
     }
 }
