@@ -454,7 +454,11 @@ fn device(file: &RunFile, asked: &DeviceRequest) -> Result<DeviceSpec, Failure> 
             Ok(paper::paper(name, budget.unwrap_or(file.memory.budget)).expect("requests name devices of the table"))
         }
         DeviceRequest::Cuda { index, budget } => {
-            let (here, card) = cuda::open::card(index.unwrap_or(0))?;
+            let of_key = |failure: Failure| Failure {
+                message: format!("run.devices: {}: {}", asked.name(), failure.message),
+                ..failure
+            };
+            let (here, card) = cuda::open::card(index.unwrap_or(0)).map_err(|error| of_key(error.into()))?;
             gpu(file, here, card, *budget)
         }
     }

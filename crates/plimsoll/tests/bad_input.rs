@@ -134,7 +134,7 @@ fn what_the_model_or_the_machine_cannot_take_is_refused_with_what_they_can() {
     assert!(train("data.sequence=128").contains("takes no more than 64"));
     assert!(train("run.threads=1024").contains("1024 threads are more than the "));
     assert!(train("run.devices=rtx3090").contains("does not run on `rtx3090`"));
-    assert!(train("run.devices=cuda:0").contains("run.devices"));
+    assert!(train("run.devices=cuda:99").contains("run.devices: cuda:99: "));
     assert_eq!(place.names("run"), [""; 0]);
     // Too small a load line: exit code 3, and the ready command works.
     let message = place.refuse(3, &[&TRAIN[..], &["--budget", "2MiB"]].concat());
