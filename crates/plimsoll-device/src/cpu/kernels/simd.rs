@@ -1275,7 +1275,11 @@ mod x86 {
         #[inline(always)]
         fn dot(a: F32x16, b: F32x16, sum: F32x16) -> F32x16 {
             // SAFETY: the dispatcher; both are 32 numbers of 16 bits.
-            F32x16(unsafe { _mm512_dpbf16_ps(sum.0, std::mem::transmute(a.0), std::mem::transmute(b.0)) })
+            F32x16(unsafe {
+                let a = std::mem::transmute::<__m512, __m512bh>(a.0);
+                let b = std::mem::transmute::<__m512, __m512bh>(b.0);
+                _mm512_dpbf16_ps(sum.0, a, b)
+            })
         }
     }
 
