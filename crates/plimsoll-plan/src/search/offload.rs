@@ -132,13 +132,15 @@ pub(super) fn leanest(measurer: &Measurer, bound: Option<u64>) -> Option<Candida
     };
     let mut leanest: Option<Candidate> = None;
     for (at_least, offload) in choices {
-        for recompute in &levels {
-            let least = leanest.as_ref().map(|leanest| leanest.device).or(bound).unwrap_or(u64::MAX);
-            if at_least >= least {
-                break;
-            }
+        // Where something waits, two mixtures stand for all: the whole block again, and what the profile calls tightest.
+        let all_but = if offload.is_nothing() || levels.len() < 3 { 0 } else { levels.len() - 2 };
+        let least = |leanest: &Option<Candidate>| leanest.as_ref().map(|c| c.device).or(bound).unwrap_or(u64::MAX);
+        if at_least >= least(&leanest) {
+            continue;
+        }
+        for recompute in levels.iter().take(1).chain(levels.iter().skip(1 + all_but)) {
             let found = measurer.candidate(question.recipe(micro_batch, recompute.clone(), offload));
-            if found.host <= host_budget && found.device < least {
+            if found.host <= host_budget && found.device < least(&leanest) {
                 leanest = Some(found);
             }
         }
