@@ -1,7 +1,7 @@
 //! What is known of the devices of this machine from measurements: the rates that the planner prices with, and what GPUs
 //! hold outside the arena. Measured once, and kept for the next run.
 //!
-//! Rates lie in `devices.json`, charges in `charges.json`, in the folder `PLIMSOLL_CACHE`, else
+//! Rates lie in `devices.json`, charges in `charges.json`, the algorithms of a GPU's products in `algorithms.json`, in the folder `PLIMSOLL_CACHE`, else
 //! `$XDG_CACHE_HOME/plimsoll`, else `~/.cache/plimsoll`. Those of another processor or GPU, thread count, driver or version
 //! of Plimsoll are not used, and rates measured while other programs took the cores are not kept. A folder that cannot
 //! be written costs the next run another measurement, and nothing else.
@@ -9,6 +9,7 @@
 use crate::bench::{self, Bench, BenchError, DeviceBench};
 use crate::cuda;
 use crate::cuda::gpus::{Card, Here};
+use crate::cuda::products::Algorithms;
 use crate::probe::Cpu;
 use plimsoll_core::{Bytes, DType, Link, Rates};
 use serde::de::DeserializeOwned;
@@ -111,6 +112,35 @@ fn keep_charges_in(folder: &Path, key: ChargesKey, bytes: Bytes) {
     }
     save(folder, CHARGES, &known);
 }
+
+/// The algorithms of products that were chosen on such a GPU: the same again give the same bits.
+pub fn algorithms(card: &Card) -> Option<Algorithms> {
+    load(&folder()?.join(ALGORITHMS)).into_iter().find(|known: &Algorithms| known.gpu == card.name)
+}
+
+/// Keeps the algorithms of a run's products for the next run. What was chosen first stays, as long as the library does.
+pub fn keep_algorithms(new: &Algorithms) {
+    if let Some(folder) = folder() {
+        keep_algorithms_in(&folder, new);
+    }
+}
+
+fn keep_algorithms_in(folder: &Path, new: &Algorithms) {
+    let mut known: Vec<Algorithms> = load(&folder.join(ALGORITHMS));
+    match known.iter_mut().find(|known| known.gpu == new.gpu) {
+        Some(known) if known.library == new.library => {
+            for (product, algorithm) in &new.chosen {
+                known.chosen.entry(product.clone()).or_insert_with(|| algorithm.clone());
+            }
+        }
+        Some(known) => known.clone_from(new),
+        None => known.push(new.clone()),
+    }
+    save(folder, ALGORITHMS, &known);
+}
+
+/// Where the algorithms of products are kept.
+const ALGORITHMS: &str = "algorithms.json";
 
 /// Where charges are kept.
 const CHARGES: &str = "charges.json";
@@ -386,6 +416,22 @@ mod tests {
         assert_eq!((known("550"), known("580")), (Some(Bytes::mib(480)), None));
         keep_charges_in(folder.path(), key("580"), Bytes::mib(300));
         assert_eq!((known("550"), known("580")), (Some(Bytes::mib(480)), Some(Bytes::mib(300))));
+    }
+
+    #[test]
+    fn the_algorithms_that_were_chosen_first_stay_as_long_as_the_library_does() {
+        let folder = tempfile::tempdir().unwrap();
+        let algorithms = |library, chosen: &[(&str, &str)]| Algorithms {
+            library,
+            gpu: "Example".to_owned(),
+            chosen: chosen.iter().map(|(product, which)| ((*product).to_owned(), (*which).to_owned())).collect(),
+        };
+        let kept = || load::<Algorithms>(&folder.path().join(ALGORITHMS));
+        keep_algorithms_in(folder.path(), &algorithms(13, &[("a", "1")]));
+        keep_algorithms_in(folder.path(), &algorithms(13, &[("a", "2"), ("b", "3")]));
+        assert_eq!(kept(), [algorithms(13, &[("a", "1"), ("b", "3")])]);
+        keep_algorithms_in(folder.path(), &algorithms(14, &[("a", "4")]));
+        assert_eq!(kept(), [algorithms(14, &[("a", "4")])]);
     }
 
     #[test]

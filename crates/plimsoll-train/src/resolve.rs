@@ -3,7 +3,7 @@
 
 use crate::data::sums;
 use crate::files::{AdapterDir, ModelDir, ModelWeights, read_config};
-use crate::run::prepare::charges;
+use crate::run::prepare::{charges, rounded};
 use crate::run_file::{EXAMPLE_PREFIX, Init, Method, Optimizer, RunFile};
 use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Failure, HostSpec, Plan, Rates, Rung};
 use plimsoll_device::calibration;
@@ -413,7 +413,7 @@ fn gpu(file: &RunFile, here: &'static Here, card: &Card, budget: Option<Budget>)
     here.nvrtc()?;
     here.cublaslt()?;
     let free = cuda::open::free_bytes(here, card)?;
-    let charges = calibration::charges(here, card);
+    let charges = calibration::charges(here, card).map(rounded);
     Ok(DeviceSpec {
         name: format!("cuda:{}", card.index),
         kind: DeviceKind::Cuda,

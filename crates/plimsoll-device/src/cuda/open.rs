@@ -92,9 +92,10 @@ impl OnGpu {
         self.here.memory(self.card).map(|memory| memory.free_bytes)
     }
 
-    /// Tells the next run what was measured.
-    pub fn keep_charges(&self) {
+    /// Tells the next run what was measured and chosen.
+    pub fn keep(&self) {
         calibration::keep_charges(self.here, self.card, self.charges);
+        calibration::keep_algorithms(&self.algorithms);
     }
 }
 
@@ -125,7 +126,8 @@ pub fn open(
     executor::open(&opening, set, placement)
 }
 
-/// Opens a GPU for a run, which also wants to see it from beside its Programs.
+/// Opens a GPU for a run, which also wants to see it from beside its Programs. Without `algorithms` of the run itself,
+/// products have those that were chosen on this machine before.
 ///
 /// # Errors
 /// As [`open`].
@@ -139,6 +141,8 @@ pub fn open_for_run(
 ) -> Result<(Box<dyn Device>, OnGpu), DeviceError> {
     let (here, card) = card(index)?;
     let free_before = here.memory(card).map(|memory| memory.free_bytes);
+    let known = calibration::algorithms(card);
+    let algorithms = algorithms.or(known.as_ref());
     let Opened { device, charges, algorithms, chosen_anew, .. } =
         open(index, threads, precision, algorithms, set, placement)?;
     let charges = charges.context.unwrap_or(CONTEXT_BYTES) + charges.libraries + charges.rounding;

@@ -528,7 +528,7 @@ fn open_engine(
         let plan = answer.plan.clone();
         let engine = Engine::open(answer, precision, &resolved.device, stored.as_ref(), sequence, vocab)?;
         let Some(gpu) = engine.gpu() else { return Ok((engine, plan)) };
-        gpu.keep_charges();
+        gpu.keep();
         let measured = rounded(gpu.charges);
         if measured > resolved.device.charges && !planned_anew {
             planned_anew = true;
@@ -544,7 +544,7 @@ fn open_engine(
             let hint = least.map(|least| format!("the least that would do: --budget {}", Budget::Amount(least)));
             return Err(hint.into_iter().fold(Failure::does_not_fit(message), Failure::hint));
         }
-        if gpu.chosen_anew {
+        if gpu.chosen_anew || stored.is_none() {
             let text = serde_json::to_vec_pretty(&gpu.algorithms).expect("plain data has a JSON form");
             atomic::write_file(&path, &text)?;
         }
