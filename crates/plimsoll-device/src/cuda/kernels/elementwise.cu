@@ -46,17 +46,33 @@ extern "C" __global__ void __launch_bounds__(256) add_bias(const REAL* bias, REA
         add_strip<1>(bias, into, from, end);
 }
 
+template <int W>
+__device__ void sum_strip(const REAL* x, float* sums, u32 first, u32 end, u32 from, u32 to, u32 columns) {
+    for (u32 at = from + threadIdx.x * W; at < to; at += 256 * W) {
+        float sum[W] = {};
+#pragma unroll 4
+        for (u32 row = first; row < end; row++) {
+            float v[W];
+            load(x + (u64)row * columns + at, v);
+#pragma unroll
+            for (int i = 0; i < W; i++) sum[i] += v[i];
+        }
+#pragma unroll
+        for (int i = 0; i < W; i++) sums[at + i] = sum[i];
+    }
+}
+
 // partials[portions, C]: the sum of each portion of the rows of x[N,C], for add_partials.
-// Grid: (ceil(C / 256), portions). Block: 256. Shared memory: none.
+// Grid: (ceil(C / 2048), portions). Block: 256. Shared memory: none.
 extern "C" __global__ void __launch_bounds__(256)
 sum_rows(const REAL* x, float* partials, u32 rows, u32 columns, u32 rows_per_portion) {
-    u32 column = blockIdx.x * 256 + threadIdx.x;
-    u32 first = blockIdx.y * rows_per_portion;
-    u32 end = min(rows, first + rows_per_portion);
-    if (column >= columns) return;
-    float sum = 0;
-    for (u32 row = first; row < end; row++) sum += widen(x[(u64)row * columns + column]);
-    partials[(u64)blockIdx.y * columns + column] = sum;
+    u32 first = blockIdx.y * rows_per_portion, end = min(rows, first + rows_per_portion);
+    u32 from = blockIdx.x * 2048, to = min(columns, from + 2048);
+    partials += (u64)blockIdx.y * columns;
+    if (columns % PACK<REAL> == 0 && aligned(x))
+        sum_strip<PACK<REAL>>(x, partials, first, end, from, to, columns);
+    else
+        sum_strip<1>(x, partials, first, end, from, to, columns);
 }
 
 // into[C] += Σ over `count` partial sums that lie `stride` apart. Eight slices of them are summed

@@ -486,7 +486,7 @@ pub fn add_bias(of: Real, bias: Address, into: Address, rows: u64, columns: u64)
 /// `into[C]` += Σ rows of `x[N,C]`.
 pub fn sum_rows(of: Real, x: Address, into: Address, scratch: Address, rows: u64, columns: u64) -> [Launch; 2] {
     let arguments = vec![at(x), at(scratch), n(rows), n(columns), n(rows_per_portion(rows))];
-    let grid = launch(unit(Family::Elementwise, of), "sum_rows", columns.div_ceil(256), 256, arguments);
+    let grid = launch(unit(Family::Elementwise, of), "sum_rows", columns.div_ceil(2048), 256, arguments);
     [grid.by(portions(rows), 1), add_partials(of, scratch, into, portions(rows), columns, columns)]
 }
 
