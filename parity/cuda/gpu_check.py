@@ -106,7 +106,7 @@ class Section:
         self.report.figures.setdefault(self.name, {})[name] = figure
 
     def environment(self):
-        environment = {**os.environ, "PLIMSOLL_CACHE": str(self.folder.parent / "cache"), "NO_COLOR": "1"}
+        environment = {"PLIMSOLL_CACHE": str(self.folder.parent / "cache"), **os.environ, "NO_COLOR": "1"}
         if self.options.libraries:
             # Ours alone: torch has libraries of its own.
             known = environment.get("LD_LIBRARY_PATH")
@@ -209,6 +209,13 @@ def settings(values):
     return [word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(value)}")]
 
 
+def run_file(folder):
+    """An empty one: without any, the built-in example is trained, within its own budget."""
+    path = folder / "run.toml"
+    path.write_text("")
+    return path
+
+
 # ---------------------------------------------------------------------------------------------------
 # Sections
 # ---------------------------------------------------------------------------------------------------
@@ -234,7 +241,7 @@ def found(section):
     seconds = section.sizes["bench_seconds"]
     bench = section.folder / "bench.json"
     try:
-        section.run("bench", "devices", "--seconds", f"{seconds}s", "--json", bench)
+        section.run("bench", "devices", "--duration", f"{seconds}s", "--json", bench)
         section.keep("bench", json.loads(bench.read_text()))
     except Failed as failed:
         section.add("bench devices", failed, False)
@@ -301,7 +308,7 @@ def kill(section):
     write_samples(data, samples(section.sizes["kill_model"]["vocab"], sizes["sequence"] * 3, 64, 1))
 
     def arguments(run):
-        return ["train", "--quiet", "--devices", section.options.device, *settings({
+        return ["train", run_file(section.folder), "--quiet", "--devices", section.options.device, *settings({
             "model.path": str(model), "model.init": "random", "data.train": str(data), "data.format": "tokens",
             "data.sequence": sizes["sequence"], "train.batch_tokens": sizes["batch_tokens"], "train.steps": sizes["steps"],
             "train.save_every": sizes["save_every"], "train.precision": "bf16", "run.dir": str(run),
@@ -366,7 +373,7 @@ def curve(section):
     ours, peak = [], None
     for number, file in enumerate(files[: len(theirs)]):
         folder = section.folder / f"run-{number}"
-        section.run("train", "--quiet", "--devices", section.options.device, *settings({
+        section.run("train", run_file(section.folder), "--quiet", "--devices", section.options.device, *settings({
             "model.path": str(base), "model.init": "pretrained", "data.train": str(file), "data.eval": str(held_out),
             "data.format": "tokens", "data.sequence": run["sequence"], "data.pack": False, "data.shuffle": False,
             "train.steps": run["steps"], "train.batch_tokens": run["rows"] * run["sequence"],

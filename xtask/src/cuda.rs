@@ -11,6 +11,7 @@ use anyhow::{Context, bail, ensure};
 use plimsoll_device::cuda::kernels::{OPTIONS, Unit};
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
+use std::env;
 use std::fmt::Write as _;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -187,9 +188,8 @@ fn arithmetic(root: &Path) -> anyhow::Result<()> {
 /// The real programs on a stand-in for a GPU (runs on the CPU): what it is there to find, the command line, and every op
 /// of a few models beside the CPU's.
 fn on_stand_in(root: &Path) -> anyhow::Result<()> {
-    let build = ["build", "--release", "--package", "plimsoll", "--package", "xtask"];
-    succeed(Command::new("cargo").args(build).current_dir(root))?;
-    let (libraries, programs) = (stand_in::build(root)?, root.join("target/release"));
+    succeed(Command::new("cargo").args(["build", "--release", "--package", "plimsoll"]).current_dir(root))?;
+    let libraries = stand_in::build(root)?;
     let tests = root.join("crates/plimsoll-device/tests/cuda_stand_in");
     let python = |script: PathBuf| {
         let mut command = Command::new("python3");
@@ -197,12 +197,12 @@ fn on_stand_in(root: &Path) -> anyhow::Result<()> {
         command
     };
     succeed(python(tests.join("check.py")).arg(&libraries))?;
-    succeed(python(root.join("parity/cuda/end_to_end.py")).arg(programs.join("plimsoll")).arg(&libraries))?;
+    succeed(python(root.join("parity/cuda/end_to_end.py")).arg(root.join("target/release/plimsoll")).arg(&libraries))?;
     for (only, dtype, runs) in
         [("ops", "f32", "4"), ("ops", "bf16", "4"), ("cases", "f32", "2"), ("cases", "bf16", "2")]
     {
         println!("soak, {only} in {dtype}, on a stand-in for a GPU (runs on the CPU)");
-        let mut command = Command::new(programs.join("xtask"));
+        let mut command = Command::new(env::current_exe()?);
         command.args(["soak", "--device", "cuda:0", "--only", only, "--dtype", dtype, "--runs", runs]);
         command.env("LD_LIBRARY_PATH", &libraries).env("PLIMSOLL_STAND_IN_GUARD", "0");
         succeed(command.env("PLIMSOLL_CACHE", root.join("target/stand-in/cache")))?;

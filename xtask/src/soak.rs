@@ -62,7 +62,7 @@ struct Options {
     /// the CPU's in f64, or plans of larger models under load lines of a GPU.
     #[arg(long)]
     only: Option<Only>,
-    /// Where the cases run: cpu, or cuda:0.
+    /// Where the cases run: cpu, virtual, or cuda:0.
     #[arg(long, default_value = "cpu")]
     device: Place,
     /// Their arithmetic: f32, or bf16.

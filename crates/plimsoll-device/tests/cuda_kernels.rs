@@ -96,7 +96,17 @@ fn rms_norm_and_its_gradient() {
                 let (mut want, mut want_dweight) = (before.clone(), dweight_before.clone());
                 let scratch = &mut scratch(workspace::cpu::sum_rows(rows as u64, dim as u64));
                 let dweight = &mut want_dweight;
-                cpu::rms_norm_grad(&pool(), &x, &weight, &rstd_values, &dout, &mut want, Some(dweight), accumulate, scratch);
+                cpu::rms_norm_grad(
+                    &pool(),
+                    &x,
+                    &weight,
+                    &rstd_values,
+                    &dout,
+                    &mut want,
+                    Some(dweight),
+                    accumulate,
+                    scratch,
+                );
                 let (gdout, gdx) = (gpu.put(kind, &dout), gpu.put(kind, &before));
                 let gdweight = gpu.put(Kind::F32, &dweight_before);
                 let room = gpu.room(Kind::F32, workspace::cuda::sum_rows(rows as u64, dim as u64) as usize);
@@ -134,7 +144,17 @@ fn head_norm_and_its_gradient() {
             let (mut want, mut want_dq, mut want_dk) = (dout.clone(), dq.clone(), dk.clone());
             let elements = workspace::cpu::sum_rows(rows as u64, 2 * head_dim);
             let room = &mut scratch(elements);
-            cpu::head_norm_grad(&pool(), shape, &x, &q, &k, &rstd_values, &mut want, Some([&mut want_dq, &mut want_dk]), room);
+            cpu::head_norm_grad(
+                &pool(),
+                shape,
+                &x,
+                &q,
+                &k,
+                &rstd_values,
+                &mut want,
+                Some([&mut want_dq, &mut want_dk]),
+                room,
+            );
             let (gdx, gdq, gdk) = (gpu.put(kind, &dout), gpu.put(Kind::F32, &dq), gpu.put(Kind::F32, &dk));
             let room = gpu.room(Kind::F32, workspace::cuda::sum_rows(rows as u64, 2 * head_dim) as usize);
             let [x, q, k] = inputs;
@@ -623,7 +643,9 @@ mod programs {
     use plimsoll_device::cuda::kernels::ops::{self, Places};
     use plimsoll_device::device::Device;
     use plimsoll_program::models::config::{ModelConfig, ModelType};
-    use plimsoll_program::models::decoder::{AdamState, Base, Build, Generation, Method, Optimizer, Source, Training, build};
+    use plimsoll_program::models::decoder::{
+        AdamState, Base, Build, Generation, Method, Optimizer, Source, Training, build,
+    };
     use plimsoll_program::{OpKind, Operand, Placement, ProgramSet, TensorId};
 
     const BATCH: u64 = 2;

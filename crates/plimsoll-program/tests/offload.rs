@@ -1,7 +1,9 @@
 //! What the offload pass promises: Programs stay well-formed, whatever waits on the host.
 
 use plimsoll_core::{DType, Offload, RecomputeLevel, Space};
-use plimsoll_program::models::decoder::{AdamState, Base, Build, Generation, Method, Optimizer, Source, Training, build};
+use plimsoll_program::models::decoder::{
+    AdamState, Base, Build, Generation, Method, Optimizer, Source, Training, build,
+};
 use plimsoll_program::models::{ModelConfig, preset};
 use plimsoll_program::passes::check::check;
 use plimsoll_program::passes::offload::offload;

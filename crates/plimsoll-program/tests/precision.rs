@@ -1,7 +1,9 @@
 //! What a precision means for every Program: which tensors are wide, where masters stand, what files hold.
 
 use plimsoll_core::{Category, DType, RecomputeLevel, Space};
-use plimsoll_program::models::decoder::{AdamState, Base, Build, Generation, Method, Optimizer, Source, Training, build};
+use plimsoll_program::models::decoder::{
+    AdamState, Base, Build, Generation, Method, Optimizer, Source, Training, build,
+};
 use plimsoll_program::models::{ModelConfig, preset};
 use plimsoll_program::passes::check::{Malformed, check};
 use plimsoll_program::workspace::Kernels;

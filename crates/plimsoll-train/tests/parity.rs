@@ -215,6 +215,36 @@ fn loss_and_every_gradient_are_those_of_transformers() {
     }
 }
 
+/// Each number that is stored has 8 bits: some 2^-9 off, at every op on the way.
+#[test]
+fn in_bf16_all_of_it_is_near_what_transformers_has_in_f32() {
+    let cache = tempfile::tempdir().expect("a folder");
+    for name in CASES {
+        let case = Case::open(name);
+        let (data, mut rows) = case.rows("batch.jsonl", cache.path());
+        data.read(0..data.rows(), &mut rows).expect("rows");
+        let labelled = rows.labelled_tokens();
+        let (mut engine, set) = case.engine(DType::Bf16, 2, RecomputeLevel::Nothing);
+        let found = engine.gradients(&mut rows, &input(1, labelled)).expect("runs");
+        assert!(relative(found.loss, case.number("/batch/loss")) < 5e-3, "{name}: loss {}", found.loss);
+        for p in case.dir.config.hf_parameters() {
+            let gradient = case.parameter(&mut engine, &set, &p.hf_name, ".gradient", DType::F32);
+            let distance = normwise(&gradient, &case.tensor(&format!("grad.{}", p.hf_name)));
+            assert!(distance < 4e-2, "{name}: {} is {distance:e} away", p.hf_name);
+        }
+        let (data, mut rows) = case.rows("train.jsonl", cache.path());
+        let (mut engine, _) = case.engine(DType::Bf16, 2, RecomputeLevel::Nothing);
+        for step in 0..5 {
+            data.read(4 * step..4 * step + 4, &mut rows).expect("rows");
+            let labelled = rows.labelled_tokens();
+            let found = engine.gradients(&mut rows, &input(step + 1, labelled)).expect("runs");
+            let loss = case.number(&format!("/steps/{step}/loss"));
+            assert!(relative(found.loss, loss) < 1e-2, "{name}, step {step}: loss {} not {loss}", found.loss);
+            engine.update().expect("runs");
+        }
+    }
+}
+
 #[test]
 fn weights_after_five_steps_are_those_of_torch() {
     let cache = tempfile::tempdir().expect("a folder");
@@ -308,12 +338,13 @@ fn any_micro_batch_gives_the_same_gradients_in_f64() {
 #[test]
 fn recomputing_leaves_every_bit_as_it_is() {
     let cache = tempfile::tempdir().expect("a folder");
-    for name in ["llama", "qwen2", "qwen3"] {
+    let cases = ["llama", "qwen2", "qwen3"].map(|name| (name, DType::F32));
+    for (name, precision) in cases.into_iter().chain([("qwen2", DType::Bf16)]) {
         let case = Case::open(name);
         let mut first: Option<Vec<Vec<f64>>> = None;
         for level in RecomputeLevel::ALL {
             let (data, mut rows) = case.rows("train.jsonl", cache.path());
-            let (mut engine, set) = case.engine(DType::F32, 2, level);
+            let (mut engine, set) = case.engine(precision, 2, level);
             for step in 0..3 {
                 data.read(4 * step..4 * step + 4, &mut rows).expect("rows");
                 let labelled = rows.labelled_tokens();
@@ -322,10 +353,10 @@ fn recomputing_leaves_every_bit_as_it_is() {
             }
             let parameters = case.dir.config.hf_parameters();
             let all: Vec<Vec<f64>> =
-                parameters.iter().map(|p| case.parameter(&mut engine, &set, &p.hf_name, "", DType::F32)).collect();
+                parameters.iter().map(|p| case.parameter(&mut engine, &set, &p.hf_name, "", precision)).collect();
             match &first {
                 None => first = Some(all),
-                Some(first) => assert!(&all == first, "{name}: {level} changes bits"),
+                Some(first) => assert!(&all == first, "{name} in {precision}: {level} changes bits"),
             }
         }
     }

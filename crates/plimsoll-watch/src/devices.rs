@@ -124,6 +124,7 @@ pub fn bench_table(bench: &Bench) -> String {
             let latency = micros(gpu.to_device.latency_seconds.max(gpu.to_host.latency_seconds));
             let [to_device, from_device] = ways;
             links.push(vec![name.clone(), to_device, from_device, latency]);
+            conditions += &format!("{name}: {}, driver {}\n", device.model, gpu.driver);
             let moments = [("before", &gpu.before), ("after", &gpu.after)];
             for (when, condition) in moments.map(|(when, condition)| (when, condition.describe())) {
                 if !condition.is_empty() {
@@ -526,9 +527,10 @@ other programs held the cores for up to 16 % of the time: rates too low are not 
         let bench = Bench { plimsoll: "0.1.0".to_owned(), seconds: 30.0, devices: vec![device], all };
         let text = bench_table(&bench);
         let expected = "\
-device   to device  from device   latency
+device  to device  from device   latency
 cuda:0  25.0 GB/s    26.0 GB/s  12.00 µs
 
+cuda:0: Example 4000, driver 550.54.14
 cuda:0 before: 40 °C
 cuda:0 after: 71 °C, held back by power limit
 all together (cuda:0): 900.0 GB/s

@@ -19,7 +19,8 @@ fn a_plan_has_the_keys_of_the_contract_and_fits_at_the_budget_it_names() {
     };
     let (code, refused, message) = on_paper("1MiB");
     assert_eq!(code, Some(3), "{message}");
-    assert_eq!(keys(&refused), ["fits", "recipe", "class", "devices", "host", "predicted", "needs"]);
+    let plan = ["fits", "recipe", "class", "rungs", "checkpoint_bytes", "devices", "host", "predicted", "needs"];
+    assert_eq!(keys(&refused), plan);
     let device = [
         "name",
         "simulated",

@@ -47,11 +47,16 @@ fn a_program_gets_the_plan_as_json() {
 }
 
 #[test]
-fn a_host_that_has_no_say_is_said_to_have_none() {
-    let said = |args: &[&str]| text(&plan(&[&SMALL[..], args].concat()).stdout).contains("\nhost: ");
-    assert!(!said(&[]));
-    assert!(said(&["--set", "memory.host=4GiB"]));
-    assert!(said(&["--set", "run.devices=rtx3090,host=64GiB"]));
+fn what_waits_on_the_host_stands_in_the_plan_and_only_where_the_device_is_short() {
+    let host = |devices: &str| {
+        let devices = format!("run.devices={devices}");
+        let output = plan(&["--model", "smollm2-135m", "--sequence", "256", "--set", &devices, "--json"]);
+        assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+        let plan: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        plan["host"]["arena_bytes"].as_u64().unwrap()
+    };
+    assert_eq!(host("rtx3090,host=64GiB"), 0);
+    assert!(host("rtx3090=2GiB,host=64GiB") > 0);
 }
 
 #[test]

@@ -189,13 +189,13 @@ fn a_place_that_is_none_is_told() {
 #[test]
 fn pressure_from_outside_is_given_way_to() {
     // An arena of some hundred MiB: the margin that others are left is a share of it.
-    let long = Shape { steps: 100_000, sequence: 64, batch_sequences: 256, hidden: 128, save_every: 0, threads: "1" };
+    let long = Shape { steps: 100_000, sequence: 64, batch_sequences: 256, hidden: 256, save_every: 0, threads: "1" };
     let place = Place::new(&long);
     let mut running = place.start(&["train", "run.toml", "--quiet"]);
     assert!(running.until(|| losses(&place, "run").len() > 3));
     let data = running.status("VmData");
     // Little more than what it has: less than that margin, and enough for a plan to be made.
-    running.limit("data", (data + 2048) << 10);
+    running.limit("data", (data + 4096) << 10);
     let retreated = || place.events("run").iter().any(|event| event["event"] == "retreat");
     assert!(running.until(retreated));
     let event = place.events("run").into_iter().find(|event| event["event"] == "retreat").unwrap();

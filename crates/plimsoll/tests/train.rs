@@ -44,7 +44,10 @@ fn a_run_leaves_what_the_contracts_say() {
     assert_eq!(memory["arena_bytes"], memory["arena_measured_bytes"]);
     assert!(number(&result["tokens_per_second"]) > 0.0);
     let plan = place.json("run/plan.json");
-    assert_eq!(keys(&plan), ["fits", "recipe", "class", "devices", "host", "predicted", "needs"]);
+    assert_eq!(
+        keys(&plan),
+        ["fits", "recipe", "class", "rungs", "checkpoint_bytes", "devices", "host", "predicted", "needs"]
+    );
     assert_eq!((&plan["recipe"], &plan["devices"][0]["arena_bytes"]), (&result["recipe"], &memory["arena_bytes"]));
 
     let events = place.events("run");
@@ -126,4 +129,68 @@ fn a_run_under_a_load_line_that_binds_takes_another_recipe_and_learns_the_same()
     assert!(number(&tight["memory"][0]["measured_bytes"]) <= number(&tight["memory"][0]["budget_bytes"]));
     let difference = number(&tight["loss"]["last"]) / number(&free["loss"]["last"]) - 1.0;
     assert!(difference.abs() < 1e-3, "the recipe never changes the experiment: {difference}");
+}
+
+#[test]
+fn adapters_are_saved_alone_computed_with_trained_on_and_merged() {
+    let place = Place::new(&SMALL);
+    place.succeed(&["train", "run.toml", "--quiet"]);
+    let base = place.files("run/model");
+    let lora = ["--set", "model.path=run/model", "--set", "model.init=pretrained", "--set", "train.method=lora"];
+    let small = ["--set", "lora.rank=4", "--set", "lora.alpha=8", "--set", "lora.dropout=0.1"];
+    let train = [&["train", "run.toml", "--quiet"], &lora[..], &small].concat();
+    place.succeed(&[&train[..], &["--set", "run.dir=tuned"]].concat());
+    assert_eq!(
+        place.names("tuned"),
+        ["adapter", "checkpoints", "events.jsonl", "plan.json", "result.json", "run.toml"]
+    );
+    assert_eq!(place.names("tuned/adapter"), ["adapter_config.json", "adapter_model.safetensors"]);
+    let config = place.json("tuned/adapter/adapter_config.json");
+    assert_eq!((&config["r"], &config["lora_alpha"], &config["lora_dropout"]), (&4.into(), &8.into(), &0.1.into()));
+    assert_eq!(place.files("run/model"), base);
+
+    // Computed with, and folded in: the loss that the run found.
+    let loss = |model: &[&str]| {
+        let data = ["--data", "eval.jsonl", "--format", "tokens", "--json"];
+        number(&place.succeed(&[&["eval"], model, &data[..]].concat()).json()["loss"])
+    };
+    let found = number(&place.json("tuned/result.json")["eval"]["loss"]);
+    assert!((loss(&["run/model"]) / found - 1.0).abs() > 1e-4, "the adapters have learned something");
+    assert!((loss(&["run/model", "--adapter", "tuned/adapter"]) / found - 1.0).abs() < 1e-6);
+    place.succeed(&["merge", "run/model", "tuned/adapter", "merged"]);
+    assert_eq!(place.names("merged"), place.names("run/model"));
+    assert!((loss(&["merged"]) / found - 1.0).abs() < 1e-5);
+    let generate = ["generate", "--prompt", "abc", "--max-tokens", "4", "--json"];
+    let with = place.succeed(&[&generate[..], &["run/model", "--adapter", "tuned/adapter"]].concat());
+    assert_eq!(with.stdout, place.succeed(&[&generate[..], &["merged"]].concat()).stdout);
+
+    // Trained on: it begins where the other ended, with its rank.
+    let on = [&["train", "run.toml", "--quiet"], &lora[..], &["--set", "model.adapter=tuned/adapter"]].concat();
+    place.succeed(&[&on[..], &["--set", "run.dir=on"]].concat());
+    assert!(place.read("on/run.toml").contains("rank = 4"));
+    assert!(
+        number(&place.json("on/result.json")["loss"]["first"])
+            < number(&place.json("tuned/result.json")["loss"]["first"])
+    );
+}
+
+/// A frozen model in 4 bit and state in 8: what is in no checkpoint is made once more, to the same bits.
+#[test]
+fn a_run_with_coarse_weights_goes_on_to_the_bits_of_an_undisturbed_one() {
+    let place = Place::new(&SMALL);
+    let coarse = ["--set", "train.method=lora", "--set", "train.rungs=nf4,adam8bit", "--set", "lora.rank=2"];
+    for run in ["whole", "cut"] {
+        let dir = format!("run.dir={run}");
+        place.succeed(&[&["train", "run.toml", "--quiet", "--set", &dir], &coarse[..]].concat());
+    }
+    let left = |run: &str| (place.files(&format!("{run}/adapter")), place.files(&format!("{run}/checkpoints")));
+    assert!(place.read("cut/run.toml").contains("rungs = [\"nf4\", \"adam8bit\"]"));
+    std::fs::remove_dir_all(place.path("cut/checkpoints/step-24")).unwrap();
+    std::fs::remove_dir_all(place.path("cut/adapter")).unwrap();
+    place.succeed(&["train", "--resume", "cut", "--quiet"]);
+    assert_eq!(place.names("cut/checkpoints"), ["step-20", "step-24"]);
+    assert!(left("cut").0 == left("whole").0, "the adapters");
+    let tensors =
+        |run: &str| std::fs::read(place.path(&format!("{run}/checkpoints/step-24/state.safetensors"))).unwrap();
+    assert!(tensors("cut") == tensors("whole"), "adapters and state");
 }

@@ -1,8 +1,8 @@
 //! Random cases: a small model, what is done with it, its data. Everything is a function of (seed, number).
 
 use super::place::Place;
-use plimsoll_core::{Bytes, DType, DeviceSpec, HostSpec, Link, Rates, Recipe, RecomputeLevel};
-use plimsoll_plan::search::{Pins, Question};
+use plimsoll_core::{Bytes, DType, DeviceSpec, Link, Rates, Recipe, RecomputeLevel};
+use plimsoll_plan::search::{Lossy, Pins, Question};
 use plimsoll_program::models::decoder::{AdamState, Generation, Optimizer, Source};
 use plimsoll_program::models::{ModelConfig, ModelType, RopeScaling};
 use plimsoll_train::data::Rows;
@@ -255,8 +255,10 @@ impl Case {
             evaluate: self.evaluate,
             generation: self.generation,
             device,
-            host: HostSpec::NONE,
+            host: self.place.host(),
+            lossy: Lossy::default(),
             pins: Pins::default(),
+            rungs: vec![],
         }
     }
 

@@ -1,8 +1,9 @@
-//! Where cases run: on the CPU, or on a GPU.
+//! Where cases run: on the CPU, on a GPU, or on a virtual device.
 
 use anyhow::bail;
-use plimsoll_core::{DType, DeviceKind};
+use plimsoll_core::{Bytes, DType, DeviceKind, HostSpec, Link};
 use plimsoll_device::device::{Device, DeviceError};
+use plimsoll_device::virtual_device::{self, Virtual};
 use plimsoll_device::{cpu, cuda};
 use plimsoll_program::{Placement, ProgramSet};
 use std::fmt;
@@ -15,6 +16,8 @@ pub enum Place {
     Cpu,
     /// The GPU of this number.
     Cuda(u32),
+    /// A part of the processor with a host side, as quick as it goes.
+    Virtual,
 }
 
 impl fmt::Display for Place {
@@ -22,6 +25,7 @@ impl fmt::Display for Place {
         match self {
             Place::Cpu => f.write_str("cpu"),
             Place::Cuda(number) => write!(f, "cuda:{number}"),
+            Place::Virtual => f.write_str("virtual"),
         }
     }
 }
@@ -33,7 +37,8 @@ impl FromStr for Place {
         match text.strip_prefix("cuda:").map(str::parse) {
             Some(Ok(number)) => Ok(Place::Cuda(number)),
             None if text == "cpu" => Ok(Place::Cpu),
-            _ => bail!("`{text}` is no device: cpu, or cuda:0"),
+            None if text == "virtual" => Ok(Place::Virtual),
+            _ => bail!("`{text}` is no device: cpu, virtual, or cuda:0"),
         }
     }
 }
@@ -44,6 +49,15 @@ impl Place {
         match self {
             Place::Cpu => DeviceKind::Cpu,
             Place::Cuda(_) => DeviceKind::Cuda,
+            Place::Virtual => DeviceKind::Virtual,
+        }
+    }
+
+    /// What may wait beside it.
+    pub fn host(self) -> HostSpec {
+        match self {
+            Place::Cpu | Place::Cuda(_) => HostSpec::NONE,
+            Place::Virtual => HostSpec { budget: Bytes::gib(1), memory_bytes_per_second: 1e10 },
         }
     }
 
@@ -63,6 +77,16 @@ impl Place {
             Place::Cuda(number) => {
                 let opened = cuda::open::open(number, threads as usize, precision, None, set, placement)?;
                 Ok(opened.device)
+            }
+            Place::Virtual => {
+                let what = Virtual {
+                    name: "virtual".into(),
+                    arena_budget: Bytes(placement.arena_bytes),
+                    threads: threads as usize,
+                    price: Box::new(|_, _| 0.0),
+                    link: Link { bytes_per_second: 1e12, latency_seconds: 0.0 },
+                };
+                virtual_device::open(what, set, placement, precision)
             }
         }
     }

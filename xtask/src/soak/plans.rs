@@ -107,7 +107,7 @@ impl Gpu {
             let opened = opened.map_err(|error| said(&error))?;
             gpu.charges = gpu.charges.max(opened.charges.libraries);
         }
-        gpu.charges = gpu.charges + gpu.held(empty);
+        gpu.charges += gpu.held(empty);
         Ok(gpu)
     }
 

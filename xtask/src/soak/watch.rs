@@ -29,7 +29,6 @@ pub enum Look {
 /// A device that is looked at.
 pub struct Watched {
     inner: Box<dyn Device>,
-    set: Arc<ProgramSet>,
     found: Arc<Mutex<Tally>>,
     shadow: Option<Shadow>,
     twin: Option<Twin>,
@@ -50,14 +49,14 @@ impl Watched {
         found: Arc<Mutex<Tally>>,
         case: String,
     ) -> Result<Watched, DeviceError> {
-        let (its_set, its_found) = (Arc::clone(&set), Arc::clone(&found));
+        let its_found = Arc::clone(&found);
         let (mut shadow, mut twin) = (None, None);
         match look {
             Look::Beside => {}
-            Look::EveryOp => shadow = Some(Shadow::new(its_set, placement, its_found, case.clone())),
-            Look::Twin => twin = Some(Twin::new(its_set, placement, precision, its_found, case.clone())?),
+            Look::EveryOp => shadow = Some(Shadow::new(set, placement, its_found, case.clone())),
+            Look::Twin => twin = Some(Twin::new(set, placement, precision, its_found, case.clone())?),
         }
-        Ok(Watched { inner, set, found, shadow, twin, case })
+        Ok(Watched { inner, found, shadow, twin, case })
     }
 }
 

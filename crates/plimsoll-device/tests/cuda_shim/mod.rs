@@ -1,6 +1,8 @@
 //! Compiles units against `shim.h`, holds memory that notices what is written beside it, and runs
 //! launches in two orders of threads.
 
+#![allow(dead_code, reason = "each test file uses its part")]
+
 use half::{bf16, f16};
 use plimsoll_device::cuda::kernels::launch::{Address, Argument, Launch};
 use plimsoll_device::cuda::kernels::{Real, Unit};

@@ -74,7 +74,7 @@ impl FromStr for Injection {
         }
         let op = match parts.next() {
             None => None,
-            Some(op) if op.is_empty() => return Err(wrong()),
+            Some("") => return Err(wrong()),
             Some(op) => Some(match op.parse::<u32>() {
                 Ok(0) => return Err(wrong()),
                 Ok(number) => WhichOp::Number(number),
