@@ -78,7 +78,7 @@ impl Spaces {
         bytes.copy_from_slice(&self.look(known.space, first..first + bytes.len() as u64));
     }
 
-    /// Goes over from one plan to another; see [`adopt`].
+    /// Goes over from one plan to another; see `adopt`.
     ///
     /// # Errors
     /// What the machine refuses, or a tensor that has another shape in the new plan; all is then as it was.

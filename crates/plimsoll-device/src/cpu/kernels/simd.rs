@@ -39,22 +39,22 @@ pub trait Real: Pod + Default + PartialOrd + Send + Sync + Debug {
     /// Reads `LANES` numbers.
     ///
     /// # Safety
-    /// As [`Vector::load`].
+    /// As `Vector::load`.
     unsafe fn load<V: Vector<Self::Wide>>(from: *const Self) -> V;
     /// Writes all lanes, rounded.
     ///
     /// # Safety
-    /// As [`Vector::store`].
+    /// As `Vector::store`.
     unsafe fn store<V: Vector<Self::Wide>>(value: V, to: *mut Self);
     /// Reads `count` numbers; the other lanes are those of `fill`.
     ///
     /// # Safety
-    /// As [`Vector::load_part`].
+    /// As `Vector::load_part`.
     unsafe fn load_part<V: Vector<Self::Wide>>(from: *const Self, count: usize, fill: V) -> V;
     /// Writes the first `count` lanes, rounded.
     ///
     /// # Safety
-    /// As [`Vector::store_part`].
+    /// As `Vector::store_part`.
     unsafe fn store_part<V: Vector<Self::Wide>>(value: V, to: *mut Self, count: usize);
     /// `product` for operands of this type, into a result of the same or of the wide one.
     fn product<O: Real<Wide = Self::Wide>>(pool: &Pool, p: Product<Self>, out: &mut [O], scratch: &mut [Self::Wide]);
