@@ -1,7 +1,7 @@
 """The real binary on a stand-in for a GPU (it runs on the CPU): end_to_end.py PROGRAM LIBRARIES [test...]
 
 PROGRAM is plimsoll, LIBRARIES the folder that the stand-in was built into
-(crates/plimsoll-device/tests/cuda_stand_in). Called by `cargo xtask cuda-check`.
+(crates/plimsoll-device/tests/cuda_stand_in). Called by `cargo xtask stand-in`.
 """
 
 import json

@@ -58,8 +58,7 @@ pub fn run() -> anyhow::Result<()> {
     std::fs::create_dir_all(table.parent().context("the table's folder")?)?;
     std::fs::write(&table, document(&compiler, &needs)).with_context(|| format!("writing {TABLE}"))?;
     println!("{} units compile for sm_{}, nothing is spilled: {TABLE}", units.len(), ARCHS.join(", sm_"));
-    arithmetic(root)?;
-    on_stand_in(root)
+    arithmetic(root)
 }
 
 /// A Python whose venv holds what `parity/cuda/requirements.txt` lists.
@@ -186,8 +185,12 @@ fn arithmetic(root: &Path) -> anyhow::Result<()> {
 }
 
 /// The real programs on a stand-in for a GPU (runs on the CPU): what it is there to find, the command line, and every op
-/// of a few models beside the CPU's.
-fn on_stand_in(root: &Path) -> anyhow::Result<()> {
+/// of a few models beside the CPU's. A chore of its own (`cargo xtask stand-in`), since it takes minutes.
+///
+/// # Errors
+/// When something on the stand-in is not as it must be.
+pub fn on_stand_in() -> anyhow::Result<()> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("the workspace's root")?;
     succeed(Command::new("cargo").args(["build", "--release", "--package", "plimsoll"]).current_dir(root))?;
     let libraries = stand_in::build(root)?;
     let tests = root.join("crates/plimsoll-device/tests/cuda_stand_in");

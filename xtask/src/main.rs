@@ -15,7 +15,8 @@ const USAGE: &str = "usage: cargo xtask CHORE
   cuda-check  compile the CUDA kernels for every architecture, and run their arithmetic on the CPU
   gpu-check   pack the check for a machine with a GPU, or rehearse it without one; gpu-check --help says how
   kill        kill runs at random moments and compare what they end with; kill --help says how
-  soak        show on random models that plans are exact; soak --help says how";
+  soak        show on random models that plans are exact; soak --help says how
+  stand-in    run the real programs on a stand-in for a GPU (runs on the CPU), and compare with the CPU";
 
 fn main() -> anyhow::Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -25,6 +26,7 @@ fn main() -> anyhow::Result<()> {
         Some("gpu-check") => gpu::run(&arguments[1..]),
         Some("kill") => kill::run(&arguments[1..]),
         Some("soak") => soak::run(&arguments[1..]),
+        Some("stand-in") => cuda::on_stand_in(),
         _ => anyhow::bail!("{USAGE}"),
     }
 }

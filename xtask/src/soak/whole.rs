@@ -42,7 +42,7 @@ const RUNS: &[Whole] = &[
         name: "llama, bound",
         model: Some((ModelType::Llama, [192, 6, 6, 2, 512, 4000])),
         from: None,
-        settings: &["data.sequence=128", "train.batch_tokens=4096", "memory.budget=80MiB"],
+        settings: &["data.sequence=128", "train.batch_tokens=4096", "memory.budget=92MiB"],
     },
     Whole {
         name: "qwen3, words",
