@@ -29,6 +29,8 @@ mod product;
 mod rope;
 pub(crate) mod simd;
 mod swiglu;
+#[cfg(test)]
+mod tests;
 
 pub use attention::{append_cache, attention, attention_grad, cached_attention};
 pub use cast::{CastError, from_bytes, to_bytes};

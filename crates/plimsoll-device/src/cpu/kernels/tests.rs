@@ -4,8 +4,8 @@
 
 use half::bf16;
 
-use plimsoll_device::cpu::kernels::*;
-use plimsoll_device::cpu::pool::Pool;
+use super::*;
+use crate::cpu::pool::Pool;
 use plimsoll_program::formats::{self, dynamic_map, int8_row, int8_value, nf4_block, nf4_group, nf4_scale, nf4_value};
 use plimsoll_program::op::RopeScaling;
 use plimsoll_program::workspace::{self, Kernels};

@@ -4,7 +4,7 @@
 //!
 //! With one thread the time is that of the CPU, which other work on the machine disturbs less.
 //!
-//! cargo run --release -p plimsoll-device --example kernels [THREADS] [f32 or bf16] [HOW NAMES BEGIN]
+//! cargo bench -p plimsoll-device --bench kernels -- [THREADS] [f32 or bf16] [HOW NAMES BEGIN]
 
 use half::bf16;
 
@@ -88,7 +88,8 @@ fn zeros<T: Real>(n: usize) -> Vec<T> {
 }
 
 fn main() {
-    let argument = |at: usize| std::env::args().nth(at);
+    let arguments: Vec<String> = std::env::args().filter(|argument| argument != "--bench").collect();
+    let argument = |at: usize| arguments.get(at).cloned();
     let threads = argument(1).and_then(|text| text.parse().ok()).unwrap_or(2);
     println!("{threads} threads, {:?} vectors", level());
     let mut bench = Bench { pool: Pool::new(threads).unwrap(), only: argument(3), products: 0.0, others: 0.0 };
