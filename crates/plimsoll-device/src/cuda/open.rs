@@ -8,6 +8,7 @@ use super::gpus::{self, Card, Here};
 use super::products::{self, Algorithms};
 use crate::calibration;
 use crate::device::{Device, DeviceError};
+use crate::probe::Memory;
 use plimsoll_core::{Bytes, DType};
 use plimsoll_program::{Placement, ProgramSet};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -87,9 +88,11 @@ impl OnGpu {
         mine.or_else(gone)
     }
 
-    /// What is free on it now, where NVML says so.
-    pub fn free(&self) -> Option<Bytes> {
-        self.here.memory(self.card).map(|memory| memory.free_bytes)
+    /// Its memory now, where NVML says so.
+    pub fn memory(&self) -> Option<Memory> {
+        let memory = self.here.memory(self.card)?;
+        let bound_by = format!("cuda:{}", self.card.index);
+        Some(Memory { total: memory.total_bytes, free: memory.free_bytes, bound_by })
     }
 
     /// Tells the next run what was measured and chosen.

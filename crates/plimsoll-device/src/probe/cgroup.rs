@@ -23,13 +23,14 @@ pub fn cpu_quota(root: &Path) -> Option<f64> {
 }
 
 fn memory_limit(group: &Group) -> Option<Limit> {
-    let (limit, used, cache) = match group.version {
-        1 => ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        _ => ("memory.max", "memory.current", "inactive_file"),
+    // Above `memory.high` a group is slowed down until it hardly runs: it is as good as a limit.
+    let (limits, used, cache): (&[&str], _, _) = match group.version {
+        1 => (&["memory.limit_in_bytes"], "memory.usage_in_bytes", "total_inactive_file"),
+        _ => (&["memory.max", "memory.high"], "memory.current", "inactive_file"),
     };
     let number = |file: &str| text(group.folder.join(file))?.trim().parse::<u64>().ok();
     // `max` (version 2) is no number; version 1 writes "none" as the largest whole page.
-    let limit = number(limit).filter(|&limit| limit < 1 << 62)?;
+    let limit = limits.iter().filter_map(|file| number(file)).filter(|&limit| limit < 1 << 62).min()?;
     let used = number(used).unwrap_or(0);
     let reclaimable = text(group.folder.join("memory.stat")).and_then(|stat| stat_field(&stat, cache)).unwrap_or(0);
     Some(Limit {
@@ -157,6 +158,22 @@ mod tests {
         ]);
         assert_eq!(memory_limits(root.path())[0].limit, Bytes::mib(512));
         assert_eq!(cpu_quota(root.path()), None);
+    }
+
+    #[test]
+    fn what_slows_a_group_down_is_a_limit_too_at_any_height_of_the_tree() {
+        let root = machine(&[
+            ("proc/self/cgroup", "0::/user.slice/job.scope\n"),
+            ("proc/self/mountinfo", V2),
+            ("sys/fs/cgroup/user.slice/memory.max", "1073741824\n"),
+            ("sys/fs/cgroup/user.slice/memory.high", "805306368\n"),
+            ("sys/fs/cgroup/user.slice/memory.current", "536870912\n"),
+            ("sys/fs/cgroup/user.slice/job.scope/memory.max", "max\n"),
+            ("sys/fs/cgroup/user.slice/job.scope/memory.high", "268435456\n"),
+            ("sys/fs/cgroup/user.slice/job.scope/memory.current", "1048576\n"),
+        ]);
+        let limits: Vec<Bytes> = memory_limits(root.path()).iter().map(|limit| limit.limit).collect();
+        assert_eq!(limits, [Bytes::mib(256), Bytes::mib(768)]);
     }
 
     #[test]

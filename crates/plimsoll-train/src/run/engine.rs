@@ -170,10 +170,9 @@ impl Engine {
         self.gpu.as_ref()
     }
 
-    /// What is free now where the device's memory is.
-    pub fn free(&self) -> Bytes {
-        let machine = || Memory::read().free;
-        self.gpu.as_ref().map_or_else(machine, |gpu| gpu.free().unwrap_or(Bytes::ZERO))
+    /// The memory that the device's arena is in, as it is now for this process; none where a GPU does not say.
+    pub fn memory(&self) -> Option<Memory> {
+        self.gpu.as_ref().map_or_else(|| Some(Memory::read()), OnGpu::memory)
     }
 
     /// What is held now on the device (CPU: in the process; a virtual device: without its host side), measured.

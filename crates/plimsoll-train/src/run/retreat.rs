@@ -7,26 +7,21 @@
 //! any finished work end the run, resumable.
 
 use super::events::EventLog;
+use super::pressure::{Felt, Held, Pressure};
 use super::training::Trainer;
 use super::trouble::Trouble;
 use crate::files::atomic;
 use crate::resolve::{Work, question};
-use plimsoll_core::{Budget, Bytes, Class, DeviceSpec, Event, Failure, Recipe, Retreat};
+use plimsoll_core::{Budget, Bytes, Class, DeviceSpec, Event, Failure, Plan, Recipe, Retreat};
 use plimsoll_device::device::DeviceError;
-use plimsoll_device::probe::Memory;
-use plimsoll_device::process;
 use plimsoll_plan::search::{Answer, Pins, plan_of, search};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// Refusals in a row, without any finished work between them, after which the run ends.
 const TRIES: u32 = 6;
 /// Steps after a refusal before the run goes back to the recipe that was refused. Doubled each time that it is
 /// refused again.
 const PATIENCE_STEPS: u64 = 32;
-/// How often the memory of the machine is looked at, at most.
-const LOOK: Duration = Duration::from_secs(1);
-/// How long room must have been there before it is used again.
-const CALM: Duration = Duration::from_secs(10);
 /// A recipe must be this much faster than the present one to be worth a move back up.
 const WORTH: f64 = 0.98;
 
@@ -43,40 +38,17 @@ pub struct Line {
     /// When to go back up after a refusal: the step, and how many steps to wait the next time.
     up: Option<u64>,
     patience: u64,
-    looked: Instant,
-    /// Since when there has been room again, while others press.
-    calm: Option<Instant>,
-    /// Whether the user has been told that nothing smaller fits.
+    pressure: Pressure,
+    /// Whether the user has been told that others press in vain.
     told: bool,
 }
 
 impl Line {
     /// A run that starts under `bytes`, which is what `budget` meant, with this recipe.
     pub fn new(budget: Budget, bytes: Bytes, home: Recipe) -> Line {
-        let now = Instant::now();
-        Line {
-            budget,
-            bytes,
-            home,
-            refused: 0,
-            up: None,
-            patience: PATIENCE_STEPS,
-            looked: now,
-            calm: None,
-            told: false,
-        }
+        let pressure = Pressure::new(Instant::now());
+        Line { budget, bytes, home, refused: 0, up: None, patience: PATIENCE_STEPS, pressure, told: false }
     }
-}
-
-/// What others leave to this process, when they press: less than `margin` of the machine's memory free.
-fn pressed(memory: &Memory, held: Bytes) -> Option<Bytes> {
-    let margin = margin(memory);
-    (memory.free < margin).then(|| (held + memory.free).saturating_sub(Bytes(2 * margin.0)))
-}
-
-/// Free memory that is left to the machine: 2 % of it, at most 512 MiB.
-fn margin(memory: &Memory) -> Bytes {
-    Bytes(memory.total.0 / 50).min(Bytes::mib(512))
 }
 
 impl Trainer {
@@ -208,10 +180,10 @@ impl Trainer {
             self.line.up = None;
             self.go_home("the recipe that was refused is tried again", log)?;
         }
-        // What presses on a GPU is another program's arena, which its driver keeps apart from ours.
-        if self.line.looked.elapsed() >= LOOK && self.engine.gpu().is_none() {
-            self.line.looked = Instant::now();
-            self.feel_pressure(&Memory::read(), process::resident().unwrap_or_default(), log)?;
+        let start = Instant::now();
+        if self.line.pressure.is_due(start) {
+            self.feel_pressure(start, log)?;
+            self.line.pressure.looked(start, Instant::now());
         }
         Ok(())
     }
@@ -219,7 +191,8 @@ impl Trainer {
     /// The user wants another load line. Answers whether it holds from now on, and what that means.
     fn move_line(&mut self, budget: Budget, log: &mut EventLog) -> Result<(bool, String), Failure> {
         let start = Instant::now();
-        let line = budget.of(self.engine.free() + self.engine.held());
+        let free = self.engine.memory().map(|memory| memory.free).unwrap_or_default();
+        let line = budget.of(free + self.engine.held());
         let Some(answer) = self.under(line, false) else {
             let needs = self.smallest();
             let message = format!("{line} is not enough: the least that would do is {needs}; the run keeps its plan");
@@ -254,18 +227,18 @@ impl Trainer {
         needs.first().map(|need| need.budget_bytes).unwrap_or_default()
     }
 
-    /// Back to the recipe that was planned under the load line, where it is worth it.
+    /// Back to the recipe that was planned under the user's load line; where that does not fit now, to the fastest that
+    /// does. Stays where neither is worth it.
     fn go_home(&mut self, why: &str, log: &mut EventLog) -> Result<(), Failure> {
         let start = Instant::now();
         if self.plan.recipe == self.line.home {
             return Ok(());
         }
         let device = DeviceSpec { budget: self.line.bytes, ..self.resolved.device.clone() };
-        let answer = plan_of(&question(&self.run, &self.resolved.model, &device, Work::Train)?, &self.line.home);
-        let worth = answer.plan.predicted.step_seconds < self.plan.predicted.step_seconds * WORTH;
-        if !answer.plan.fits || !worth {
-            return Ok(());
-        }
+        let home = plan_of(&question(&self.run, &self.resolved.model, &device, Work::Train)?, &self.line.home);
+        let best = if home.plan.fits { Some(home) } else { self.under(self.line.bytes, false) };
+        let worth = |plan: &Plan| plan.predicted.step_seconds < self.plan.predicted.step_seconds * WORTH;
+        let Some(answer) = best.filter(|answer| worth(&answer.plan)) else { return Ok(()) };
         match self.adopt(answer) {
             Ok(left) => self.tell(left, why.to_owned(), start, log),
             Err(Trouble::Refused(_)) => {
@@ -278,45 +251,44 @@ impl Trainer {
     }
 
     /// Others may need memory that this run holds, or give some back.
-    fn feel_pressure(&mut self, memory: &Memory, held: Bytes, log: &mut EventLog) -> Result<(), Failure> {
-        let start = Instant::now();
-        if let Some(left) = pressed(memory, held) {
-            self.line.calm = None;
-            let peak = self.plan.devices[0].peak_bytes;
-            if left >= peak {
-                return Ok(());
+    fn feel_pressure(&mut self, start: Instant, log: &mut EventLog) -> Result<(), Failure> {
+        let Some(memory) = self.engine.memory() else { return Ok(()) };
+        let now = self.engine.held();
+        let budget = self.line.budget.of(memory.free + now);
+        let held = Held { now, line: self.line.bytes, budget, wanted: self.largest.peak_bytes };
+        match self.line.pressure.feel(&memory, held, start) {
+            Felt::Nothing => Ok(()),
+            Felt::Room(room) => {
+                (self.line.bytes, self.line.told) = (room, false);
+                self.go_home("others gave memory back", log)
             }
-            let why = format!("{} leaves {} free: others need memory", memory.bound_by, memory.free);
-            let Some(answer) = self.under(left, false) else {
-                if !std::mem::replace(&mut self.line.told, true) {
-                    let message = format!("{why}; no recipe holds less than {peak}, so the run goes on as it is");
-                    log.emit(Event::Warning { message })?;
+            Felt::Less(left) if left >= self.plan.devices[0].peak_bytes => Ok(()),
+            Felt::Less(left) => {
+                let why = format!("{} leaves {} free: others need memory", memory.bound_by, memory.free);
+                self.shrink(left, why, start, log)
+            }
+        }
+    }
+
+    /// Goes over to the fastest plan under a load line that others have pressed down.
+    fn shrink(&mut self, left: Bytes, why: String, start: Instant, log: &mut EventLog) -> Result<(), Failure> {
+        let before = self.line.bytes;
+        let in_vain = match self.under(left, false) {
+            None => format!("no recipe holds less than {}", self.plan.devices[0].peak_bytes),
+            Some(answer) => {
+                self.line.bytes = left;
+                match self.adopt(answer) {
+                    Ok(before) => return self.tell(before, why, start, log),
+                    Err(Trouble::Failure(failure)) => return Err(failure),
+                    Err(Trouble::Refused(error)) => error.to_string(),
                 }
-                return Ok(());
-            };
-            self.line.bytes = left;
-            return match self.adopt(answer) {
-                Ok(before) => self.tell(before, why, start, log),
-                Err(Trouble::Refused(_)) => Ok(()),
-                Err(Trouble::Failure(failure)) => Err(failure),
-            };
-        }
-        let budget = self.line.budget.of(memory.free + held);
-        if self.line.bytes >= budget {
-            self.line.calm = None;
+            }
+        };
+        self.line.bytes = before;
+        if std::mem::replace(&mut self.line.told, true) {
             return Ok(());
         }
-        // Room for the old plan and twice the margin, for a while: else the run would go up and down all the time.
-        let wanted = self.largest.peak_bytes.saturating_sub(held) + Bytes(2 * margin(memory).0);
-        if memory.free < wanted {
-            self.line.calm = None;
-            return Ok(());
-        }
-        if self.line.calm.get_or_insert_with(Instant::now).elapsed() < CALM {
-            return Ok(());
-        }
-        (self.line.bytes, self.line.calm, self.line.told) = (budget, None, false);
-        self.go_home("others gave memory back", log)
+        log.emit(Event::Warning { message: format!("{why}; {in_vain}, so the run goes on as it is") })
     }
 
     /// The step that is being done, or would be next.
@@ -341,20 +313,5 @@ impl Left {
             arena_bytes: plan.devices[0].arena_bytes,
             step_seconds: plan.predicted.step_seconds,
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn others_press_when_little_is_left_and_get_room_back() {
-        let memory = |free| Memory { total: Bytes::gib(10), free, bound_by: "the machine".into() };
-        assert_eq!(margin(&memory(Bytes::ZERO)), Bytes(Bytes::gib(10).0 / 50));
-        assert_eq!(pressed(&memory(Bytes::gib(1)), Bytes::gib(4)), None);
-        let left = pressed(&memory(Bytes::mib(100)), Bytes::gib(4)).unwrap();
-        assert!(left < Bytes::gib(4) && left > Bytes::gib(3), "{left}");
-        assert_eq!(pressed(&memory(Bytes::ZERO), Bytes::mib(1)), Some(Bytes::ZERO));
     }
 }

@@ -84,7 +84,7 @@ impl Place {
                 "plimsoll": env!("CARGO_PKG_VERSION"), "device": "cpu", "model": cpu.model, "features": cpu.features,
                 "threads": threads,
                 "rates": {
-                    "f32_flops": 5e10, "bf16_flops": 0.0, "memory_bytes_per_second": 2e10, "op_seconds": 2e-6,
+                    "f32_flops": 5e10, "bf16_flops": 5e10, "memory_bytes_per_second": 2e10, "op_seconds": 2e-6,
                     "host_link": {"bytes_per_second": 1e10, "latency_seconds": 2e-6}, "measured": true,
                 },
             })
@@ -237,9 +237,9 @@ impl Running {
         line.split_whitespace().next().unwrap().parse().unwrap()
     }
 
-    /// Sets a limit (`prlimit`'s name of it) of the running process, in bytes.
-    pub fn limit(&self, name: &str, bytes: u64) {
-        let words = [format!("--pid={}", self.child.id()), format!("--{name}={bytes}")];
+    /// Sets a limit (`prlimit`'s name of it) of the running process, in bytes or `unlimited`, which can be set anew.
+    pub fn limit(&self, name: &str, most: impl std::fmt::Display) {
+        let words = [format!("--pid={}", self.child.id()), format!("--{name}={most}:")];
         assert!(Command::new("prlimit").args(words).status().unwrap().success());
     }
 
