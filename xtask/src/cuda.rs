@@ -58,6 +58,7 @@ pub fn run() -> anyhow::Result<()> {
     std::fs::create_dir_all(table.parent().context("the table's folder")?)?;
     std::fs::write(&table, document(&compiler, &needs)).with_context(|| format!("writing {TABLE}"))?;
     println!("{} units compile for sm_{}, nothing is spilled: {TABLE}", units.len(), ARCHS.join(", sm_"));
+    into_machine_code(root, &python)?;
     arithmetic(root)
 }
 
@@ -174,6 +175,13 @@ fn document(compiler: &Compiler, needs: &[Needs]) -> String {
         );
     }
     text
+}
+
+/// Plimsoll's own way from a unit to machine code, and back from the cache, with the NVRTC that it finds in the venv.
+fn into_machine_code(root: &Path, python: &Path) -> anyhow::Result<()> {
+    let venv = python.parent().and_then(Path::parent).context("the venv's folder")?;
+    let tests = ["test", "--package", "plimsoll-device", "--lib", "cuda::compile", "--", "--ignored"];
+    succeed(Command::new("cargo").args(tests).env("VIRTUAL_ENV", venv).current_dir(root))
 }
 
 /// The kernels on the CPU, against the CPU's own.
