@@ -1,6 +1,7 @@
 //! What a device can do for a run. One trait for all of them, so that one test body runs on each.
 
 use crate::arena::ArenaError;
+use crate::{probe, process};
 use plimsoll_core::{Bytes, Failure, Space};
 use plimsoll_program::{Op, Placement, ProgramSet, TensorId};
 use std::borrow::Cow;
@@ -18,6 +19,15 @@ pub struct Stats {
     pub host_bytes: Bytes,
     /// The topmost byte of it that was ever written.
     pub host_measured_bytes: Bytes,
+}
+
+/// The memory that an arena stands in, as it is now: what a run looks at to feel that others need some of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Room {
+    /// All of it, and what is free.
+    pub memory: probe::Memory,
+    /// What this run holds of it, charges included.
+    pub held: Bytes,
 }
 
 /// The arenas of a device as they are looked at from outside, while no op runs. `space` is [`Space::Device`] or
@@ -277,6 +287,11 @@ pub trait Device {
     fn adopt(&mut self, set: ProgramSet, placement: Placement) -> Result<(), DeviceError> {
         let _ = (set, placement);
         Err(DeviceError::Unsupported { op: "re-plan", device: "this device" })
+    }
+
+    /// The memory that its arena stands in: the machine's, unless the device has its own. None where nobody says.
+    fn room(&mut self) -> Option<Room> {
+        Some(Room { memory: probe::Memory::read(), held: process::resident().ok()? })
     }
 
     /// Its arenas, to be looked at.

@@ -29,7 +29,8 @@ use super::products::{self, Algorithms, Operands, Products, Shape};
 use super::queues::{self, Signals};
 use crate::cpu::executor::{RunOp, Site, runner};
 use crate::cpu::pool::Pool;
-use crate::device::{Call, Device, DeviceError, FileSpace, Memory, NoFiles, Observer, Unseen};
+use crate::device::{Call, Device, DeviceError, FileSpace, Memory, NoFiles, Observer, Room, Unseen};
+use crate::probe;
 use crate::spaces::{self, Arenas};
 use plimsoll_core::{Bytes, DType, Space};
 use plimsoll_program::op::Queue;
@@ -124,8 +125,8 @@ pub fn open(opening: &Opening, set: ProgramSet, placement: Placement) -> Result<
     let plan = Rc::new(Plan { set, placement, real });
     let pool = plan.pool(opening.threads)?;
     let (prepared, kernels, compiler) = (BTreeMap::new(), Kernels::default(), opening.compiler.clone());
-    let threads = opening.threads;
-    let mut device = CudaDevice { prepared, products, kernels, plan, machine, pool, threads, compiler };
+    let (threads, charges) = (opening.threads, Charges::default());
+    let mut device = CudaDevice { prepared, products, kernels, plan, machine, pool, threads, compiler, charges };
     device.load_kernels()?;
     device.choose_algorithms(true)?;
     device.rehearse()?;
@@ -140,6 +141,7 @@ pub fn open(opening: &Opening, set: ProgramSet, placement: Placement) -> Result<
         rounding: held.saturating_sub(device.machine.bytes(Space::Device)),
     };
     let charges = charges.with_those_before(opening.ordinal);
+    device.charges = charges;
     let (algorithms, chosen_anew) = device.products.algorithms();
     let gpu = context.gpu().clone();
     Ok(Opened { device: Box::new(device), gpu, charges, algorithms, chosen_anew })
@@ -447,6 +449,7 @@ struct CudaDevice {
     pool: Option<Pool>,
     threads: usize,
     compiler: Arc<Compiler>,
+    charges: Charges,
 }
 
 impl Drop for CudaDevice {
@@ -957,6 +960,15 @@ impl Device for CudaDevice {
             self.machine.resize(Space::Device, before, before)?;
         }
         done
+    }
+
+    /// As the driver says it, others' programs included; what is held is counted, not asked for.
+    fn room(&mut self) -> Option<Room> {
+        let context = &self.machine.context;
+        let (free, total) = context.enter().and_then(|()| context.memory()).ok()?;
+        let bound_by = format!("cuda:{}", context.gpu().ordinal);
+        let held = self.machine.held() + self.charges.context.unwrap_or_default() + self.charges.libraries;
+        Some(Room { memory: probe::Memory { total, free, bound_by }, held })
     }
 
     fn memory(&mut self) -> &mut dyn Memory {

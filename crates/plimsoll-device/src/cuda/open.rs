@@ -8,7 +8,6 @@ use super::gpus::{self, Card, Here};
 use super::products::{self, Algorithms};
 use crate::calibration;
 use crate::device::{Device, DeviceError};
-use crate::probe::Memory;
 use plimsoll_core::{Bytes, DType};
 use plimsoll_program::{Placement, ProgramSet};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -75,24 +74,13 @@ pub struct OnGpu {
     pub algorithms: Algorithms,
     /// Whether some of these were chosen now.
     pub chosen_anew: bool,
-    free_before: Option<Bytes>,
 }
 
 impl OnGpu {
-    /// What this process holds on it now: as NVML says of the process, else what is gone of what was free before.
+    /// What this process holds on it now, where NVML sees processes (not in containers, nor on WSL).
     pub fn held(&self) -> Option<Bytes> {
         let own = std::process::id();
-        let processes = self.here.processes(self.card);
-        let mine = processes.into_iter().find(|process| process.pid == own).and_then(|process| process.held_bytes);
-        let gone = || Some(self.free_before?.saturating_sub(self.here.memory(self.card)?.free_bytes));
-        mine.or_else(gone)
-    }
-
-    /// Its memory now, where NVML says so.
-    pub fn memory(&self) -> Option<Memory> {
-        let memory = self.here.memory(self.card)?;
-        let bound_by = format!("cuda:{}", self.card.index);
-        Some(Memory { total: memory.total_bytes, free: memory.free_bytes, bound_by })
+        self.here.processes(self.card).into_iter().find(|process| process.pid == own)?.held_bytes
     }
 
     /// Tells the next run what was measured and chosen.
@@ -143,11 +131,10 @@ pub fn open_for_run(
     placement: Placement,
 ) -> Result<(Box<dyn Device>, OnGpu), DeviceError> {
     let (here, card) = card(index)?;
-    let free_before = here.memory(card).map(|memory| memory.free_bytes);
     let known = calibration::algorithms(card);
     let algorithms = algorithms.or(known.as_ref());
     let Opened { device, charges, algorithms, chosen_anew, .. } =
         open(index, threads, precision, algorithms, set, placement)?;
     let charges = charges.context.unwrap_or(CONTEXT_BYTES) + charges.libraries + charges.rounding;
-    Ok((device, OnGpu { here, card, charges, algorithms, chosen_anew, free_before }))
+    Ok((device, OnGpu { here, card, charges, algorithms, chosen_anew }))
 }

@@ -292,6 +292,16 @@ uint64_t bytes_of(const std::string& text) {
     die("`" + text + "` is no size");
 }
 
+uint64_t Gpu::foreign() const {
+    static const std::string path = setting("FOREIGN_FILE", "");
+    char text[64] = {};
+    FILE* file = path.empty() ? nullptr : fopen(path.c_str(), "r");
+    if (!file) return foreign_at_first;
+    bool found = fscanf(file, "%63s", text) == 1;
+    fclose(file);
+    return found ? bytes_of(text) : foreign_at_first;
+}
+
 std::mt19937_64& draws() {
     static std::mt19937_64 draws(strtoull(setting("SEED", "1").c_str(), nullptr, 10));
     return draws;

@@ -124,7 +124,7 @@ EXPORT int nvmlDeviceGetMemoryInfo_v2(Gpu* gpu, Memory2* memory) {
 EXPORT int nvmlDeviceGetComputeRunningProcesses_v3(Gpu* gpu, unsigned* count, Process* processes) {
     std::lock_guard<std::recursive_mutex> guard(stand_in::lock);
     std::vector<Process> all;
-    if (gpu->foreign) all.push_back({1, gpu->foreign, ~0u, ~0u});
+    if (gpu->foreign()) all.push_back({1, gpu->foreign(), ~0u, ~0u});
     if (gpu->charges) all.push_back({(unsigned)getpid(), gpu->arena + gpu->charges, ~0u, ~0u});
     unsigned room = *count;
     *count = (unsigned)all.size();

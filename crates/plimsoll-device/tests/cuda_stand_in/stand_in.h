@@ -46,11 +46,13 @@ uint64_t bytes_of(const std::string& text);
 struct Gpu {
     int number;
     uint64_t total;
-    uint64_t foreign;   // held by other processes
+    uint64_t foreign_at_first;
     uint64_t arena = 0; // granules that were handed out
     uint64_t charges = 0; // context, modules, libraries
     unsigned arch;      // 86 for sm_86
-    uint64_t used() const { return foreign + arena + charges; }
+    // Held by other processes: as a file says, which may change, where one is named.
+    uint64_t foreign() const;
+    uint64_t used() const { return foreign() + arena + charges; }
     uint64_t free() const { return used() > total ? 0 : total - used(); }
 };
 

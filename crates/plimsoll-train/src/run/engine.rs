@@ -171,14 +171,14 @@ impl Engine {
     }
 
     /// The memory that the device's arena is in, as it is now for this process; none where a GPU does not say.
-    pub fn memory(&self) -> Option<Memory> {
-        self.gpu.as_ref().map_or_else(|| Some(Memory::read()), OnGpu::memory)
+    pub fn memory(&mut self) -> Option<Memory> {
+        self.device.room().map(|room| room.memory)
     }
 
     /// What is held now on the device (CPU: in the process; a virtual device: without its host side), measured.
     pub fn held(&mut self) -> Bytes {
         if let Some(gpu) = &self.gpu {
-            return gpu.held().unwrap_or(Bytes::ZERO);
+            return gpu.held().or_else(|| Some(self.device.room()?.held)).unwrap_or_default();
         }
         process::resident().unwrap_or(Bytes::ZERO).saturating_sub(self.device.memory().bytes(Space::Host))
     }
