@@ -6,8 +6,10 @@
 mod case;
 mod checks;
 mod drive;
+mod ladder;
 mod place;
 mod plans;
+mod refusals;
 mod tally;
 #[cfg(test)]
 mod tests;
@@ -59,7 +61,8 @@ struct Options {
     #[arg(long, hide = true)]
     worker_from: Option<u64>,
     /// Only the cases, only the whole processes (larger runs, each in a process of its own), every op of the cases beside
-    /// the CPU's in f64, or plans of larger models under load lines of a GPU.
+    /// the CPU's in f64, plans of larger models under load lines of a GPU, plans and runs all over the ladder, or runs
+    /// whose device refuses memory at random.
     #[arg(long)]
     only: Option<Only>,
     /// Where the cases run: cpu, virtual, or cuda:0.
@@ -89,6 +92,8 @@ enum Only {
     Whole,
     Ops,
     Plans,
+    Ladder,
+    Refusals,
 }
 
 impl Options {
@@ -100,6 +105,8 @@ impl Options {
     fn run(&self, case: &Case) -> Tally {
         match self.only {
             Some(Only::Ops) => checks::run_ops(case),
+            Some(Only::Ladder) => ladder::run_ladder(case.seed, case.number),
+            Some(Only::Refusals) => refusals::run_refusals(case.seed, case.number),
             Some(Only::Plans) => plans::run_plan(case.seed, case.number, self.size, self.device, self.dtype),
             _ => checks::run_case(case),
         }

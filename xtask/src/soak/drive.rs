@@ -8,6 +8,7 @@ use plimsoll_core::{Category, DType, Recipe, Space};
 use plimsoll_device::device::{Device, DeviceError, FileSpace};
 use plimsoll_device::heap;
 use plimsoll_plan::search::Answer;
+use plimsoll_program::models::decoder::Generation;
 use plimsoll_program::{Lifetime, Placement, ProgramSet, TensorId};
 use plimsoll_train::run::engine::{Engine, StepInput};
 use plimsoll_train::run::samples::Sampling;
@@ -69,10 +70,11 @@ impl Numbers {
 }
 
 /// File-space tensors in memory, made whole before anything runs.
-struct Memory(BTreeMap<String, Vec<u8>>);
+pub struct Memory(BTreeMap<String, Vec<u8>>);
 
 impl Memory {
-    fn new(set: &ProgramSet, draw: &mut Draw) -> Memory {
+    /// Every file of the set: weights drawn, the rest still to be written.
+    pub fn new(set: &ProgramSet, draw: &mut Draw) -> Memory {
         let files = set.tensors.iter().filter(|t| t.space == Space::File);
         let contents = |name: &str, dtype: DType, bytes: u64| {
             if !name.starts_with("model:") {
@@ -175,6 +177,29 @@ impl<'a> How<'a> {
     }
 }
 
+/// Logits after a prompt and after each token until the cache is full, and after a prompt of one token: every Program
+/// of generation runs.
+///
+/// # Errors
+/// What the device says.
+pub fn generated(case: &Case, generation: Generation, engine: &mut Engine) -> Result<Vec<Vec<f64>>, DeviceError> {
+    let prompt = case.prompt(generation);
+    let (mut length, mut all) = (prompt.len(), Vec::new());
+    let mut logits = engine.extend(&prompt, 0)?;
+    loop {
+        let token = Sampling::GREEDY.choose(&logits, length as u64) as i32;
+        all.push(logits);
+        if length as u64 == generation.capacity {
+            break;
+        }
+        logits = engine.extend(&[token], length)?;
+        length += 1;
+    }
+    // Where the prompt left no room behind it.
+    all.push(engine.extend(&prompt[..1], 0)?);
+    Ok(all)
+}
+
 /// Runs every Program of a plan.
 ///
 /// # Errors
@@ -236,20 +261,7 @@ pub fn drive(case: &Case, answer: &Answer, how: How, tally: &mut Tally) -> Resul
         });
     }
     if let Some(generation) = case.generation {
-        let prompt = case.prompt(generation);
-        let mut length = prompt.len();
-        let mut logits = engine.extend(&prompt, 0)?;
-        loop {
-            let token = Sampling::GREEDY.choose(&logits, length as u64) as i32;
-            numbers.logits.push(logits);
-            if length as u64 == generation.capacity {
-                break;
-            }
-            logits = engine.extend(&[token], length)?;
-            length += 1;
-        }
-        // A prompt of one token: where the first left no room behind it, too, every program has run.
-        numbers.logits.push(engine.extend(&prompt[..1], 0)?);
+        numbers.logits = generated(case, generation, &mut engine)?;
     }
     if case.optimizer.is_some() {
         engine.move_files("restore", &mut memory)?;

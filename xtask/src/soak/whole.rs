@@ -204,7 +204,8 @@ fn finish(file: RunFile) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn config(model_type: ModelType, [hidden, layers, heads, kv_heads, ffn, vocab]: [u64; 6]) -> ModelConfig {
+/// A model of these sizes: hidden, layers, heads, kv heads, ffn, vocabulary.
+pub fn config(model_type: ModelType, [hidden, layers, heads, kv_heads, ffn, vocab]: [u64; 6]) -> ModelConfig {
     ModelConfig {
         model_type,
         hidden,
@@ -230,8 +231,11 @@ fn config(model_type: ModelType, [hidden, layers, heads, kv_heads, ffn, vocab]: 
 /// The least that a run has: of these tokens any model here can be fed.
 const VOCAB_MIN: u64 = 500;
 
-/// Documents of random tokens.
-fn data(folder: &Path, vocab: u64) -> anyhow::Result<String> {
+/// Documents of random tokens, in a file of the folder.
+///
+/// # Errors
+/// Where it cannot be written.
+pub fn data(folder: &Path, vocab: u64) -> anyhow::Result<String> {
     let mut draw = Draw::new(7, vocab);
     let mut text = String::new();
     for _ in 0..64 {

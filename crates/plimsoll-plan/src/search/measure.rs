@@ -1,7 +1,7 @@
 //! What a recipe holds and costs, before it is packed.
 
 use super::{Profile, Question, choose};
-use crate::layout::{ALIGNMENT, lower_bound};
+use crate::layout::{ALIGNMENT, lay_out, lower_bound};
 use plimsoll_core::{Category, Offload, Recipe, RecomputeLevel, Space};
 use plimsoll_program::passes::offload::offload_only;
 use plimsoll_program::{Program, ProgramSet};
@@ -73,6 +73,13 @@ impl<'q> Measurer<'q> {
     /// Whether a candidate is under both load lines, as far as its bounds say.
     pub fn fits(&self, candidate: &Candidate) -> bool {
         candidate.device <= self.question.device.arena_budget().0 && candidate.host <= self.question.host.budget.0
+    }
+
+    /// Whether a candidate is under the host's load line once it is packed, with the Programs that move files.
+    pub fn packs_on_host(&self, candidate: &Candidate) -> bool {
+        let (recipe, budget) = (&candidate.recipe, self.question.host.budget.0);
+        let within = || lay_out(&self.question.programs(recipe)).host.bytes <= budget;
+        candidate.host <= budget && (recipe.offload.is_nothing() || within())
     }
 
     /// Measures a recipe.

@@ -145,7 +145,8 @@ impl Question<'_> {
     /// All Programs of a recipe.
     pub fn programs(&self, recipe: &Recipe) -> ProgramSet {
         let plain = self.build(self.config, recipe, true);
-        passes::offload::offload(plain, self.layers() as u32, &recipe.offload, self.micro_batches_of(recipe) == 1)
+        let one = self.micro_batches_of(recipe) == 1;
+        passes::trim::trim(passes::offload::offload(plain, self.layers() as u32, &recipe.offload, one))
     }
 
     fn layers(&self) -> usize {
@@ -250,18 +251,26 @@ pub fn search(question: &Question) -> Answer {
     let mut tried = Vec::new();
     for rungs in rungs::sets(question, &question.lossy.allow) {
         let under = rungs::under(question, &rungs);
-        if let Some(laid) = fastest(&under, &mut tried) {
+        // Before anything is lost, the leanest is given its chance, however slow.
+        if let Some(laid) = fastest(&under, &mut tried).or_else(|| leanest_that_fits(&under)) {
             return laid.answer(&under, tried);
         }
     }
     let leanest = rungs::leanest(question, &question.lossy.allow);
     let under = rungs::under(question, &leanest.recipe.rungs);
-    // What is refused must not fit: the leanest is given its chance, however slow.
     let mut answer = Laid::new(&under, leanest.recipe).answer(&under, tried);
     if !answer.plan.fits {
         answer.plan.needs = rungs::needs(question, &answer.plan);
     }
     answer
+}
+
+/// The recipe that needs the least memory on the device, where it fits.
+fn leanest_that_fits(question: &Question) -> Option<Laid> {
+    let bound = question.device.arena_budget().0.saturating_add(1);
+    let leanest = offload::leanest(&Measurer::new(question), Some(bound))?;
+    let laid = Laid::new(question, leanest.recipe);
+    question.fits(&laid.layout).then_some(laid)
 }
 
 /// The fastest recipe that fits, by its packed arenas. What is looked at is added to `tried`, fastest first.

@@ -140,7 +140,7 @@ pub(super) fn leanest(measurer: &Measurer, bound: Option<u64>) -> Option<Candida
         }
         for recompute in levels.iter().take(1).chain(levels.iter().skip(1 + all_but)) {
             let found = measurer.candidate(question.recipe(micro_batch, recompute.clone(), offload));
-            if found.host <= host_budget && found.device < least(&leanest) {
+            if found.device < least(&leanest) && measurer.packs_on_host(&found) {
                 leanest = Some(found);
             }
         }

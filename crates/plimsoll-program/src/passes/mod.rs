@@ -4,4 +4,5 @@ pub mod check;
 pub mod collectives;
 pub mod offload;
 pub mod recompute;
+pub mod trim;
 mod types;
