@@ -430,10 +430,24 @@ fn sums_element_by_element_and_over_rows() {
             gpu.run(&add(of, gx, gy, n as u64));
             close(&gpu.get(gy), &sum(&x, &y), kind, "sum");
 
-            let gy = gpu.put(kind, &y);
-            gpu.run(&add_bias(of, gbias, gy, rows as u64, columns as u64));
+            let (gy, r, c) = (gpu.put(kind, &y), rows as u64, columns as u64);
+            gpu.run(&add_rows(of, gbias, 0, gy, c, r, c));
             let repeated: Vec<f64> = bias.iter().cycle().take(n).copied().collect();
             close(&gpu.get(gy), &sum(&y, &repeated), kind, "with bias");
+
+            // Into some columns of a wider matrix; those beside them stay.
+            for beside in [3, 16] {
+                let stride = columns + beside;
+                let wide = draw.many(kind, rows * stride);
+                let gwide = gpu.put(kind, &wide);
+                gpu.run(&add_rows(of, gx, c, gwide, stride as u64, r, c));
+                let added = |(at, y): (usize, &f64)| match at % stride {
+                    column if column < columns => y + x[at / stride * columns + column],
+                    _ => *y,
+                };
+                let want: Vec<f64> = wide.iter().enumerate().map(added).collect();
+                close(&gpu.get(gwide), &want, kind, "with residual");
+            }
 
             let (sums, mut want) = (gpu.put(Kind::F32, &bias), bias);
             let room = &mut scratch(workspace::cpu::sum_rows(rows as u64, columns as u64));
@@ -488,27 +502,168 @@ fn casts_round_once_to_nearest_even() {
 #[test]
 #[ignore = "needs g++: cargo xtask cuda-check"]
 fn fills_reach_every_element() {
-    for (dtype, kind) in [(DType::F32, Kind::F32), (DType::F64, Kind::F64), (DType::Bf16, Kind::Bf16)] {
-        for elements in [1, 255, 5000] {
-            let mut gpu = Gpu::new(1);
-            let into = gpu.room(kind, elements);
-            gpu.run(&fill(dtype, into, 0.3, elements as u64).unwrap());
-            assert_eq!(gpu.get(into), vec![kind.rounded(0.3); elements]);
+    let kinds = [(DType::F32, Kind::F32), (DType::F64, Kind::F64), (DType::Bf16, Kind::Bf16), (DType::U8, Kind::U8)];
+    for (dtype, kind) in kinds {
+        for (elements, shift) in [1, 255, 5000, 20_001].into_iter().flat_map(|n| [(n, 0), (n, 1)]) {
+            let mut gpu = Gpu::new(shift);
+            let (into, value) = (gpu.room(kind, elements), if kind == Kind::U8 { 127.0 } else { 0.3 });
+            gpu.run(&fill(dtype, into, value, elements as u64).unwrap());
+            assert_eq!(gpu.get(into), vec![kind.rounded(value); elements]);
         }
+    }
+}
+
+fn wide(x: &[f32]) -> Vec<f64> {
+    x.iter().map(|x| f64::from(*x)).collect()
+}
+
+fn narrow(x: &[f64]) -> Vec<f32> {
+    x.iter().map(|x| *x as f32).collect()
+}
+
+/// Equal to the bit, but for what NaN it is.
+#[track_caller]
+fn same(got: &[f64], want: &[f64], what: &str) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    for (i, (got, want)) in got.iter().zip(want).enumerate() {
+        assert!(got.to_bits() == want.to_bits() || got.is_nan() && want.is_nan(), "{what}[{i}]: {got:e} for {want:e}");
     }
 }
 
 #[test]
 #[ignore = "needs g++: cargo xtask cuda-check"]
-fn normal_numbers_are_those_of_the_cpu() {
+fn random_numbers_are_those_of_the_cpu() {
     for (first, elements) in [(0, 1), (0, 5000), (3, 2), (5, 1031), (1 << 40, 17)] {
-        let mut want = vec![0.0f32; elements];
-        cpu::normal(&pool(), 11, 5, first, 0.02, &mut want);
         let mut gpu = Gpu::new(1);
-        let into = gpu.room(Kind::F32, elements);
+        let (mut want, into) = (vec![0.0f32; elements], gpu.room(Kind::F32, elements));
+        cpu::normal(&pool(), 11, 5, first, 0.02, &mut want);
         gpu.run(&init_normal(into, 11, 5, first, 0.02, elements as u64));
-        assert_eq!(gpu.get(into), want.iter().map(|x| f64::from(*x)).collect::<Vec<_>>());
+        same(&gpu.get(into), &wide(&want), "normal");
+        cpu::uniform(&pool(), 11, 5, first, 0.3, &mut want);
+        gpu.run(&init_uniform(into, 11, 5, first, 0.3, elements as u64));
+        same(&gpu.get(into), &wide(&want), "uniform");
     }
+}
+
+#[test]
+#[ignore = "needs g++: cargo xtask cuda-check"]
+fn dropout_leaves_out_what_the_cpu_leaves_out() {
+    everywhere(|mut gpu, of, kind, draw| {
+        for (rows, columns, sequence, probability) in
+            [(1, 1, 1, 0.5), (6, 8, 3, 0.1), (10, 7, 5, 0.3), (7, 1030, 3, 0.05), (3, 12, 3, 1.0), (4, 5, 1, 0.0)]
+        {
+            let n = rows * columns;
+            let (mut x, before) = (draw.many(kind, n), draw.many(kind, n));
+            x[n / 2] = f64::INFINITY;
+            let mut scalars = vec![0.0; SCALAR_COUNT as usize];
+            scalars[Scalar::Step as usize] = 17.0;
+            let at = cpu::Dropout {
+                seed: 0x1234_5678_9abc_def0,
+                step: 17,
+                first_sample: 5,
+                sequence,
+                layer: 3,
+                site: 2,
+                probability,
+            };
+            let place =
+                Dropout { seed: at.seed, first_sample: 5, sequence: sequence as u64, layer: 3, site: 2, probability };
+            for accumulate in [false, true] {
+                let want = match of {
+                    Real::F32 => {
+                        let mut out = narrow(&before);
+                        cpu::dropout(&pool(), at, columns, &narrow(&x), &mut out, accumulate);
+                        wide(&out)
+                    }
+                    Real::Bf16 => {
+                        let bf16 = |x: &[f64]| x.iter().map(|x| half::bf16::from_f64(*x)).collect::<Vec<_>>();
+                        let mut out = bf16(&before);
+                        cpu::dropout(&pool(), at, columns, &bf16(&x), &mut out, accumulate);
+                        out.iter().map(|x| x.to_f64()).collect()
+                    }
+                };
+                let (gx, out, gscalars) = (gpu.put(kind, &x), gpu.put(kind, &before), gpu.put(Kind::F32, &scalars));
+                let addresses = [gx, out, gscalars];
+                gpu.run(&dropout(of, place, addresses, rows as u64, columns as u64, accumulate));
+                same(&gpu.get(out), &want, "out");
+            }
+        }
+    });
+}
+
+fn bytes(x: &[u8]) -> Vec<f64> {
+    x.iter().map(|x| f64::from(*x)).collect()
+}
+
+/// A matrix with what formats stumble over: rows and blocks of zeros, NaN, infinity.
+fn matrix(draw: &mut Draw, elements: usize) -> Vec<f32> {
+    let mut x: Vec<f32> = (0..elements).map(|i| (draw.next() * [1.0, 3e-5, 40.0][i / 64 % 3]) as f32).collect();
+    x[..elements.min(64)].fill(0.0);
+    for (at, value) in [(elements / 2, f32::NAN), (elements / 3, f32::INFINITY), (elements / 5, -1e-39)] {
+        if at > 64 {
+            x[at] = value;
+        }
+    }
+    x
+}
+
+#[test]
+#[ignore = "needs g++: cargo xtask cuda-check"]
+fn coarse_matrices_have_the_bits_of_the_cpu_there_and_back() {
+    everywhere(|mut gpu, of, kind, draw| {
+        let back = |coarse: cpu::Coarse<&[u8], &[f32]>, columns: usize, elements: usize| match of {
+            Real::F32 => {
+                let mut to = vec![0.0f32; elements];
+                cpu::dequantise(&pool(), coarse, columns, &mut to);
+                wide(&to)
+            }
+            Real::Bf16 => {
+                let mut to = vec![half::bf16::ZERO; elements];
+                cpu::dequantise(&pool(), coarse, columns, &mut to);
+                to.iter().map(|x| x.to_f64()).collect()
+            }
+        };
+        for (rows, columns) in [(1, 1), (1, 129), (3, 40), (7, 5), (70, 264), (300, 65), (2, 9000)] {
+            let n = rows * columns;
+            let x = matrix(draw, n);
+            let from = gpu.put(Kind::F32, &wide(&x));
+            let (e, c) = (n as u64, columns as u64);
+
+            let (mut codes, mut scales) = (vec![0; n], vec![0.0; rows]);
+            let into = cpu::Coarse::Int8 { codes: &mut codes[..], scales: &mut scales[..] };
+            cpu::quantise(&pool(), &x, columns, into);
+            let int8 = (gpu.room(Kind::U8, n), gpu.room(Kind::F32, rows));
+            let coarse = Coarse::Int8 { codes: int8.0, scales: int8.1 };
+            gpu.run(&quantise(from, coarse, e, c));
+            same(&gpu.get(int8.0), &bytes(&codes), "int8 codes");
+            same(&gpu.get(int8.1), &wide(&scales), "int8 scales");
+            let to = gpu.room(kind, n);
+            gpu.run(&dequantise(of, coarse, to, e, c));
+            let want = back(cpu::Coarse::Int8 { codes: &codes[..], scales: &scales[..] }, columns, n);
+            same(&gpu.get(to), &want, "of int8");
+
+            let blocks = n.div_ceil(64);
+            let (mut codes, mut scales) = (vec![0; n.div_ceil(2)], vec![0; blocks]);
+            let mut groups = vec![0.0; 2 * blocks.div_ceil(256)];
+            let into = cpu::Coarse::Nf4 { codes: &mut codes[..], scales: &mut scales[..], groups: &mut groups[..] };
+            cpu::quantise(&pool(), &x, columns, into);
+            let nf4 = [(Kind::U8, codes.len()), (Kind::U8, blocks), (Kind::F32, groups.len())];
+            let nf4 = nf4.map(|(kind, n)| gpu.room(kind, n));
+            let coarse = Coarse::Nf4 { codes: nf4[0], scales: nf4[1], groups: nf4[2] };
+            gpu.run(&quantise(from, coarse, e, c));
+            for (at, (want, what)) in
+                [(bytes(&codes), "nf4 codes"), (bytes(&scales), "nf4 scales"), (wide(&groups), "groups")]
+                    .into_iter()
+                    .enumerate()
+            {
+                same(&gpu.get(nf4[at]), &want, what);
+            }
+            let to = gpu.room(kind, n);
+            gpu.run(&dequantise(of, coarse, to, e, c));
+            let coarse = cpu::Coarse::Nf4 { codes: &codes[..], scales: &scales[..], groups: &groups[..] };
+            same(&gpu.get(to), &back(coarse, columns, n), "of nf4");
+        }
+    });
 }
 
 fn update_scalars() -> Vec<f64> {
@@ -533,40 +688,107 @@ fn sizes() -> Vec<usize> {
     sizes
 }
 
+/// The numbers of `update_scalars` as the CPU's kernels take them.
+fn adamw_step(betas: [f64; 2], eps: f64, decay: f64) -> cpu::AdamW<f32> {
+    let scalars = update_scalars();
+    let of = |which: Scalar| scalars[which as usize] as f32;
+    cpu::AdamW {
+        rate: of(Scalar::LearningRate),
+        betas,
+        eps: eps as f32,
+        decay: decay as f32,
+        bias_corrections: [of(Scalar::BiasCorrection1), of(Scalar::BiasCorrection2)],
+        clip: of(Scalar::ClipFactor),
+    }
+}
+
 #[test]
 #[ignore = "needs g++: cargo xtask cuda-check"]
-fn adamw_updates_every_tensor() {
+fn adamw_updates_every_tensor_with_the_bits_of_the_cpu() {
     for shift in [0, 1] {
         let (mut gpu, mut draw) = (Gpu::new(shift), Draw(5));
-        let scalars = update_scalars();
         let (betas, eps) = ([0.9, 0.95], 1e-8);
         let (mut tensors, mut wants) = (Vec::new(), Vec::new());
         for (i, n) in sizes().into_iter().enumerate() {
-            let [mut weight, gradient, mut first] = [(); 3].map(|()| draw.many(Kind::F32, n));
-            let mut second: Vec<f64> = draw.many(Kind::F32, n).iter().map(|x| x * x).collect();
+            let [mut weight, gradient, mut first] = [(); 3].map(|()| narrow(&draw.many(Kind::F32, n)));
+            let mut second: Vec<f32> = draw.many(Kind::F32, n).iter().map(|x| (x * x) as f32).collect();
             let decay = if i % 2 == 0 { 0.1 } else { 0.0 };
-            let [w, g, m, v] = [&weight, &gradient, &first, &second].map(|x| gpu.put(Kind::F32, x));
-            tensors.push(Updated { weight: w, gradient: g, first: m, second: v, elements: n as u64, decay });
-            let step = cpu::AdamW {
-                rate: scalars[Scalar::LearningRate as usize],
-                betas,
-                eps,
-                decay,
-                bias_corrections: [
-                    scalars[Scalar::BiasCorrection1 as usize],
-                    scalars[Scalar::BiasCorrection2 as usize],
-                ],
-                clip: scalars[Scalar::ClipFactor as usize],
-            };
+            let [w, g, m, v] = [&weight, &gradient, &first, &second].map(|x| gpu.put(Kind::F32, &wide(x)));
+            let elements = n as u64;
+            let tensor = Updated { weight: w, gradient: g, first: m, second: v, ..Updated::default() };
+            tensors.push(Updated { elements, decay, ..tensor });
+            let step = adamw_step(betas, eps, decay);
             cpu::adamw(&pool(), step, &mut weight, &gradient, &mut first, &mut second);
             wants.push([weight, first, second]);
         }
-        let gscalars = gpu.put(Kind::F32, &scalars);
+        let gscalars = gpu.put(Kind::F32, &update_scalars());
         gpu.run(&adamw(&tensors, gscalars, betas, eps));
         for (tensor, want) in tensors.iter().zip(&wants) {
-            close(&gpu.get(tensor.weight), &want[0], Kind::F32, "weight");
-            close(&gpu.get(tensor.first), &want[1], Kind::F32, "first");
-            close(&gpu.get(tensor.second), &want[2], Kind::F32, "second");
+            same(&gpu.get(tensor.weight), &wide(&want[0]), "weight");
+            same(&gpu.get(tensor.first), &wide(&want[1]), "first");
+            same(&gpu.get(tensor.second), &wide(&want[2]), "second");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs g++: cargo xtask cuda-check"]
+fn adamw_with_moments_of_a_byte_has_the_bits_of_the_cpu() {
+    for shift in [0, 1] {
+        let (mut gpu, mut draw) = (Gpu::new(shift), Draw(9));
+        let (betas, eps) = ([0.9, 0.95], 1e-8);
+        let (mut tensors, mut wants) = (Vec::new(), Vec::new());
+        for (i, n) in sizes().into_iter().step_by(5).chain([255, 256, 257, 3000]).enumerate() {
+            let blocks = n.div_ceil(256);
+            let (mut weight, mut gradient) = (narrow(&draw.many(Kind::F32, n)), narrow(&draw.many(Kind::F32, n)));
+            let codes = |draw: &mut Draw| (0..n).map(|_| draw.below(256) as u8).collect::<Vec<u8>>();
+            let (mut first, mut second) = (codes(&mut draw), codes(&mut draw));
+            let mut scales = || narrow(&draw.many(Kind::F32, blocks)).iter().map(|x| x.abs()).collect::<Vec<f32>>();
+            let (mut first_scale, mut second_scale) = (scales(), scales());
+            match i {
+                // The first step: no moments yet, and no gradient in a block.
+                0 => {
+                    (first, second) = (vec![127; n], vec![0; n]);
+                    (first_scale, second_scale) = (vec![0.0; blocks], vec![0.0; blocks]);
+                    gradient.fill(0.0);
+                }
+                1 => gradient[n / 2] = f32::NAN,
+                2 => gradient[n / 2] = f32::INFINITY,
+                _ => {}
+            }
+            let decay = if i % 2 == 0 { 0.1 } else { 0.0 };
+            let [w, g] = [&weight, &gradient].map(|x| gpu.put(Kind::F32, &wide(x)));
+            let [m, v] = [&first, &second].map(|x| gpu.put(Kind::U8, &bytes(x)));
+            let [ms, vs] = [&first_scale, &second_scale].map(|x| gpu.put(Kind::F32, &wide(x)));
+            let (elements, step) = (n as u64, adamw_step(betas, eps, decay));
+            let (first_at, second_at) = (m, v);
+            tensors.push(Updated {
+                weight: w,
+                gradient: g,
+                first: first_at,
+                second: second_at,
+                first_scale: ms,
+                second_scale: vs,
+                elements,
+                decay,
+            });
+            let state = cpu::State8 {
+                first: &mut first,
+                first_scale: &mut first_scale,
+                second: &mut second,
+                second_scale: &mut second_scale,
+            };
+            cpu::adamw8(&pool(), step, &mut weight, &gradient, state);
+            wants.push((weight, first, first_scale, second, second_scale));
+        }
+        let gscalars = gpu.put(Kind::F32, &update_scalars());
+        gpu.run(&adamw8(&tensors, gscalars, betas, eps));
+        for (tensor, (weight, first, first_scale, second, second_scale)) in tensors.iter().zip(&wants) {
+            same(&gpu.get(tensor.weight), &wide(weight), "weight");
+            same(&gpu.get(tensor.first_scale), &wide(first_scale), "first scale");
+            same(&gpu.get(tensor.second_scale), &wide(second_scale), "second scale");
+            same(&gpu.get(tensor.first), &bytes(first), "first");
+            same(&gpu.get(tensor.second), &bytes(second), "second");
         }
     }
 }
@@ -582,7 +804,8 @@ fn sgd_updates_every_tensor_with_momentum_or_without() {
             let [mut weight, gradient, mut buffer] = [(); 3].map(|()| draw.many(Kind::F32, n));
             let [w, g, m] = [&weight, &gradient, &buffer].map(|x| gpu.put(Kind::F32, x));
             let first = if momentum > 0.0 { m } else { 0 };
-            tensors.push(Updated { weight: w, gradient: g, first, second: 0, elements: n as u64, decay: 0.1 });
+            let tensor = Updated { weight: w, gradient: g, first, ..Updated::default() };
+            tensors.push(Updated { elements: n as u64, decay: 0.1, ..tensor });
             let step = cpu::Sgd {
                 rate: scalars[Scalar::LearningRate as usize],
                 momentum,
@@ -797,7 +1020,7 @@ mod programs {
                 ..if *a_transposed { whole_ones.a_transposed() } else { whole_ones }
             };
             cpu::product(&pool(), product, &mut whole[offset..offset + (m * n) as usize], &mut scratch);
-            let launches = bias.map(|bias| add_bias(Real::F32, here.at(&bias), here.at(out), *m, *n));
+            let launches = bias.map(|bias| add_rows(Real::F32, here.at(&bias), 0, here.at(out), *n, *m, *n));
             self.gpu.set(slot, &whole);
             self.gpu.run(launches.as_ref().map_or(&[], |launches| launches));
         }

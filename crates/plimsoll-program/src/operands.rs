@@ -13,6 +13,18 @@ impl Op {
         }
         op
     }
+
+    /// Whether it is another op in another micro-batch: its operands stand elsewhere, or it draws other numbers.
+    pub fn differs_by_micro_batch(&self) -> bool {
+        let mut kind = self.kind.clone();
+        let moved = operands_mut(&mut kind).iter().any(|at| at.slot.micro_batch != 0 || at.offset.micro_batch != 0);
+        let draws = match &self.kind {
+            OpKind::Dropout { first_sample, layer, .. } => first_sample.micro_batch != 0 || layer.micro_batch != 0,
+            OpKind::InitNormal { first, .. } | OpKind::InitUniform { first, .. } => first.micro_batch != 0,
+            _ => false,
+        };
+        moved || draws
+    }
 }
 
 /// The operands of an op, to be changed in place.

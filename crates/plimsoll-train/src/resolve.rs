@@ -247,35 +247,15 @@ pub(crate) fn question<'a>(
         },
         device,
         host: host(file, device)?,
-        lossy: lossy(file, model, device, work),
+        lossy: lossy(file, model, work),
         pins: pins(file, model.config.layers as usize)?,
         rungs: vec![],
     };
-    let question = under(&question, rungs);
-    if !runs(device, &question) {
-        let message =
-            format!("train.method: {} does not compute adapters or coarse weights in this version", device.name);
-        return Err(Failure::input(message).hint("run it on the processor: --devices cpu"));
-    }
-    Ok(question)
-}
-
-/// The lossy rungs that a kind of device can take.
-fn offered(kind: DeviceKind) -> &'static [Rung] {
-    match kind {
-        DeviceKind::Cuda => &[Rung::Bf16],
-        DeviceKind::Cpu | DeviceKind::Virtual | DeviceKind::Paper => &Rung::ALL,
-    }
-}
-
-/// Whether a device computes what is asked for.
-fn runs(device: &DeviceSpec, question: &Question) -> bool {
-    let adapters = question.lossy.method.lora().map(|_| Rung::Lora);
-    question.rungs.iter().copied().chain(adapters).all(|rung| offered(device.kind).contains(&rung))
+    Ok(under(&question, rungs))
 }
 
 /// What a run file says about adapters and coarser arithmetic. What has been decided is not open any more.
-fn lossy(file: &RunFile, model: &Model, device: &DeviceSpec, work: Work) -> Lossy {
+fn lossy(file: &RunFile, model: &Model, work: Work) -> Lossy {
     let lora = lora(file, model);
     let adapters = match work {
         Work::Train => file.train.method == Method::Lora,
@@ -283,7 +263,7 @@ fn lossy(file: &RunFile, model: &Model, device: &DeviceSpec, work: Work) -> Loss
     };
     let method = if adapters { decoder::Method::Lora(lora.clone()) } else { decoder::Method::Full };
     let open = file.train.rungs.is_none();
-    let offer = offered(device.kind).iter().copied().filter(|_| open).collect::<Vec<_>>();
+    let offer = Rung::ALL.into_iter().filter(|_| open).collect::<Vec<_>>();
     let allow = file.memory.allow.iter().copied().filter(|rung| offer.contains(rung)).collect();
     Lossy { method, base: Base::Plain, allow, offer, lora }
 }

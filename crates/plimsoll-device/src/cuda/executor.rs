@@ -259,16 +259,17 @@ impl Frame<'_> {
     /// The kernels that may follow a product: for a bias that the library does not take along, and for a residual
     /// where the result is added to what stands there.
     fn after_product(&self, kind: &OpKind) -> Vec<(AfterProduct, Launch)> {
-        let OpKind::Product { out, bias, residual, m, n, accumulate, .. } = kind else { return Vec::new() };
-        let (of, into) = (self.plan.real, self.at(out));
+        let OpKind::Product { out, bias, residual, m, n, out_stride, accumulate, .. } = kind else { return Vec::new() };
+        let add = |x: &Operand, x_stride: u64| {
+            let [launch] = launch::add_rows(self.plan.real, self.at(x), x_stride, self.at(out), *out_stride, *m, *n);
+            launch
+        };
         let mut after = Vec::new();
         if let Some(bias) = bias {
-            let [launch] = launch::add_bias(of, self.at(bias), into, *m, *n);
-            after.push((AfterProduct::Bias, launch));
+            after.push((AfterProduct::Bias, add(bias, 0)));
         }
         if let Some(residual) = residual.filter(|_| *accumulate) {
-            let [launch] = launch::add(of, self.at(&residual), into, m * n);
-            after.push((AfterProduct::Residual, launch));
+            after.push((AfterProduct::Residual, add(&residual, *n)));
         }
         after
     }
@@ -402,6 +403,7 @@ struct Prepared {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Together {
     AdamW { scalars: Address, betas: [f64; 2], eps: f64 },
+    AdamW8 { scalars: Address, betas: [f64; 2], eps: f64 },
     Sgd { scalars: Address, momentum: f64 },
 }
 
@@ -411,6 +413,9 @@ impl Together {
             _ if op.queue != Queue::Compute => None,
             OpKind::AdamW { scalars, betas, eps, .. } => {
                 Some(Together::AdamW { scalars: places.at(scalars), betas: *betas, eps: *eps })
+            }
+            OpKind::AdamW8 { scalars, betas, eps, .. } => {
+                Some(Together::AdamW8 { scalars: places.at(scalars), betas: *betas, eps: *eps })
             }
             OpKind::Sgd { scalars, momentum, .. } => {
                 Some(Together::Sgd { scalars: places.at(scalars), momentum: *momentum })
@@ -422,6 +427,7 @@ impl Together {
     fn launches(self, tensors: &[Updated]) -> Vec<Launch> {
         match self {
             Together::AdamW { scalars, betas, eps } => launch::adamw(tensors, scalars, betas, eps),
+            Together::AdamW8 { scalars, betas, eps } => launch::adamw8(tensors, scalars, betas, eps),
             Together::Sgd { scalars, momentum } => launch::sgd(tensors, scalars, momentum),
         }
     }
@@ -574,12 +580,8 @@ impl CudaDevice {
                 let (shape, operands) = frame.product(kind).expect("a product");
                 let mut works = vec![Work::Product(shape, operands)];
                 let after = frame.after_product(kind).into_iter();
-                let mut needed = after
-                    .filter(|(what, _)| *what == AfterProduct::Residual || self.products.bias_by_kernel(&shape))
-                    .peekable();
-                if needed.peek().is_some() && shape.out_stride != shape.n {
-                    return Err(DeviceError::Unsupported { op: "sum into some columns", device: DEVICE });
-                }
+                let needed =
+                    after.filter(|(what, _)| *what == AfterProduct::Residual || self.products.bias_by_kernel(&shape));
                 works.extend(needed.map(|(_, launch)| kernel(launch)));
                 works
             }
@@ -633,11 +635,7 @@ impl CudaDevice {
             step.works = group.launches(&tensors).into_iter().map(kernel).collect();
         }
         Ok(Prepared {
-            by_micro_batch: trace.iter().any(|(op, _)| {
-                let moves = |index: Index| index.micro_batch != 0;
-                let accesses = op.accesses(&|_| 1);
-                accesses.iter().any(|access| moves(access.operand.slot) || moves(access.operand.offset))
-            }),
+            by_micro_batch: trace.iter().any(|(op, _)| op.differs_by_micro_batch()),
             forks: trace.iter().any(|(op, _)| !matches!(op.queue, Queue::Compute | Queue::Host)),
             on_host: steps.iter().flat_map(|step| &step.works).any(Work::is_done_by_host),
             scratch_end: self.scratch_end(&trace),

@@ -20,6 +20,7 @@ pub enum Kind {
     Bf16,
     F16,
     I32,
+    U8,
 }
 
 impl Kind {
@@ -32,6 +33,7 @@ impl Kind {
             Kind::F64 => 8,
             Kind::F32 | Kind::I32 => 4,
             Kind::Bf16 | Kind::F16 => 2,
+            Kind::U8 => 1,
         }
     }
 
@@ -42,6 +44,7 @@ impl Kind {
             Kind::Bf16 => bf16::from_f32(once(x)).to_le_bytes().to_vec(),
             Kind::F16 => f16::from_f32(once(x)).to_le_bytes().to_vec(),
             Kind::I32 => (x as i32).to_le_bytes().to_vec(),
+            Kind::U8 => vec![x as u8],
         }
     }
 
@@ -52,6 +55,7 @@ impl Kind {
             Kind::Bf16 => bf16::from_le_bytes(bytes.try_into().unwrap()).into(),
             Kind::F16 => f16::from_le_bytes(bytes.try_into().unwrap()).into(),
             Kind::I32 => i32::from_le_bytes(bytes.try_into().unwrap()).into(),
+            Kind::U8 => bytes[0].into(),
         }
     }
 

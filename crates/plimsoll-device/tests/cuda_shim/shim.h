@@ -271,6 +271,12 @@ inline unsigned __ballot_sync(unsigned mask, int vote) {
     return votes;
 }
 
+// Rounded by itself: no compiler puts it and an addition together.
+inline float __fmul_rn(float a, float b) {
+    volatile float product = a * b;
+    return product;
+}
+
 inline int __ffs(unsigned x) { return __builtin_ffs((int)x); }
 
 inline float __uint_as_float(unsigned bits) {

@@ -3,6 +3,7 @@
 
 #include "stand_in.h"
 
+#include <atomic>
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <spawn.h>
@@ -146,8 +147,9 @@ EXPORT int nvrtcCompileProgram(Program* program, int count, const char* const* o
     std::string base = folder() + "/" + std::to_string(std::hash<std::string>()(text));
     std::string library = base + ".so", source = base + ".cpp";
     if (contents(source) != text || access(library.c_str(), R_OK) != 0) {
-        // Several processes may compile the same.
-        std::string mine = base + "." + std::to_string(getpid());
+        // Several processes, and threads of each, may compile the same.
+        static std::atomic<unsigned> number;
+        std::string mine = base + "." + std::to_string(getpid()) + "." + std::to_string(number++);
         std::ofstream(mine + ".cpp", std::ios::binary) << text;
         bool compiled = compile(mine + ".cpp", mine + ".so", program->log);
         if (!compiled) {

@@ -78,15 +78,22 @@ extern "C" __global__ void __launch_bounds__(256) cast_f16_bf16(const f16* from,
 extern "C" __global__ void __launch_bounds__(256) cast_bf16_f64(const bf16* from, double* to, u64 elements) { cast_all(from, to, elements); }
 extern "C" __global__ void __launch_bounds__(256) cast_f64_bf16(const double* from, bf16* to, u64 elements) { cast_all(from, to, elements); }
 
+// Packs of 16 bytes, where alignment allows, and what is left one by one.
 template <class T> __device__ inline void fill_all(T* into, T value, u64 elements) {
-    u64 step = (u64)gridDim.x * 256;
-    for (u64 at = (u64)blockIdx.x * 256 + threadIdx.x; at < elements; at += step) into[at] = value;
+    u64 first = (u64)blockIdx.x * 256 + threadIdx.x, step = (u64)gridDim.x * 256;
+    u64 packs = aligned(into) ? elements / PACK<T> : 0;
+    Pack<T, PACK<T>> pack;
+#pragma unroll
+    for (int i = 0; i < PACK<T>; i++) pack.at[i] = value;
+    for (u64 at = first; at < packs; at += step) reinterpret_cast<Pack<T, PACK<T>>*>(into)[at] = pack;
+    for (u64 at = packs * PACK<T> + first; at < elements; at += step) into[at] = value;
 }
 
 // All elements = value.
 // Grid: over elements. Block: 256. Shared memory: none.
 extern "C" __global__ void __launch_bounds__(256) fill_f32(float* into, double value, u64 elements) { fill_all(into, (float)value, elements); }
 extern "C" __global__ void __launch_bounds__(256) fill_f64(double* into, double value, u64 elements) { fill_all(into, value, elements); }
+extern "C" __global__ void __launch_bounds__(256) fill_u8(unsigned char* into, double value, u64 elements) { fill_all(into, (unsigned char)value, elements); }
 extern "C" __global__ void __launch_bounds__(256) fill_bf16(bf16* into, double value, u64 elements) {
     bf16 rounded;
     round_to(value, rounded);

@@ -1,5 +1,6 @@
 // What every kernel file stands on: types, rounding, packs of elements, sums over warps and blocks.
-// The source of a compiled unit is: its defines, this file, the family's file. No header is needed.
+// The source of a compiled unit is: its defines, this file, what several families share, the family's file.
+// No header is needed.
 //
 // Legend, as in cpu/kernels: N rows (B sequences of T tokens), D hidden, H heads, K kv heads, E head
 // dim, F ffn, V vocabulary, C = (H + 2K)·E columns of queries | keys | values.
@@ -20,7 +21,7 @@ struct f16 { unsigned short bits; };
 
 // Places in the scalar and the metrics tensor: plimsoll-program, scalars.rs.
 constexpr u32 LEARNING_RATE = 0, BIAS_CORRECTION_1 = 1, BIAS_CORRECTION_2 = 2, CLIP_NORM = 3, CLIP_FACTOR = 4,
-              INVERSE_TOKENS = 5, CACHE_LENGTH = 6, LAST_ROW = 7;
+              INVERSE_TOKENS = 5, CACHE_LENGTH = 6, LAST_ROW = 7, STEP = 8;
 constexpr u32 LOSS_SUM = 0, NORM_SQUARED = 1;
 
 constexpr float LOWEST = -3.402823466e+38f;
@@ -119,4 +120,23 @@ template <class T> __device__ inline T block_sum(T x) {
     T total = 0;
     for (u32 warp = 0; warp < blockDim.x / 32; warp++) total += sums[warp];
     return total;
+}
+
+// The same largest number in every lane; NaN is passed over.
+__device__ inline float warp_largest(float x) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, step));
+    return x;
+}
+
+// The same largest number in every thread, of numbers that are not negative.
+__device__ inline float block_largest(float x) {
+    __shared__ float most[32];
+    x = warp_largest(x);
+    __syncthreads();  // the last ones have been read
+    if (threadIdx.x % 32 == 0) most[threadIdx.x / 32] = x;
+    __syncthreads();
+    float largest = 0;
+    for (u32 warp = 0; warp < blockDim.x / 32; warp++) largest = fmaxf(largest, most[warp]);
+    return largest;
 }

@@ -24,26 +24,29 @@ extern "C" __global__ void __launch_bounds__(256) add(const REAL* x, REAL* into,
         add_all<1>(x, into, elements);
 }
 
-template <int W> __device__ void add_strip(const REAL* bias, REAL* into, u32 from, u32 end) {
+template <int W> __device__ void add_strip(const REAL* x, REAL* into, u32 from, u32 end) {
     for (u32 at = from + threadIdx.x * W; at < end; at += 256 * W) {
         float a[W], b[W];
         load(into + at, a);
-        load(bias + at, b);
+        load(x + at, b);
 #pragma unroll
         for (int i = 0; i < W; i++) a[i] += b[i];
         store(a, into + at);
     }
 }
 
-// into[N,C] += bias[C] in each row: after a product that took no bias along.
+// into[N,C] += x[N,C], whose rows lie so many elements apart; with an x_stride of 0 the same row each
+// time: the bias of a product that took none along.
 // Grid: (N, ceil(C / 2048)). Block: 256. Shared memory: none.
-extern "C" __global__ void __launch_bounds__(256) add_bias(const REAL* bias, REAL* into, u32 columns) {
-    into += (u64)blockIdx.x * columns;
+extern "C" __global__ void __launch_bounds__(256)
+add_rows(const REAL* x, REAL* into, u32 columns, u32 x_stride, u32 into_stride) {
+    x += (u64)blockIdx.x * x_stride;
+    into += (u64)blockIdx.x * into_stride;
     u32 from = blockIdx.y * 2048, end = min(columns, from + 2048);
-    if (columns % PACK<REAL> == 0 && aligned(into) && aligned(bias))
-        add_strip<PACK<REAL>>(bias, into, from, end);
+    if (columns % PACK<REAL> == 0 && aligned(into) && aligned(x))
+        add_strip<PACK<REAL>>(x, into, from, end);
     else
-        add_strip<1>(bias, into, from, end);
+        add_strip<1>(x, into, from, end);
 }
 
 template <int W>

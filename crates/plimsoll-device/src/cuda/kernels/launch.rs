@@ -5,6 +5,7 @@
 
 use super::{Family, HEAD_DIM_MAX, Real, Unit};
 use plimsoll_core::DType;
+use plimsoll_program::formats::NF4_PIECE;
 use plimsoll_program::op::{Heads, RopeScaling};
 use plimsoll_program::workspace;
 use plimsoll_program::workspace::cuda::{NORM_PARTIALS, portions, rows_per_portion};
@@ -15,7 +16,7 @@ use std::ptr;
 pub type Address = u64;
 
 /// Tensors that one launch of the optimizer's kernels takes.
-pub const TABLE_TENSORS: usize = 64;
+pub const TABLE_TENSORS: usize = 56;
 /// Elements that a block of the optimizer updates.
 const UPDATE_CHUNK: u64 = 8192;
 
@@ -52,6 +53,8 @@ struct Entry {
     gradient: Address,
     first: Address,
     second: Address,
+    first_scale: Address,
+    second_scale: Address,
     elements: u64,
     decay: f32,
     first_block: u32,
@@ -477,10 +480,19 @@ pub fn add(of: Real, x: Address, into: Address, elements: u64) -> [Launch; 1] {
     [launch(unit(Family::Elementwise, of), "add", over(elements), 256, arguments)]
 }
 
-/// `into[N,C]` += `bias[C]` in each row, for a product that took no bias along.
-pub fn add_bias(of: Real, bias: Address, into: Address, rows: u64, columns: u64) -> [Launch; 1] {
-    let arguments = vec![at(bias), at(into), n(columns)];
-    [launch(unit(Family::Elementwise, of), "add_bias", rows, 256, arguments).by(columns.div_ceil(2048), 1)]
+/// `into[N,C]` += `x[N,C]`, rows of which lie `x_stride` and `stride` elements apart; with an `x_stride` of 0 the same
+/// row each time. What a product took along neither as bias nor as residual.
+pub fn add_rows(
+    of: Real,
+    x: Address,
+    x_stride: u64,
+    into: Address,
+    stride: u64,
+    rows: u64,
+    columns: u64,
+) -> [Launch; 1] {
+    let arguments = vec![at(x), at(into), n(columns), n(x_stride), n(stride)];
+    [launch(unit(Family::Elementwise, of), "add_rows", rows, 256, arguments).by(columns.div_ceil(2048), 1)]
 }
 
 /// `into[C]` += Σ rows of `x[N,C]`.
@@ -526,6 +538,7 @@ pub fn fill(dtype: DType, into: Address, value: f64, elements: u64) -> Option<[L
         DType::F32 => "fill_f32",
         DType::F64 => "fill_f64",
         DType::Bf16 => "fill_bf16",
+        DType::U8 => "fill_u8",
         _ => return None,
     };
     let arguments = vec![at(into), Argument::F64(value), Argument::U64(elements)];
@@ -534,25 +547,118 @@ pub fn fill(dtype: DType, into: Address, value: f64, elements: u64) -> Option<[L
 
 /// Normal numbers into f32: element i is number `first + i` of tensor `number` under `seed`.
 pub fn init_normal(into: Address, seed: u64, number: u64, first: u64, std: f64, elements: u64) -> [Launch; 1] {
+    [init("init_normal", into, seed, number, first, std, elements)]
+}
+
+/// The same of numbers that are equally likely from −bound to bound.
+pub fn init_uniform(into: Address, seed: u64, number: u64, first: u64, bound: f64, elements: u64) -> [Launch; 1] {
+    [init("init_uniform", into, seed, number, first, bound, elements)]
+}
+
+fn init(kernel: &'static str, into: Address, seed: u64, number: u64, first: u64, size: f64, elements: u64) -> Launch {
     let mut arguments = vec![at(into), Argument::U64(elements), Argument::U64(seed), Argument::U64(number)];
-    arguments.extend([Argument::U64(first), Argument::F64(std)]);
+    arguments.extend([Argument::U64(first), Argument::F64(size)]);
     let blocks = (first % 4 + elements).div_ceil(4).div_ceil(256);
-    [launch(unit(Family::Init, Real::F32), "init_normal", blocks, 256, arguments)]
+    launch(unit(Family::Init, Real::F32), kernel, blocks, 256, arguments)
+}
+
+/// Where the rows of a `Dropout` stand in the run; the step is a scalar.
+#[derive(Clone, Copy, Debug)]
+pub struct Dropout {
+    /// Of the run.
+    pub seed: u64,
+    /// The sample of row 0 within the step.
+    pub first_sample: u64,
+    /// Rows of a sample.
+    pub sequence: u64,
+    /// The layer.
+    pub layer: u64,
+    /// Which of the layer's.
+    pub site: u8,
+    /// Of being left out.
+    pub probability: f64,
+}
+
+/// `out[N,D]` = (or +=, with `accumulate`) x with elements left out, the others divided by 1 − probability.
+pub fn dropout(
+    of: Real,
+    place: Dropout,
+    [x, out, scalars]: [Address; 3],
+    rows: u64,
+    columns: u64,
+    accumulate: bool,
+) -> [Launch; 1] {
+    let (each, samples) = (place.sequence * columns, rows.div_ceil(place.sequence));
+    let mut arguments = vec![at(x), at(out), at(scalars), Argument::U64(place.seed), n(place.first_sample)];
+    arguments.extend([n(place.layer * 256 + u64::from(place.site))]);
+    // ⌊probability · 2³²⌋: a probability of 1 leaves nothing.
+    arguments.extend([Argument::U64((place.probability * 4_294_967_296.0) as u64)]);
+    arguments.extend([real(1.0 / (1.0 - place.probability)), Argument::U64(each), Argument::U64(rows * columns)]);
+    arguments.push(n(u64::from(accumulate)));
+    let grid = launch(unit(Family::Dropout, of), "dropout", each.div_ceil(1024), 256, arguments);
+    [grid.by(samples.min(65_535), 1)]
+}
+
+// ---- coarse formats ----
+
+/// A matrix in a coarse format, or whole blocks of one.
+#[derive(Clone, Copy, Debug)]
+#[expect(missing_docs, reason = "as `plimsoll_program::op::Quantised`")]
+pub enum Coarse {
+    Int8 { codes: Address, scales: Address },
+    Nf4 { codes: Address, scales: Address, groups: Address },
+}
+
+/// `into` = f32 elements of a matrix with rows of `columns`.
+pub fn quantise(from: Address, into: Coarse, elements: u64, columns: u64) -> [Launch; 1] {
+    let unit = unit(Family::Coarse, Real::F32);
+    [match into {
+        Coarse::Int8 { codes, scales } => {
+            let arguments = vec![at(from), at(codes), at(scales), n(columns)];
+            launch(unit, "quantise_int8", elements / columns, 256, arguments)
+        }
+        Coarse::Nf4 { codes, scales, groups } => {
+            let arguments = vec![at(from), at(codes), at(scales), at(groups), Argument::U64(elements)];
+            launch(unit, "quantise_nf4", elements.div_ceil(NF4_PIECE), 256, arguments)
+        }
+    }]
+}
+
+/// Elements that a block of threads makes whole.
+const SPREAD: u64 = 8192;
+
+/// `into` = the elements of `from`, each rounded once.
+pub fn dequantise(of: Real, from: Coarse, into: Address, elements: u64, columns: u64) -> [Launch; 1] {
+    let (unit, blocks) = (unit(Family::Coarse, of), elements.div_ceil(SPREAD));
+    [match from {
+        Coarse::Int8 { codes, scales } => {
+            let arguments = vec![at(codes), at(scales), at(into), Argument::U64(elements), n(columns)];
+            launch(unit, "dequantise_int8", blocks, 256, arguments)
+        }
+        Coarse::Nf4 { codes, scales, groups } => {
+            let arguments = vec![at(codes), at(scales), at(groups), at(into), Argument::U64(elements)];
+            launch(unit, "dequantise_nf4", blocks, 256, arguments)
+        }
+    }]
 }
 
 // ---- the update ----
 
-/// A tensor that an optimizer updates.
-#[derive(Clone, Copy, Debug, PartialEq)]
+/// A tensor that an optimizer updates. What it does not have is 0.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Updated {
     /// The f32 weight.
     pub weight: Address,
     /// Its f32 gradient.
     pub gradient: Address,
-    /// AdamW's first moment; SGD's momentum buffer, 0 where there is none.
+    /// AdamW's first moment, f32 or codes; SGD's momentum buffer.
     pub first: Address,
-    /// AdamW's second moment; 0 for SGD.
+    /// AdamW's second moment.
     pub second: Address,
+    /// The scales of codes of the first moment.
+    pub first_scale: Address,
+    /// Those of the second.
+    pub second_scale: Address,
     /// How many.
     pub elements: u64,
     /// Weight decay.
@@ -566,9 +672,9 @@ fn tables(tensors: &[Updated], chunk: u64) -> impl Iterator<Item = (Box<Table>, 
         let mut table = Box::new(Table([Entry::default(); TABLE_TENSORS]));
         let mut blocks = 0;
         for (entry, tensor) in table.0.iter_mut().zip(group) {
-            let Updated { weight, gradient, first, second, elements, decay } = *tensor;
-            let first_block = u32_of(blocks);
-            *entry = Entry { weight, gradient, first, second, elements, decay: decay as f32, first_block };
+            let Updated { weight, gradient, first, second, first_scale, second_scale, elements, decay } = *tensor;
+            let (decay, first_block) = (decay as f32, u32_of(blocks));
+            *entry = Entry { weight, gradient, first, second, first_scale, second_scale, elements, decay, first_block };
             blocks += elements.div_ceil(chunk).max(1);
         }
         (table, group.len() as u64, blocks)
@@ -577,11 +683,20 @@ fn tables(tensors: &[Updated], chunk: u64) -> impl Iterator<Item = (Box<Table>, 
 
 /// One step of AdamW on all tensors.
 pub fn adamw(tensors: &[Updated], scalars: Address, betas: [f64; 2], eps: f64) -> Vec<Launch> {
+    adamw_by("adamw", tensors, scalars, betas, eps)
+}
+
+/// The same on tensors whose moments are codes.
+pub fn adamw8(tensors: &[Updated], scalars: Address, betas: [f64; 2], eps: f64) -> Vec<Launch> {
+    adamw_by("adamw8", tensors, scalars, betas, eps)
+}
+
+fn adamw_by(kernel: &'static str, tensors: &[Updated], scalars: Address, betas: [f64; 2], eps: f64) -> Vec<Launch> {
     let unit = unit(Family::Optimizer, Real::F32);
     let of = |(table, count, blocks)| {
         let mut arguments = vec![Argument::Table(table), at(scalars), n(count), n(UPDATE_CHUNK)];
         arguments.extend([real(1.0 - betas[0]), real(betas[1]), real(1.0 - betas[1]), real(eps)]);
-        launch(unit, "adamw", blocks, 256, arguments)
+        launch(unit, kernel, blocks, 256, arguments)
     };
     tables(tensors, UPDATE_CHUNK).map(of).collect()
 }
@@ -599,7 +714,7 @@ pub fn sgd(tensors: &[Updated], scalars: Address, momentum: f64) -> Vec<Launch> 
 /// metrics += Σ x² of f32 tensors (address, elements). `partials` has [`NORM_PARTIALS`] f64 elements.
 pub fn squared_norm(tensors: &[(Address, u64)], partials: Address, metrics: Address) -> Vec<Launch> {
     let unit = unit(Family::Optimizer, Real::F32);
-    let squared = |&(gradient, elements)| Updated { weight: 0, gradient, first: 0, second: 0, elements, decay: 0.0 };
+    let squared = |&(gradient, elements)| Updated { gradient, elements, ..Updated::default() };
     let mut launches = Vec::new();
     for group in tensors.chunks(TABLE_TENSORS) {
         // Each tensor may have one block that is not full.

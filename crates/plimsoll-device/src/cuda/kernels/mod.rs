@@ -9,10 +9,15 @@
 pub mod launch;
 pub mod ops;
 
+use plimsoll_program::formats;
+use std::borrow::Cow;
+
 /// What stands before every family's source.
 const COMMON: &str = include_str!("common.cuh");
-/// What stands between that and a source for tensor cores.
+/// What stands between that and the source of some families.
 const TENSOR: &str = include_str!("tensor.cuh");
+const RANDOM: &str = include_str!("random.cuh");
+const FORMATS: &str = include_str!("formats.cuh");
 /// What NVRTC is told beside the architecture. No fast math: divisions and roots round as the CPU's do.
 pub const OPTIONS: [&str; 1] = ["--std=c++17"];
 /// The largest head that attention is compiled for.
@@ -33,7 +38,9 @@ pub enum Real {
 pub enum Family {
     Attention,
     Cast,
+    Coarse,
     CrossEntropy,
+    Dropout,
     Elementwise,
     Embed,
     HeadNorm,
@@ -47,10 +54,12 @@ pub enum Family {
 
 impl Family {
     /// All of them.
-    pub const ALL: [Family; 12] = [
+    pub const ALL: [Family; 14] = [
         Family::Attention,
         Family::Cast,
+        Family::Coarse,
         Family::CrossEntropy,
+        Family::Dropout,
         Family::Elementwise,
         Family::Embed,
         Family::HeadNorm,
@@ -96,24 +105,31 @@ impl Family {
                     "fill_f32",
                     "fill_f64",
                     "fill_bf16",
+                    "fill_u8",
                 ],
+            ),
+            Family::Coarse => (
+                "coarse",
+                include_str!("coarse.cu"),
+                &["dequantise_nf4", "dequantise_int8", "quantise_int8", "quantise_nf4"],
             ),
             Family::CrossEntropy => {
                 ("cross_entropy", include_str!("cross_entropy.cu"), &["cross_entropy", "cross_entropy_sum"])
             }
+            Family::Dropout => ("dropout", include_str!("dropout.cu"), &["dropout"]),
             Family::Elementwise => (
                 "elementwise",
                 include_str!("elementwise.cu"),
-                &["add", "add_bias", "sum_rows", "add_partials", "pick_row"],
+                &["add", "add_rows", "sum_rows", "add_partials", "pick_row"],
             ),
             Family::Embed => ("embed", include_str!("embed.cu"), &["embed", "embed_grad"]),
             Family::HeadNorm => ("head_norm", include_str!("head_norm.cu"), &["head_norm", "head_norm_grad"]),
-            Family::Init => ("init", include_str!("init.cu"), &["init_normal"]),
+            Family::Init => ("init", include_str!("init.cu"), &["init_normal", "init_uniform"]),
             Family::Norm => ("norm", include_str!("norm.cu"), &["rms_norm", "rms_norm_grad"]),
             Family::Optimizer => (
                 "optimizer",
                 include_str!("optimizer.cu"),
-                &["adamw", "sgd", "squared_norm", "squared_norm_sum", "clip_factor"],
+                &["adamw", "adamw8", "sgd", "squared_norm", "squared_norm_sum", "clip_factor"],
             ),
             Family::Rope => ("rope", include_str!("rope.cu"), &["rope", "rope_table"]),
             Family::SwiGlu => ("swiglu", include_str!("swiglu.cu"), &["swiglu", "swiglu_grad"]),
@@ -133,6 +149,17 @@ impl Family {
     /// The names of the kernels in it.
     pub fn kernels(self) -> &'static [&'static str] {
         self.row().2
+    }
+
+    /// What stands between the common part and its source, each with the name that a compiler calls it by.
+    fn shared(self) -> Vec<(&'static str, Cow<'static, str>)> {
+        let formats = || vec![("formats.rs", Cow::Owned(tables())), ("formats.cuh", FORMATS.into())];
+        match self {
+            Family::TensorAttention => vec![("tensor.cuh", TENSOR.into())],
+            Family::Dropout | Family::Init => vec![("random.cuh", RANDOM.into())],
+            Family::Coarse | Family::Optimizer => formats(),
+            _ => Vec::new(),
+        }
     }
 
     /// Whether its kernels depend on the type of activations.
@@ -204,12 +231,41 @@ impl Unit {
             Real::Bf16 => "#define REAL bf16\n",
         });
         let head_dim = self.head_dim.map_or(String::new(), |head_dim| format!("#define HEAD_DIM {head_dim}\n"));
-        let tensor = match self.family {
-            Family::TensorAttention => format!("#line 1 \"tensor.cuh\"\n{TENSOR}"),
-            _ => String::new(),
-        };
-        format!("{real}{head_dim}#line 1 \"common.cuh\"\n{COMMON}{tensor}#line 1 \"{name}.cu\"\n{source}")
+        let file = |name: &str, text: &str| format!("#line 1 \"{name}\"\n{text}");
+        let shared: String = self.family.shared().iter().map(|(name, text)| file(name, text)).collect();
+        format!("{real}{head_dim}{}{shared}{}", file("common.cuh", COMMON), file(&format!("{name}.cu"), source))
     }
+}
+
+/// The tables of the coarse formats, each number by its bits; what they are for is in `formats.cuh`.
+fn tables() -> String {
+    let table = |name: &str, numbers: &[f32]| {
+        let bits: Vec<String> = numbers.iter().map(|number| format!("0x{:08x}u", number.to_bits())).collect();
+        format!("__device__ const unsigned int {name}[{}] = {{{}}};\n", numbers.len(), bits.join(", "))
+    };
+    let thresholds = |signed| in_levels(formats::dynamic_thresholds(signed));
+    [
+        table("SIGNED_MAP", formats::dynamic_map(true)),
+        table("UNSIGNED_MAP", formats::dynamic_map(false)),
+        table("SIGNED_TREE", &thresholds(true)),
+        table("UNSIGNED_TREE", &thresholds(false)),
+        table("NF4_VALUES", &formats::NF4),
+        table("NF4_THRESHOLDS", formats::nf4_thresholds()),
+    ]
+    .concat()
+}
+
+/// Ascending numbers, one less than a power of two, level by level: the middle one, then those in the middle of the
+/// halves, and so on.
+fn in_levels(ascending: &[f32]) -> Vec<f32> {
+    let (count, mut levels) = (ascending.len() + 1, Vec::with_capacity(ascending.len()));
+    assert!(count.is_power_of_two());
+    let mut step = count;
+    while step > 1 {
+        levels.extend((step / 2..count).step_by(step).map(|at| ascending[at - 1]));
+        step /= 2;
+    }
+    levels
 }
 
 #[cfg(test)]

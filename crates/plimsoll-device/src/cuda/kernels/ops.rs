@@ -2,9 +2,9 @@
 //! the driver do these.
 
 use super::Real;
-use super::launch::{self, Address, Launch, Updated};
+use super::launch::{self, Address, Coarse, Dropout, Launch, Updated};
 use plimsoll_core::DType;
-use plimsoll_program::op::OpKind;
+use plimsoll_program::op::{OpKind, Quantised};
 use plimsoll_program::tensor::{Index, Operand};
 
 /// Where the operands of an op stand, and what they are.
@@ -106,6 +106,9 @@ pub fn launches(kind: &OpKind, places: &impl Places) -> Option<Vec<Launch>> {
         OpKind::AdamW { scalars, betas, eps, .. } => {
             launch::adamw(&[updated(kind, places)?], at(scalars), *betas, *eps)
         }
+        OpKind::AdamW8 { scalars, betas, eps, .. } => {
+            launch::adamw8(&[updated(kind, places)?], at(scalars), *betas, *eps)
+        }
         OpKind::Sgd { scalars, momentum, .. } => launch::sgd(&[updated(kind, places)?], at(scalars), *momentum),
         OpKind::Cast { from, to, elements } => {
             launch::cast(places.dtype(from), at(from), places.dtype(to), at(to), *elements)?.to_vec()
@@ -113,12 +116,40 @@ pub fn launches(kind: &OpKind, places: &impl Places) -> Option<Vec<Launch>> {
         OpKind::InitNormal { into, seed, number, first, std, elements } => {
             launch::init_normal(at(into), *seed, *number, places.index(*first) as u64, *std, *elements).to_vec()
         }
+        OpKind::InitUniform { into, seed, number, first, bound, elements } => {
+            launch::init_uniform(at(into), *seed, *number, places.index(*first) as u64, *bound, *elements).to_vec()
+        }
+        OpKind::Dropout {
+            x,
+            out,
+            scalars,
+            seed,
+            first_sample,
+            layer,
+            site,
+            probability,
+            rows,
+            columns,
+            sequence,
+            accumulate,
+        } => {
+            let place = Dropout {
+                seed: *seed,
+                first_sample: places.index(*first_sample) as u64,
+                sequence: *sequence,
+                layer: places.index(*layer) as u64,
+                site: *site,
+                probability: *probability,
+            };
+            launch::dropout(of, place, [x, out, scalars].map(at), *rows, *columns, *accumulate).to_vec()
+        }
+        OpKind::Quantise { from, into, elements, columns } => {
+            launch::quantise(at(from), coarse(into, places), *elements, *columns).to_vec()
+        }
+        OpKind::Dequantise { from, into, elements, columns } => {
+            launch::dequantise(of, coarse(from, places), at(into), *elements, *columns).to_vec()
+        }
         OpKind::Product { .. }
-        | OpKind::Dropout { .. }
-        | OpKind::AdamW8 { .. }
-        | OpKind::InitUniform { .. }
-        | OpKind::Quantise { .. }
-        | OpKind::Dequantise { .. }
         | OpKind::TransferStart { .. }
         | OpKind::TransferWait { .. }
         | OpKind::CollectiveStart { .. }
@@ -127,18 +158,34 @@ pub fn launches(kind: &OpKind, places: &impl Places) -> Option<Vec<Launch>> {
     Some(list)
 }
 
+fn coarse(matrix: &Quantised, places: &impl Places) -> Coarse {
+    let at = |operand: &Operand| places.at(operand);
+    match matrix {
+        Quantised::Int8 { codes, scales } => Coarse::Int8 { codes: at(codes), scales: at(scales) },
+        Quantised::Nf4 { codes, scales, groups } => {
+            Coarse::Nf4 { codes: at(codes), scales: at(scales), groups: at(groups) }
+        }
+    }
+}
+
 /// What an update works on; updates that follow each other with the same numbers may share launches
-/// ([`launch::adamw`], [`launch::sgd`]).
+/// ([`launch::adamw`], [`launch::adamw8`], [`launch::sgd`]).
 pub fn updated(kind: &OpKind, places: &impl Places) -> Option<Updated> {
     let at = |operand: &Operand| places.at(operand);
     match kind {
         OpKind::AdamW { weight, gradient, first, second, elements, decay, .. } => {
             let [weight, gradient, first, second] = [weight, gradient, first, second].map(at);
-            Some(Updated { weight, gradient, first, second, elements: *elements, decay: *decay })
+            Some(Updated { weight, gradient, first, second, elements: *elements, decay: *decay, ..Updated::default() })
+        }
+        OpKind::AdamW8 { weight, gradient, first, first_scale, second, second_scale, elements, decay, .. } => {
+            let [weight, gradient, first, second] = [weight, gradient, first, second].map(at);
+            let [first_scale, second_scale] = [first_scale, second_scale].map(at);
+            let (elements, decay) = (*elements, *decay);
+            Some(Updated { weight, gradient, first, second, first_scale, second_scale, elements, decay })
         }
         OpKind::Sgd { weight, gradient, momentum_buffer, elements, decay, .. } => {
             let (weight, gradient, first) = (at(weight), at(gradient), momentum_buffer.as_ref().map_or(0, at));
-            Some(Updated { weight, gradient, first, second: 0, elements: *elements, decay: *decay })
+            Some(Updated { weight, gradient, first, elements: *elements, decay: *decay, ..Updated::default() })
         }
         _ => None,
     }

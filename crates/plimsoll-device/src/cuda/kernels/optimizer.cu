@@ -1,9 +1,10 @@
 // The update of weights over many tensors at once, and the norm that clips it. Everything is float,
-// whatever the activations are (formulas as cpu/kernels/optimizer.rs).
+// whatever the activations are (formulas as cpu/kernels/optimizer.rs). Updates have the CPU's bits: products
+// that its processor rounds before they are added to something are kept apart here (__fmul_rn).
 
 // Tensors of one launch: the table is an argument of the kernel (at most 4 KiB in all), so that it
 // needs no memory of its own and stays right in a captured graph.
-constexpr u32 TENSORS = 64;
+constexpr u32 TENSORS = 56;
 
 // One tensor of the table. Blocks from first_block on work on it, a chunk each.
 struct Tensor {
@@ -11,6 +12,8 @@ struct Tensor {
     const float* gradient;
     float* first;   // AdamW's first moment; SGD's momentum buffer, or null
     float* second;  // AdamW's second moment
+    float* first_scale;  // of moments that are codes, which `first` and `second` then point to; else null
+    float* second_scale;
     u64 elements;
     float decay;
     u32 first_block;
@@ -50,6 +53,28 @@ struct AdamWStep {
     float keep, clip, mix_first, keep_second, mix_second, minus_rate, root, eps;
 };
 
+__device__ inline AdamWStep adamw_step(const float* scalars, float decay, float mix_first, float keep_second,
+                                       float mix_second, float eps) {
+    float rate = scalars[LEARNING_RATE];
+    AdamWStep step;
+    step.keep = 1.0f - __fmul_rn(rate, decay);
+    step.clip = scalars[CLIP_FACTOR];
+    step.mix_first = mix_first;
+    step.keep_second = keep_second;
+    step.mix_second = mix_second;
+    step.minus_rate = -(rate / scalars[BIAS_CORRECTION_1]);
+    step.root = 1.0f / sqrtf(scalars[BIAS_CORRECTION_2]);
+    step.eps = eps;
+    return step;
+}
+
+__device__ inline void adamw_element(const AdamWStep& s, float g, float& w, float& m, float& v) {
+    g = __fmul_rn(g, s.clip);
+    m = fmaf(g - m, s.mix_first, m);
+    v = fmaf(g * g, s.mix_second, v * s.keep_second);
+    w = fmaf(m / fmaf(sqrtf(v), s.root, s.eps), s.minus_rate, w * s.keep);
+}
+
 template <int W> struct AdamW {
     static __device__ inline void at(u64 at, Tensor t, AdamWStep s) {
         float w[W], g[W], m[W], v[W];
@@ -58,12 +83,7 @@ template <int W> struct AdamW {
         load(t.first + at, m);
         load(t.second + at, v);
 #pragma unroll
-        for (int i = 0; i < W; i++) {
-            float gradient = g[i] * s.clip;
-            m[i] = fmaf(gradient - m[i], s.mix_first, m[i]);
-            v[i] = fmaf(gradient * gradient, s.mix_second, v[i] * s.keep_second);
-            w[i] = fmaf(m[i] / fmaf(sqrtf(v[i]), s.root, s.eps), s.minus_rate, w[i] * s.keep);
-        }
+        for (int i = 0; i < W; i++) adamw_element(s, g[i], w[i], m[i], v[i]);
         store(w, t.weight + at);
         store(m, t.first + at);
         store(v, t.second + at);
@@ -79,18 +99,102 @@ adamw(const __grid_constant__ Table table, const float* scalars, u32 count, u32 
       float keep_second, float mix_second, float eps) {
     Tensor t = table.at[tensor_of_block(table, count)];
     u64 from = (u64)(blockIdx.x - t.first_block) * chunk;
-    float rate = scalars[LEARNING_RATE];
-    AdamWStep step;
-    step.keep = 1.0f - rate * t.decay;
-    step.clip = scalars[CLIP_FACTOR];
-    step.mix_first = mix_first;
-    step.keep_second = keep_second;
-    step.mix_second = mix_second;
-    step.minus_rate = -(rate / scalars[BIAS_CORRECTION_1]);
-    step.root = 1.0f / sqrtf(scalars[BIAS_CORRECTION_2]);
-    step.eps = eps;
+    AdamWStep step = adamw_step(scalars, t.decay, mix_first, keep_second, mix_second, eps);
     bool wide = aligned(t.weight) && aligned(t.gradient) && aligned(t.first) && aligned(t.second);
     over_chunk<AdamW>(from, min(t.elements, from + chunk), wide, t, step);
+}
+
+// Four elements from `at` on, at once where `wide` allows; what is beyond the end is passed over.
+template <class T> __device__ inline void load_four(const T* x, u64 at, u64 end, bool wide, T (&to)[4]) {
+    if (wide && at + 4 <= end) {
+        Pack<T, 4> pack = *reinterpret_cast<const Pack<T, 4>*>(x + at);
+#pragma unroll
+        for (int i = 0; i < 4; i++) to[i] = pack.at[i];
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++) to[i] = at + i < end ? x[at + i] : T();
+    }
+}
+
+template <class T> __device__ inline void store_four(const T (&from)[4], u64 at, u64 end, bool wide, T* x) {
+    if (wide && at + 4 <= end) {
+        Pack<T, 4> pack;
+#pragma unroll
+        for (int i = 0; i < 4; i++) pack.at[i] = from[i];
+        *reinterpret_cast<Pack<T, 4>*>(x + at) = pack;
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (at + i < end) x[at + i] = from[i];
+    }
+}
+
+// Elements that share the scales of their moments.
+constexpr u32 STATE_BLOCK = 256;
+
+// adamw with moments of a byte each (plimsoll-program, op.rs: AdamW8). A warp has a block of them: they are
+// made whole, updated and made small again by the largest of the block, and never stand in memory whole.
+// Grid, block: as adamw. Shared memory: static only.
+extern "C" __global__ void __launch_bounds__(256, 2)
+adamw8(const __grid_constant__ Table table, const float* scalars, u32 count, u32 chunk, float mix_first,
+       float keep_second, float mix_second, float eps) {
+    __shared__ float signed_map[256], unsigned_map[256], signed_tree[255], unsigned_tree[255];
+    fetch(SIGNED_MAP, signed_map);
+    fetch(UNSIGNED_MAP, unsigned_map);
+    fetch(SIGNED_TREE, signed_tree);
+    fetch(UNSIGNED_TREE, unsigned_tree);
+    __syncthreads();
+    const Tensor& t = table.at[tensor_of_block(table, count)];
+    u64 from = (u64)(blockIdx.x - t.first_block) * chunk, end = min(t.elements, from + chunk);
+    AdamWStep step = adamw_step(scalars, t.decay, mix_first, keep_second, mix_second, eps);
+    u8 *first = reinterpret_cast<u8*>(t.first), *second = reinterpret_cast<u8*>(t.second);
+    bool wide = aligned(t.weight) && aligned(t.gradient) && ((u64)first | (u64)second) % 4 == 0;
+    u32 lane = threadIdx.x % 32;
+    for (u64 block = from + threadIdx.x / 32 * STATE_BLOCK; block < end; block += 8 * STATE_BLOCK) {
+        float first_scale = t.first_scale[block / STATE_BLOCK], second_scale = t.second_scale[block / STATE_BLOCK];
+        float m[2][4], v[2][4], largest_m = 0, largest_v = 0;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            u64 at = block + half * 128 + lane * 4;
+            float w[4], g[4];
+            u8 codes[2][4];
+            load_four(t.weight, at, end, wide, w);
+            load_four(t.gradient, at, end, wide, g);
+            load_four(first, at, end, wide, codes[0]);
+            load_four(second, at, end, wide, codes[1]);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                m[half][i] = __fmul_rn(signed_map[codes[0][i]], first_scale);
+                v[half][i] = __fmul_rn(unsigned_map[codes[1][i]], second_scale);
+                adamw_element(step, g[i], w[i], m[half][i], v[half][i]);
+                if (at + i < end) {
+                    largest_m = fmaxf(largest_m, fabsf(m[half][i]));
+                    largest_v = fmaxf(largest_v, fabsf(v[half][i]));
+                }
+            }
+            store_four(w, at, end, wide, t.weight);
+        }
+        // All lanes have read the old scales when they meet here.
+        first_scale = warp_largest(largest_m);
+        second_scale = warp_largest(largest_v);
+        float first_factor = inverse(first_scale), second_factor = inverse(second_scale);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            u64 at = block + half * 128 + lane * 4;
+            u8 codes[2][4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                codes[0][i] = (u8)code_of(signed_tree, m[half][i] * first_factor);
+                codes[1][i] = (u8)code_of(unsigned_tree, v[half][i] * second_factor);
+            }
+            store_four(codes[0], at, end, wide, first);
+            store_four(codes[1], at, end, wide, second);
+        }
+        if (lane == 0) {
+            t.first_scale[block / STATE_BLOCK] = first_scale;
+            t.second_scale[block / STATE_BLOCK] = second_scale;
+        }
+    }
 }
 
 struct SgdStep {

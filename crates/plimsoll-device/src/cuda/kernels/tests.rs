@@ -30,7 +30,7 @@ fn launches(of: Real, rows: u64, shape: Heads) -> Vec<Launch> {
     all.extend(embed(of, 0, 0, 0, rows, 8192, 152_064));
     all.extend(embed_grad(of, 0, 0, 0, rows, 8192, 152_064));
     all.extend(add(of, 0, 0, rows * 8192));
-    all.extend(add_bias(of, 0, 0, rows, 12_288));
+    all.extend(add_rows(of, 0, 0, 0, 12_288, rows, 12_288));
     all.extend(sum_rows(of, 0, 0, 0, rows, 12_288));
     all.extend(pick_row(of, 0, 0, 0, 8192));
     for from in [DType::F64, DType::F32, DType::Bf16, DType::F16] {
@@ -39,9 +39,20 @@ fn launches(of: Real, rows: u64, shape: Heads) -> Vec<Launch> {
         }
         all.extend(fill(from, 0, 0.0, rows * 8192).into_iter().flatten());
     }
+    all.extend(fill(DType::U8, 0, 0.0, rows * 8192).into_iter().flatten());
     all.extend(init_normal(0, 1, 2, 3, 0.02, rows * 8192));
-    let tensor = Updated { weight: 0, gradient: 0, first: 0, second: 0, elements: rows * 8192, decay: 0.1 };
+    all.extend(init_uniform(0, 1, 2, 3, 0.02, rows * 8192));
+    for sequence in [1, rows] {
+        let place = Dropout { seed: 1, first_sample: 2, sequence, layer: 3, site: 4, probability: 0.1 };
+        all.extend(launch::dropout(of, place, [0; 3], rows, 8192, true));
+    }
+    for coarse in [Coarse::Int8 { codes: 0, scales: 0 }, Coarse::Nf4 { codes: 0, scales: 0, groups: 0 }] {
+        all.extend(quantise(0, coarse, rows * 8192, 8192));
+        all.extend(dequantise(of, coarse, 0, rows * 8192, 8192));
+    }
+    let tensor = Updated { elements: rows * 8192, decay: 0.1, ..Updated::default() };
     all.extend(adamw(&[tensor; 65], 0, [0.9, 0.95], 1e-8));
+    all.extend(adamw8(&[tensor; 65], 0, [0.9, 0.95], 1e-8));
     all.extend(sgd(&[tensor; 65], 0, 0.9));
     all.extend(squared_norm(&[(0, rows * 8192); 65], 0, 0));
     all.extend(clip_factor(0, 0));
@@ -162,6 +173,7 @@ fn places_in_scalars_and_metrics_are_those_of_the_programs() {
         ("INVERSE_TOKENS", Scalar::InverseTokens as usize),
         ("CACHE_LENGTH", Scalar::CacheLength as usize),
         ("LAST_ROW", Scalar::LastRow as usize),
+        ("STEP", Scalar::Step as usize),
         ("LOSS_SUM", Metric::LossSum as usize),
         ("NORM_SQUARED", Metric::NormSquared as usize),
     ] {
@@ -175,4 +187,25 @@ fn units_are_told_apart_and_none_is_compiled_twice() {
     let names: BTreeSet<String> = units.iter().map(|unit| unit.name()).collect();
     assert_eq!(names.len(), units.len());
     assert!(names.contains("attention-bf16-128") && names.contains("norm-f32") && names.contains("optimizer"));
+}
+
+/// What `code_of` in formats.cuh does.
+fn code_in(levels: &[f32], value: f32) -> usize {
+    let mut node = 0;
+    while let Some(threshold) = levels.get(node) {
+        node = 2 * node + 1 + usize::from(*threshold < value);
+    }
+    node - levels.len()
+}
+
+#[test]
+fn thresholds_by_levels_give_the_codes_of_the_formats() {
+    for thresholds in [formats::dynamic_thresholds(true), formats::dynamic_thresholds(false), formats::nf4_thresholds()]
+    {
+        let levels = in_levels(thresholds);
+        let near = thresholds.iter().flat_map(|t| [t.next_down(), *t, t.next_up()]);
+        for value in near.chain([f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 0.0]) {
+            assert_eq!(code_in(&levels, value), usize::from(formats::code(thresholds, value)), "{value}");
+        }
+    }
 }
