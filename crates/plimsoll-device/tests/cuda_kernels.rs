@@ -399,8 +399,22 @@ fn cross_entropy_its_gradient_and_its_hits() {
 #[ignore = "needs g++: cargo xtask cuda-check"]
 fn embed_and_its_gradient() {
     everywhere(|mut gpu, of, kind, draw| {
-        for (rows, hidden, vocab) in [(1, 1, 1), (40, 12, 9), (600, 5, 7), (9, 1100, 4), (300, 8, 200)] {
-            let tokens = draw.integers(rows, vocab);
+        for (rows, hidden, vocab) in [
+            (1, 1, 1),
+            (40, 12, 9),
+            (600, 5, 7),
+            (9, 1100, 4),
+            (300, 8, 200),
+            // Runs of several rows for each that sorts, portions of several rows, sums over many portions.
+            (2600, 4, 3),
+            (1100, 3, 70_000),
+            (1030, 1, 1),
+        ] {
+            let mut tokens = draw.integers(rows, vocab);
+            if rows == 2600 {
+                // Most are padding.
+                (0..rows).filter(|row| row % 5 > 0).for_each(|row| tokens[row] = 1);
+            }
             let (table, dout) = (draw.many(kind, vocab * hidden), draw.many(kind, rows * hidden));
             let mut want = vec![0.0; rows * hidden];
             cpu::embed(&pool(), &tokens, &table, hidden, &mut want);
@@ -413,10 +427,24 @@ fn embed_and_its_gradient() {
             let (gdout, gdtable) = (gpu.put(kind, &dout), gpu.put(Kind::F32, &table));
             let mut want = table;
             cpu::embed_grad(&pool(), &tokens, &dout, hidden, &mut want);
-            gpu.run(&embed_grad(of, gtokens, gdout, gdtable, n, d, v));
+            let room = gpu.room(Kind::F32, workspace::cuda::embed_grad(n, d) as usize);
+            gpu.run(&embed_grad(of, gtokens, gdout, gdtable, room, n, d, v));
             close(&gpu.get(gdtable), &want, Kind::F32, "dtable");
         }
     });
+}
+
+#[test]
+#[ignore = "needs g++: cargo xtask cuda-check"]
+fn tokens_outside_the_vocabulary_have_no_gradient() {
+    let mut gpu = Gpu::new(0);
+    let tokens: Vec<i32> = (0..40).map(|row| [2, -1, 16, 0][row % 4]).collect();
+    let (gtokens, dout) = (gpu.put_integers(&tokens), gpu.put(Kind::F32, &[1.0; 40]));
+    let (dtable, room) =
+        (gpu.put(Kind::F32, &[0.0; 16]), gpu.room(Kind::F32, workspace::cuda::embed_grad(40, 1) as usize));
+    gpu.run(&embed_grad(Real::F32, gtokens, dout, dtable, room, 40, 1, 16));
+    let want: Vec<f64> = (0..16).map(|token| if token == 0 || token == 2 { 10.0 } else { 0.0 }).collect();
+    assert_eq!(gpu.get(dtable), want);
 }
 
 #[test]

@@ -1,9 +1,11 @@
 //! How far a small device goes, on paper and charges included: with what may wait on the host, and with the rungs that
 //! the user allows.
 
-use plimsoll_core::{Budget, Bytes, DType, HostSpec, Rung};
+use plimsoll_core::{
+    Budget, Bytes, Class, DType, DeviceKind, DeviceSpec, HostSpec, Offload, Recipe, RecomputeLevel, Rung,
+};
 use plimsoll_plan::paper::paper;
-use plimsoll_plan::search::{Answer, Lossy, Pins, Question, search};
+use plimsoll_plan::search::{Answer, Lossy, Pins, Question, plan_of, search};
 use plimsoll_program::models::decoder::{AdamState, Base, Method, Optimizer, Source};
 use plimsoll_program::models::preset;
 use plimsoll_program::passes::check::check;
@@ -163,5 +165,33 @@ fn more_of_the_host_never_makes_a_step_slower() {
         // Counts are tried in quarters and tuned: what more room allows is looked at from another side.
         assert!(seconds <= before * 1.02, "{mib} MiB on the host: {seconds} s, with less {before} s");
         before = before.min(seconds);
+    }
+}
+
+#[test]
+fn what_the_host_adds_up_for_a_gpu_has_another_order_and_for_a_part_of_itself_has_not() {
+    let (config, gpu) = (preset("smollm2-135m").unwrap(), paper("rtx3090", Budget::Share(1.0)).unwrap());
+    let simulated = DeviceSpec { kind: DeviceKind::Virtual, threads: 1, ..gpu.clone() };
+    for (device, embedding, class) in
+        [(&gpu, false, Class::Identical), (&gpu, true, Class::Reordered), (&simulated, true, Class::Identical)]
+    {
+        let question = Question {
+            config: &config,
+            precision: DType::F32,
+            sequence: 128,
+            sequences: 2,
+            source: Source::Random { seed: 1 },
+            optimizer: Some(ADAMW),
+            evaluate: false,
+            generation: None,
+            device,
+            host: HostSpec { budget: Bytes::gib(8), memory_bytes_per_second: 30e9 },
+            lossy: Lossy::default(),
+            pins: Pins::default(),
+            rungs: vec![],
+        };
+        let on_device = Recipe::on_device(2, vec![RecomputeLevel::Nothing; config.layers as usize]);
+        let recipe = Recipe { offload: Offload { embedding, ..Offload::NOTHING }, ..on_device };
+        assert_eq!(plan_of(&question, &recipe).plan.class, class, "{} {embedding}", device.name);
     }
 }

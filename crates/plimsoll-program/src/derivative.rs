@@ -176,10 +176,13 @@ impl<'a> Tape<'a> {
             OpKind::Embed { tokens, table, out, rows, hidden, vocab } => {
                 let dout = self.of_output(*out);
                 let Some(dtable) = self.weight(*table) else { return };
+                let elements = self.builder.kernels.embed_grad(*rows, *hidden);
+                let workspace = self.builder.scratch_beside(*out, "embed_sums", elements);
                 self.push(OpKind::EmbedGrad {
                     tokens: *tokens,
                     dout,
                     dtable,
+                    workspace,
                     rows: *rows,
                     hidden: *hidden,
                     vocab: *vocab,

@@ -150,7 +150,15 @@ pub enum OpKind {
     /// `out[N,D]` = rows of `table[V,D]`.
     Embed { tokens: Operand, table: Operand, out: Operand, rows: u64, hidden: u64, vocab: u64 },
     /// `dtable[V,D]` += rows of `dout[N,D]`.
-    EmbedGrad { tokens: Operand, dout: Operand, dtable: Operand, rows: u64, hidden: u64, vocab: u64 },
+    EmbedGrad {
+        tokens: Operand,
+        dout: Operand,
+        dtable: Operand,
+        workspace: Operand,
+        rows: u64,
+        hidden: u64,
+        vocab: u64,
+    },
     /// out = x / rms(x) · weight; `rstd[R]` = 1 / rms.
     RmsNorm { x: Operand, weight: Operand, out: Operand, rstd: Operand, rows: u64, dim: u64, eps: f64 },
     /// dx = or +=, dweight += where the weight is trained.
@@ -491,10 +499,11 @@ impl Op {
                 touch(*table, vocab * hidden, Read);
                 touch(*out, rows * hidden, Write);
             }
-            OpKind::EmbedGrad { tokens, dout, dtable, rows, hidden, vocab } => {
+            OpKind::EmbedGrad { tokens, dout, dtable, workspace, rows, hidden, vocab } => {
                 touch(*tokens, *rows, Read);
                 touch(*dout, rows * hidden, Read);
                 touch(*dtable, vocab * hidden, Update);
+                touch(*workspace, scratch(workspace), Write);
             }
             OpKind::RmsNorm { x, weight, out, rstd, rows, dim, .. } => {
                 touch(*x, rows * dim, Read);

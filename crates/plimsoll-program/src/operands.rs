@@ -37,7 +37,7 @@ pub(crate) fn operands_mut(kind: &mut OpKind) -> Vec<&mut Operand> {
             list
         }
         OpKind::Embed { tokens, table, out, .. } => vec![tokens, table, out],
-        OpKind::EmbedGrad { tokens, dout, dtable, .. } => vec![tokens, dout, dtable],
+        OpKind::EmbedGrad { tokens, dout, dtable, workspace, .. } => vec![tokens, dout, dtable, workspace],
         OpKind::RmsNorm { x, weight, out, rstd, .. } => vec![x, weight, out, rstd],
         OpKind::RmsNormGrad { x, weight, rstd, dout, dx, dweight, workspace, .. } => {
             let mut list = vec![x, weight, rstd, dout, dx, workspace];

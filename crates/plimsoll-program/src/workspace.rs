@@ -45,6 +45,14 @@ impl Kernels {
         }
     }
 
+    /// `embed_grad` of dout[rows, hidden].
+    pub fn embed_grad(self, rows: u64, hidden: u64) -> u64 {
+        match self {
+            Kernels::Cpu { .. } => 0,
+            Kernels::Cuda => cuda::embed_grad(rows, hidden),
+        }
+    }
+
     /// `rms_norm_grad` of x[rows, dim].
     pub fn rms_norm_grad(self, rows: u64, dim: u64) -> u64 {
         self.sum_rows(rows, dim)
@@ -262,6 +270,11 @@ pub mod cuda {
     /// `sum_rows`, and the gradients of norms' weights: a partial sum per portion.
     pub fn sum_rows(rows: u64, columns: u64) -> u64 {
         portions(rows) * columns
+    }
+
+    /// `embed_grad`: tokens and rows in their order, twice, and for each portion of them the sum that began before it.
+    pub fn embed_grad(rows: u64, hidden: u64) -> u64 {
+        4 * rows + portions(rows) * hidden
     }
 
     /// `attention_grad`: for each query and head the sum of out · dout.

@@ -262,7 +262,7 @@ impl<'a, T: Real> Frame<'a, T> {
                     self.write(out, rows * hidden),
                 );
             }
-            OpKind::EmbedGrad { tokens, dout, dtable, rows, hidden, vocab } => {
+            OpKind::EmbedGrad { tokens, dout, dtable, workspace: _, rows, hidden, vocab } => {
                 let dout = self.read(dout, rows * hidden);
                 let dtable = self.write_wide(dtable, vocab * hidden);
                 kernels::embed_grad(pool, self.integers(tokens, *rows), dout, *hidden as usize, dtable);

@@ -19,8 +19,9 @@ use plimsoll_core::{
 };
 use plimsoll_program::models::decoder::{Base, Build, Generation, Lora, Method, Optimizer, Source, Training, build};
 use plimsoll_program::models::{ModelConfig, Target};
+use plimsoll_program::op::Queue;
 use plimsoll_program::workspace::Kernels;
-use plimsoll_program::{ProgramSet, Schedule, passes};
+use plimsoll_program::{Op, OpKind, ProgramSet, Schedule, passes};
 use profile::{Profile, choose, profile};
 
 pub use rungs::under;
@@ -316,15 +317,23 @@ fn checkpoint_bytes(set: &ProgramSet) -> Bytes {
     files.filter(|tensor| tensor.name.starts_with("checkpoint:")).map(|tensor| Bytes(tensor.bytes())).sum()
 }
 
+/// Whether the host adds up what a GPU's kernel adds up in another order: rows of the embedding's gradient. A virtual
+/// device has the host's own kernel.
+fn host_sums_for_gpu(question: &Question, set: &ProgramSet) -> bool {
+    let by_host = |op: &Op| op.queue == Queue::Host && matches!(op.kind, OpKind::EmbedGrad { .. });
+    let mut ops = set.programs.iter().flat_map(|program| &program.blocks).flat_map(|block| &block.ops);
+    Kernels::of(question.device) == Kernels::Cuda && ops.any(by_host)
+}
+
 fn write_down(question: &Question, fits: bool, recipe: Recipe, set: &ProgramSet, layout: &Layout) -> Plan {
     let device = question.device;
     let peak = Bytes(layout.device.bytes) + device.charges;
     let step_seconds = question.seconds(set, &recipe);
     let needs = if fits { vec![] } else { vec![Need { allow: vec![], budget_bytes: peak, host_bytes: None }] };
-    let whole = u64::from(recipe.micro_batch) >= question.sequences;
+    let in_order = u64::from(recipe.micro_batch) >= question.sequences && !host_sums_for_gpu(question, set);
     Plan {
         fits,
-        class: match (recipe.rungs.is_empty(), whole) {
+        class: match (recipe.rungs.is_empty(), in_order) {
             (false, _) => Class::Lossy,
             (true, true) => Class::Identical,
             (true, false) => Class::Reordered,

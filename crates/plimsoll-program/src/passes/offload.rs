@@ -6,7 +6,8 @@
 //! that needs no arithmetic of the device (fills, draws, casts between files and homes, rows of the embedding) is
 //! done by the host where the tensor is.
 //!
-//! The same ops run on the same numbers, and every sum is taken in the same order, so no bit changes.
+//! The same ops run on the same numbers, and every sum is taken in the same order, so no bit changes; but for rows of
+//! the embedding's gradient, which the host adds up in the order of its own kernel.
 //!
 //! The pass unrolls the Programs that it changes: which slot of which tensor is where, is then plain.
 
@@ -46,6 +47,7 @@ pub fn offload_only(
         pass.piece = pass.piece_of(layers);
         pass.move_homes(layers, offload);
         pass.move_inputs();
+        pass.drop_scratch();
     }
     if one_micro_batch {
         pass.begin_in_backward();
@@ -154,6 +156,23 @@ impl Pass {
             if by_host {
                 self.set.tensors[input.0 as usize].space = Space::Host;
             }
+        }
+    }
+
+    /// Scratch that kernels of the device would have needed for what the host adds up: its own needs none.
+    fn drop_scratch(&mut self) {
+        let ops = self.set.programs.iter().flat_map(|program| &program.blocks).flat_map(|block| &block.ops);
+        let scratch: Vec<TensorId> = ops
+            .filter_map(|op| match &op.kind {
+                OpKind::EmbedGrad { dtable, workspace, .. } if self.homes.contains_key(&dtable.tensor) => {
+                    Some(workspace.tensor)
+                }
+                _ => None,
+            })
+            .collect();
+        for id in scratch {
+            let tensor = &mut self.set.tensors[id.0 as usize];
+            (tensor.space, tensor.shape) = (Space::Host, vec![1]);
         }
     }
 

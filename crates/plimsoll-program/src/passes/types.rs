@@ -49,9 +49,9 @@ pub(super) fn mistyped(kind: &OpKind, dtype_of: &dyn Fn(&Operand) -> DType) -> O
         OpKind::Embed { tokens, table, out, .. } => {
             types.are(activation(out), [table, out]).are(I32, [tokens]);
         }
-        OpKind::EmbedGrad { tokens, dout, dtable, .. } => {
+        OpKind::EmbedGrad { tokens, dout, dtable, workspace, .. } => {
             let real = activation(dout);
-            types.are(real, [dout]).are(real.wide(), [dtable]).are(I32, [tokens]);
+            types.are(real, [dout]).are(real.wide(), [dtable, workspace]).are(I32, [tokens]);
         }
         OpKind::RmsNorm { x, weight, out, rstd, .. } => {
             let real = activation(x);

@@ -464,12 +464,28 @@ pub fn embed_grad(
     tokens: Address,
     dout: Address,
     dtable: Address,
+    scratch: Address,
     rows: u64,
     hidden: u64,
     vocab: u64,
-) -> [Launch; 1] {
-    let arguments = vec![at(tokens), at(dout), at(dtable), n(rows), n(hidden), n(vocab)];
-    [launch(unit(Family::Embed, of), "embed_grad", rows, 256, arguments).by(hidden.div_ceil(1024), 1)]
+) -> [Launch; 3] {
+    const SORTERS: u32 = 1024;
+    const DIGIT_BITS: u32 = 4;
+    let unit = unit(Family::Embed, of);
+    // What is sorted, twice (`workspace::cuda::embed_grad`).
+    let (sorted, heads) = (at(scratch), at(scratch + 16 * rows));
+    let passes = (u64::BITS - vocab.leading_zeros()).div_ceil(DIGIT_BITS);
+    let order = vec![at(tokens), sorted.clone(), n(rows), n(vocab), n(passes.into())];
+    let sizes = [n(rows), n(hidden), n(vocab), n(rows_per_portion(rows))];
+    let over = |kernel, first: Vec<Argument>, columns: u64| {
+        let arguments = first.into_iter().chain(sizes.clone()).collect();
+        launch(unit, kernel, portions(rows), 256, arguments).by(hidden.div_ceil(columns), 1)
+    };
+    [
+        launch(unit, "embed_order", 1, SORTERS, order).sharing(u64::from(SORTERS << DIGIT_BITS)),
+        over("embed_grad", vec![sorted.clone(), at(dout), at(dtable), heads.clone()], 1024),
+        over("embed_grad_join", vec![sorted, heads, at(dtable)], 256),
+    ]
 }
 
 // ---- element by element ----

@@ -122,7 +122,9 @@ impl Family {
                 include_str!("elementwise.cu"),
                 &["add", "add_rows", "sum_rows", "add_partials", "pick_row"],
             ),
-            Family::Embed => ("embed", include_str!("embed.cu"), &["embed", "embed_grad"]),
+            Family::Embed => {
+                ("embed", include_str!("embed.cu"), &["embed", "embed_order", "embed_grad", "embed_grad_join"])
+            }
             Family::HeadNorm => ("head_norm", include_str!("head_norm.cu"), &["head_norm", "head_norm_grad"]),
             Family::Init => ("init", include_str!("init.cu"), &["init_normal", "init_uniform"]),
             Family::Norm => ("norm", include_str!("norm.cu"), &["rms_norm", "rms_norm_grad"]),

@@ -27,8 +27,9 @@ pub fn launches(kind: &OpKind, places: &impl Places) -> Option<Vec<Launch>> {
         OpKind::Embed { tokens, table, out, rows, hidden, vocab } => {
             launch::embed(of, at(tokens), at(table), at(out), *rows, *hidden, *vocab).to_vec()
         }
-        OpKind::EmbedGrad { tokens, dout, dtable, rows, hidden, vocab } => {
-            launch::embed_grad(of, at(tokens), at(dout), at(dtable), *rows, *hidden, *vocab).to_vec()
+        OpKind::EmbedGrad { tokens, dout, dtable, workspace, rows, hidden, vocab } => {
+            let (dtable, scratch) = (at(dtable), at(workspace));
+            launch::embed_grad(of, at(tokens), at(dout), dtable, scratch, *rows, *hidden, *vocab).to_vec()
         }
         OpKind::RmsNorm { x, weight, out, rstd, rows, dim, eps } => {
             launch::rms_norm(of, at(x), at(weight), at(out), at(rstd), *rows, *dim, *eps).to_vec()

@@ -28,7 +28,7 @@ fn launches(of: Real, rows: u64, shape: Heads) -> Vec<Launch> {
     all.extend(swiglu_grad(of, 0, 0, 0, rows, 28_672));
     all.extend(cross_entropy(of, 0, [0; 3], 0, None, 0, rows, 152_064, true));
     all.extend(embed(of, 0, 0, 0, rows, 8192, 152_064));
-    all.extend(embed_grad(of, 0, 0, 0, rows, 8192, 152_064));
+    all.extend(embed_grad(of, 0, 0, 0, 0, rows, 8192, 152_064));
     all.extend(add(of, 0, 0, rows * 8192));
     all.extend(add_rows(of, 0, 0, 0, 12_288, rows, 12_288));
     all.extend(sum_rows(of, 0, 0, 0, rows, 12_288));
