@@ -6,6 +6,7 @@ mod arrows;
 mod cuda;
 mod gpu;
 mod kill;
+mod predict;
 mod soak;
 mod stand_in;
 
@@ -15,6 +16,7 @@ const USAGE: &str = "usage: cargo xtask CHORE
   cuda-check  compile the CUDA kernels for every architecture, and run their arithmetic on the CPU
   gpu-check   pack the check for a machine with a GPU, or rehearse it without one; gpu-check --help says how
   kill        kill runs at random moments and compare what they end with; kill --help says how
+  predict     predict and measure step times of recipes drawn at random; predict --help says how
   soak        show on random models that plans are exact; soak --help says how
   stand-in    run the real programs on a stand-in for a GPU (runs on the CPU), and compare with the CPU";
 
@@ -25,6 +27,7 @@ fn main() -> anyhow::Result<()> {
         Some("cuda-check") => cuda::run(),
         Some("gpu-check") => gpu::run(&arguments[1..]),
         Some("kill") => kill::run(&arguments[1..]),
+        Some("predict") => predict::run(&arguments[1..]),
         Some("soak") => soak::run(&arguments[1..]),
         Some("stand-in") => cuda::on_stand_in(),
         _ => anyhow::bail!("{USAGE}"),

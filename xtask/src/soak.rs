@@ -3,7 +3,7 @@
 //! A case is a function of (seed, number): what fails is repeated alone with `--seed N --case K`. Cases run one after
 //! another in a child process, so that a fault in the arena's guard pages ends a case and not the soak.
 
-mod case;
+pub mod case;
 mod checks;
 mod drive;
 mod ladder;
