@@ -162,7 +162,11 @@ impl Engine {
     ) -> Result<Engine, DeviceError> {
         let set = answer.set.clone();
         let (device, gpu) = open(spec, answer.set, answer.layout.placement, precision, algorithms)?;
-        Ok(Engine { gpu, ..Engine::new(device, &set, precision, answer.plan.recipe, sequence, vocab) })
+        let engine = Engine { gpu, ..Engine::new(device, &set, precision, answer.plan.recipe, sequence, vocab) };
+        drop((set, answer.tried));
+        // Planning and opening weigh up more than is kept.
+        process::give_back();
+        Ok(engine)
     }
 
     /// The GPU, where it is one.

@@ -10,6 +10,7 @@ use crate::run_file::{LoraSection, RunFile};
 use plimsoll_core::{Bytes, DeviceKind, DeviceSpec, Failure, Recipe};
 use plimsoll_device::{calibration, process};
 use plimsoll_plan::search::{Answer, plan_of, search};
+use plimsoll_program::ProgramSet;
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 
@@ -66,7 +67,15 @@ pub fn prepare(mut run: RunFile, known: Option<&Known>) -> Result<Prepared, Fail
     let question = resolved.question(&run, Work::Train)?;
     let again = known.map(|known| &known.recipe).filter(|recipe| is_of(recipe, &run, &resolved.model));
     let again = again.map(|recipe| plan_of(&question, recipe)).filter(|answer| answer.plan.fits);
-    let answer = again.unwrap_or_else(|| search(&question));
+    let mut answer = again.unwrap_or_else(|| search(&question));
+    // Programs of thousands of ops are a part of what the process holds. Fewer bytes for the arena may mean more ops.
+    let of_process = resolved.device.kind != DeviceKind::Cuda && before.is_none();
+    let mut counted = Bytes::ZERO;
+    while of_process && answer.plan.fits && programs_bytes(&answer.set) > counted {
+        counted = programs_bytes(&answer.set);
+        resolved.device.charges = measured + counted;
+        answer = search(&resolved.question(&run, Work::Train)?);
+    }
     if answer.plan.fits {
         run.decide_rungs(&answer.plan.rungs);
     }
@@ -110,6 +119,15 @@ pub fn dataset(run: &RunFile, model: &Model, patterns: &[String], threads: usize
     };
     let go_on = &mut |_, _| ControlFlow::Continue(());
     Ok(Dataset::open(&spec, model.tokenizer().as_deref(), &token_cache(), threads, go_on)?)
+}
+
+/// What Programs hold beyond what a process is charged with anyway: about so many bytes an op, with the order of its
+/// queues and the names of its tensors, as it was measured.
+fn programs_bytes(set: &ProgramSet) -> Bytes {
+    const FREE_OPS: u64 = 4096;
+    const OP_BYTES: u64 = 1792;
+    let ops = set.programs.iter().flat_map(|program| &program.blocks).map(|block| block.ops.len() as u64).sum::<u64>();
+    rounded(Bytes(ops.saturating_sub(FREE_OPS) * OP_BYTES))
 }
 
 /// The first weights, from files or drawn.
