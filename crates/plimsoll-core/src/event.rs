@@ -85,6 +85,23 @@ pub enum Event {
     },
     /// The run goes on with another recipe, or does again what was refused.
     Retreat(Retreat),
+    /// A device that was too warm, or was slowed down for it, has rested between two steps.
+    Rest {
+        /// After this step.
+        step: u64,
+        /// Its name.
+        device: String,
+        /// How warm it was, in degrees Celsius.
+        celsius: f64,
+        /// Whether it was slowed down because of heat.
+        throttled: bool,
+        /// How warm it was in the end.
+        celsius_after: f64,
+        /// How warm it may be (`run.max_temperature`).
+        max_celsius: f64,
+        /// How long it rested.
+        seconds: f64,
+    },
     /// Something the user should know.
     Warning {
         /// One line.

@@ -24,6 +24,9 @@ pub struct RunResult {
     pub recipe: Recipe,
     /// Rungs that were taken while the run was under way, since it was last started.
     pub retreats: Vec<Retreat>,
+    /// Seconds in which a device that was too warm rested, since the run was last started.
+    #[serde(default)]
+    pub rested_seconds: f64,
 }
 
 /// How a run ended.

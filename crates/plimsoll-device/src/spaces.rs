@@ -4,6 +4,7 @@
 use crate::arena::{Arena, ArenaError};
 use crate::device::{DeviceError, Memory};
 use plimsoll_core::{Bytes, Space};
+use plimsoll_program::passes::offload::origins;
 use plimsoll_program::{Lifetime, Placement, ProgramSet, TensorId};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -207,31 +208,43 @@ struct Stay {
     bytes: u64,
 }
 
-/// What stays from one plan to the other.
+/// What stays from one plan to the other. A tensor may be whole in one of them and in the other have some of its slots
+/// on the host, as a tensor of their own.
 fn carried(old: Plan, new: Plan) -> Result<Vec<Stay>, DeviceError> {
-    let lasts = |set: &ProgramSet, id: TensorId| {
-        set.tensor(id).lifetime == Lifetime::Persistent && set.tensor(id).space != Space::File
-    };
-    let known: BTreeMap<&str, TensorId> =
-        ids(old.0).filter(|&id| lasts(old.0, id)).map(|id| (old.0.tensor(id).name.as_str(), id)).collect();
+    let known = slots(old);
     let mut stays = Vec::new();
-    for id in ids(new.0).filter(|&id| lasts(new.0, id)) {
-        let tensor = new.0.tensor(id);
-        let Some(&before) = known.get(tensor.name.as_str()) else { continue };
-        let held = old.0.tensor(before);
-        if (held.dtype, &held.shape, held.slots) != (tensor.dtype, &tensor.shape, tensor.slots) {
-            return Err(DeviceError::OtherShape { tensor: tensor.name.clone() });
+    for (name, wanted) in slots(new) {
+        let Some(held) = known.get(name) else { continue };
+        let shape =
+            |(id, _): &(TensorId, u32), set: &ProgramSet| (set.tensor(*id).dtype, set.tensor(*id).shape.clone());
+        let alike = held.iter().zip(&wanted).all(|((_, a), (_, b))| shape(a, old.0) == shape(b, new.0));
+        if held.len() != wanted.len() || !alike {
+            return Err(DeviceError::OtherShape { tensor: name.to_owned() });
         }
-        let slots = old.1.offsets[before.0 as usize].iter().zip(&new.1.offsets[id.0 as usize]);
-        stays.extend(slots.filter_map(|(from, to)| {
-            Some(Stay { from: (held.space, (*from)?), to: (tensor.space, (*to)?), bytes: tensor.bytes() })
-        }));
+        for (from, to) in held.values().zip(wanted.values()) {
+            let place = |(set, placement): Plan, (id, slot): (TensorId, u32)| {
+                Some((set.tensor(id).space, placement.offsets[id.0 as usize][slot as usize]?))
+            };
+            let bytes = new.0.tensor(to.0).bytes();
+            stays.extend(place(old, *from).zip(place(new, *to)).map(|(from, to)| Stay { from, to, bytes }));
+        }
     }
     Ok(stays)
 }
 
-fn ids(set: &ProgramSet) -> impl Iterator<Item = TensorId> + use<> {
-    (0..set.tensors.len() as u32).map(TensorId)
+/// The slots of all persistent tensors: by the name that the tensor has where nothing waits, and by the slot there, which
+/// slot of which tensor it is now.
+fn slots<'a>((set, placement): Plan<'a>) -> BTreeMap<&'a str, BTreeMap<u32, (TensorId, u32)>> {
+    let mut slots: BTreeMap<&str, BTreeMap<u32, (TensorId, u32)>> = BTreeMap::new();
+    for (number, (name, first)) in origins(set).into_iter().enumerate() {
+        let tensor = &set.tensors[number];
+        if tensor.lifetime == Lifetime::Persistent && tensor.space != Space::File {
+            let own =
+                (0..placement.offsets[number].len() as u32).map(|slot| (first + slot, (TensorId(number as u32), slot)));
+            slots.entry(name).or_default().extend(own);
+        }
+    }
+    slots
 }
 
 /// The size of an arena under a placement.
@@ -325,6 +338,51 @@ mod tests {
                 let mut found = vec![0; bytes as usize];
                 spaces.read(&new.0, &new.1, TensorId(i as u32), 0, &mut found);
                 prop_assert!(found.iter().enumerate().all(|(at, &byte)| byte == value(i, at)), "t{}", i);
+            }
+        }
+    }
+
+    /// A tensor of four slots, the first `waiting` of which are on the host.
+    fn parted(waiting: u64) -> (ProgramSet, Placement) {
+        let parts = [(1000, false, 0, 0), (1000, true, 0, 0)];
+        let (mut set, mut placement) = plan(&parts);
+        let counts = [4 - waiting, waiting];
+        let (mut tensors, mut offsets) = (Vec::new(), Vec::new());
+        for ((tensor, count), suffix) in set.tensors.drain(..).zip(counts).zip(["", ".host"]) {
+            let name = if count == 4 { "w".to_owned() } else { format!("w{suffix}") };
+            if count > 0 {
+                tensors.push(Tensor { name, slots: count as u32, ..tensor });
+                offsets.push((0..count).map(|slot| Some(slot * 1000)).collect());
+            }
+        }
+        (set.tensors, placement.offsets) = (tensors, offsets);
+        (placement.arena_bytes, placement.host_bytes) = (counts[0] * 1000, counts[1] * 1000);
+        (set, placement)
+    }
+
+    #[test]
+    fn slots_that_wait_on_the_host_in_one_plan_and_not_in_the_other_keep_every_bit() {
+        for (before, after) in (0..=4).flat_map(|before| (0..=4).map(move |after| (before, after))) {
+            let (old, new) = (parted(before), parted(after));
+            let mut spaces = Spaces::map(&old.1).unwrap();
+            // Slot `n` of the whole: those that wait come first.
+            let at = |plan: &(ProgramSet, Placement), waiting: u64, slot: u64| {
+                let name = if slot >= waiting || waiting == 4 { "w" } else { "w.host" };
+                let within = if slot >= waiting { slot - waiting } else { slot };
+                (plan.0.find(name).unwrap(), within as u32)
+            };
+            for slot in 0..4 {
+                let (id, within) = at(&old, before, slot);
+                spaces.write(&old.0, &old.1, id, within, &[slot as u8 + 1; 1000]);
+            }
+            let moved = spaces.adopt((&old.0, &old.1), (&new.0, &new.1)).unwrap();
+            let crossed = |from: u64, to: u64| to.saturating_sub(from) * 1000;
+            assert_eq!((moved.out.0, moved.into.0), (crossed(before, after), crossed(after, before)));
+            for slot in 0..4 {
+                let (id, within) = at(&new, after, slot);
+                let mut found = [0; 1000];
+                spaces.read(&new.0, &new.1, id, within, &mut found);
+                assert_eq!(found, [slot as u8 + 1; 1000], "slot {slot}, {before} -> {after}");
             }
         }
     }

@@ -70,6 +70,12 @@ impl Progress {
                 Some(format!("checkpoint after step {step}: {path} ({})", seconds(*took)))
             }
             Event::Retreat(retreat) => Some(retreat_line(retreat)),
+            Event::Rest { step, device, celsius, throttled, celsius_after, max_celsius, seconds: took } => {
+                let why = if *throttled { ", slowed down by heat" } else { "" };
+                let limit = format!("of {max_celsius:.0} °C allowed");
+                let end = format!("{celsius_after:.0} °C after {}", seconds(*took));
+                Some(format!("rest after step {step}: {device} at {celsius:.0} {limit}{why}; {end}"))
+            }
             Event::Warning { message } => Some(format!("warning: {message}")),
             Event::End { .. } => None,
         }
@@ -218,6 +224,13 @@ pub(crate) mod tests {
         assert_eq!(
             progress.see(&checkpoint).as_deref(),
             Some("checkpoint after step 50: runs/a/checkpoints/step-50 (1.50 s)")
+        );
+        let (device, throttled) = ("cpu".into(), false);
+        let (celsius, celsius_after, max_celsius) = (86.0, 78.0, 85.0);
+        let rest = Event::Rest { step: 51, device, celsius, throttled, celsius_after, max_celsius, seconds: 12.0 };
+        assert_eq!(
+            progress.see(&rest).as_deref(),
+            Some("rest after step 51: cpu at 86 of 85 °C allowed; 78 °C after 12.0 s")
         );
         let warning = Event::Warning { message: "the disk is slow".into() };
         assert_eq!(progress.see(&warning).as_deref(), Some("warning: the disk is slow"));

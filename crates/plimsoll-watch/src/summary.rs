@@ -46,6 +46,9 @@ pub fn summary(result: &RunResult, samples: &[Sample], folder: &str, model: Opti
     for retreat in &result.retreats {
         text += &format!("{}\n", retreat_line(retreat));
     }
+    if result.rested_seconds > 0.0 {
+        text += &format!("{} of rest, in which a warm device cooled down\n", seconds(result.rested_seconds));
+    }
     text += "\n";
     if let Some(model) = model {
         text += &format!("model: {model}\n");
@@ -121,6 +124,7 @@ mod tests {
             }],
             recipe: Recipe::on_device(64, vec![RecomputeLevel::Nothing; 3]),
             retreats: vec![],
+            rested_seconds: 0.0,
         }
     }
 
@@ -189,7 +193,7 @@ model: runs/sums/model
         let text = serde_json::to_string(&result()).unwrap();
         assert_eq!(
             text,
-            r#"{"status":"done","steps":450,"loss":{"first":2.7726,"last":0.0312},"tokens_per_second":48704.0,"step_seconds":{"median":0.0862,"p95":0.0991,"predicted":0.0841},"eval":{"loss":0.0288,"exact_match":0.975},"memory":[{"device":"cpu","budget_bytes":50331648,"arena_bytes":37748736,"arena_measured_bytes":37748736,"predicted_bytes":41943040,"measured_bytes":42205184}],"recipe":{"micro_batch":64,"recompute":["nothing","nothing","nothing"]},"retreats":[]}"#
+            r#"{"status":"done","steps":450,"loss":{"first":2.7726,"last":0.0312},"tokens_per_second":48704.0,"step_seconds":{"median":0.0862,"p95":0.0991,"predicted":0.0841},"eval":{"loss":0.0288,"exact_match":0.975},"memory":[{"device":"cpu","budget_bytes":50331648,"arena_bytes":37748736,"arena_measured_bytes":37748736,"predicted_bytes":41943040,"measured_bytes":42205184}],"recipe":{"micro_batch":64,"recompute":["nothing","nothing","nothing"]},"retreats":[],"rested_seconds":0.0}"#
         );
         assert_eq!(serde_json::from_str::<RunResult>(&text).unwrap(), result());
     }

@@ -184,6 +184,60 @@ fn a_place_that_is_none_is_told() {
     assert!(place.refuse(2, &["train", "run.toml", "--inject-oom", "soon"]).contains("STEP[:PROGRAM[:OP]]"));
 }
 
+#[test]
+fn a_retreat_moves_what_waits_to_the_host_and_back_bit_for_bit() {
+    // All other choices are pinned: what waits on the host is the one rung that is left.
+    let shape = Shape { steps: 44, hidden: 64, ..QUICK };
+    let place = Place::new(&shape);
+    let device = ["--devices", "virtual:a=64MiB@1.0"];
+    let pinned = ["--set", "recipe.micro_batch=8", "--set", "recipe.recompute=block"];
+    let plain = train(&place, "plain", &[&device[..], &pinned].concat());
+    assert_eq!(plain["retreats"], Value::Array(vec![]));
+    let words = ["--inject-oom", "3:backward"];
+    let result = train(&place, "moved", &[&device[..], &pinned, &words].concat());
+    let retreats = result["retreats"].as_array().unwrap();
+    let offload = |retreat: &Value, key: &str| retreat[key]["offload"].clone();
+    assert_eq!(retreats.len(), 2, "down, and back up: {retreats:?}");
+    assert!(retreats.iter().all(|retreat| offload(retreat, "from") != offload(retreat, "to")), "{retreats:?}");
+    assert!(retreats.iter().all(|retreat| retreat["class"] == "identical"), "{retreats:?}");
+    assert_eq!(offload(&retreats[1], "to"), offload(&retreats[0], "from"), "{retreats:?}");
+    assert_eq!(outcome(&place, "moved", shape.steps), outcome(&place, "plain", shape.steps));
+    assert_eq!(losses(&place, "moved"), losses(&place, "plain"));
+}
+
+#[test]
+fn a_device_that_is_too_warm_rests_and_the_run_goes_on() {
+    let place = Place::new(&Shape { steps: 100_000, save_every: 0, ..QUICK });
+    let sensor = "sys/class/hwmon/hwmon0/temp1_input";
+    std::fs::create_dir_all(place.path(sensor).parent().unwrap()).unwrap();
+    place.write("sys/class/hwmon/hwmon0/name", "coretemp\n");
+    place.write(sensor, "60000\n");
+    let mut running = place.start(&["train", "run.toml", "--set", "run.max_temperature=80"]);
+    let rests = || place.events("run").into_iter().filter(|event| event["event"] == "rest").collect::<Vec<_>>();
+    assert!(running.until(|| losses(&place, "run").len() > 3));
+    assert!(rests().is_empty());
+    place.write(sensor, "91500\n");
+    // It rests when its events no longer come: nothing but time tells that, so it is only let cool down.
+    std::thread::sleep(std::time::Duration::from_millis(1500));
+    place.write(sensor, "74000\n");
+    assert!(running.until(|| !rests().is_empty()));
+    let rest = &rests()[0];
+    assert_eq!((rest["celsius"].as_f64(), rest["celsius_after"].as_f64()), (Some(91.5), Some(74.0)), "{rest}");
+    let before = losses(&place, "run").len();
+    assert!(running.until(|| losses(&place, "run").len() > before));
+    running.signal("INT");
+    let done = running.end();
+    assert_eq!(done.code, Some(4), "{}", done.stderr);
+    assert!(done.stdout.contains("cpu at 92 of 80 °C allowed; 74 °C after"), "{}", done.stdout);
+    assert!(place.json("run/result.json")["rested_seconds"].as_f64().unwrap() > 0.0);
+    // Without a sensor it says so once.
+    std::fs::remove_dir_all(place.path("sys")).unwrap();
+    let words = ["train", "run.toml", "--set", "run.dir=blind", "--set", "run.max_temperature=80"];
+    place.succeed(&[&words[..], &["--set", "train.steps=3"]].concat());
+    let warnings = place.events("blind").into_iter().filter(|event| event["event"] == "warning").count();
+    assert_eq!(warnings, 1);
+}
+
 /// The limit on private memory of a running process can be moved from outside: pressure that is real, and that no
 /// other test feels.
 #[test]

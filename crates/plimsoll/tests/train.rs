@@ -30,7 +30,18 @@ fn a_run_leaves_what_the_contracts_say() {
     let result = place.json("run/result.json");
     assert_eq!(
         keys(&result),
-        ["status", "steps", "loss", "tokens_per_second", "step_seconds", "eval", "memory", "recipe", "retreats"]
+        [
+            "status",
+            "steps",
+            "loss",
+            "tokens_per_second",
+            "step_seconds",
+            "eval",
+            "memory",
+            "recipe",
+            "retreats",
+            "rested_seconds"
+        ]
     );
     assert_eq!((&result["status"], &result["steps"]), (&"done".into(), &SMALL.steps.into()));
     assert_eq!(keys(&result["loss"]), ["first", "last"]);

@@ -8,6 +8,7 @@ use super::gpus::{self, Card, Here};
 use super::products::{self, Algorithms};
 use crate::calibration;
 use crate::device::{Device, DeviceError};
+use crate::probe::Heat;
 use plimsoll_core::{Bytes, DType};
 use plimsoll_program::{Placement, ProgramSet};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -81,6 +82,13 @@ impl OnGpu {
     pub fn held(&self) -> Option<Bytes> {
         let own = std::process::id();
         self.here.processes(self.card).into_iter().find(|process| process.pid == own)?.held_bytes
+    }
+
+    /// How warm it is, where NVML says so.
+    pub fn heat(&self) -> Option<Heat> {
+        let condition = self.here.condition(self.card);
+        let throttled = condition.throttled_by.iter().any(|by| by.starts_with("heat"));
+        Some(Heat { celsius: f64::from(condition.temperature_celsius?), throttled })
     }
 
     /// Tells the next run what was measured and chosen.

@@ -5,10 +5,12 @@
 
 mod cgroup;
 mod cpu;
+mod heat;
 mod memory;
 mod nvidia;
 
 pub use cpu::{Cache, Cpu, Load, TooManyThreads, auto_pace, auto_threads};
+pub use heat::{Heat, ProcessorHeat, sysfs};
 pub use memory::{Limit, Memory};
 pub use nvidia::{Gpu, LibraryState, Nvidia};
 

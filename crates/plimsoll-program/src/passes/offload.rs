@@ -28,6 +28,24 @@ const PIECE_STEP: u64 = 1 << 12;
 /// A tensor smaller than the largest of its kind by this factor stays on the device: norms, biases, small adapters.
 const WORTH: u64 = 32;
 
+/// The name of the part of a tensor that waits on the host begins with the tensor's, and ends so.
+const HOME: &str = ".host";
+
+/// For each tensor of a set, what it is a part of: the name of the tensor that it is where nothing waits, and which slot
+/// of that its first one is. So what waits can be found again in another plan, wherever it is there.
+pub fn origins(set: &ProgramSet) -> Vec<(&str, u32)> {
+    let home = |tensor: &'_ Tensor| tensor.lifetime == Lifetime::Persistent && tensor.name.ends_with(HOME);
+    let whole = |tensor: &'_ Tensor| tensor.name.len() - HOME.len();
+    let homes: HashMap<&str, u32> =
+        set.tensors.iter().filter(|t| home(t)).map(|t| (&t.name[..whole(t)], t.slots)).collect();
+    let origin = |tensor: &'_ Tensor| (tensor.lifetime == Lifetime::Persistent).then(|| homes.get(&*tensor.name));
+    let of = set.tensors.iter().map(|tensor| match home(tensor) {
+        true => (&tensor.name[..whole(tensor)], 0),
+        false => (&*tensor.name, origin(tensor).flatten().copied().unwrap_or(0)),
+    });
+    of.collect()
+}
+
 /// Gives what `offload` names its place on the host. `layers` is the model's; `one_micro_batch` says that a step has
 /// no more than one, so that gradients need not come back to be added to.
 pub fn offload(set: ProgramSet, layers: u32, offload: &Offload, one_micro_batch: bool) -> ProgramSet {
@@ -130,7 +148,7 @@ impl Pass {
                 id
             } else {
                 let home = Tensor {
-                    name: format!("{}.host", tensor.name),
+                    name: format!("{}{HOME}", tensor.name),
                     space: Space::Host,
                     slots: on_host,
                     ..tensor.clone()

@@ -14,7 +14,8 @@ use crate::files::atomic;
 use crate::resolve::{Work, question};
 use plimsoll_core::{Budget, Bytes, Class, DeviceSpec, Event, Failure, Plan, Recipe, Retreat};
 use plimsoll_device::device::DeviceError;
-use plimsoll_plan::search::{Answer, Pins, plan_of, search};
+use plimsoll_device::probe::Memory;
+use plimsoll_plan::search::{Answer, Question, plan_of, search};
 use std::time::Instant;
 
 /// Refusals in a row, without any finished work between them, after which the run ends.
@@ -31,6 +32,11 @@ pub struct Line {
     budget: Budget,
     /// The load line that holds: the budget, or less while others press.
     bytes: Bytes,
+    /// The load line of the host: what the user said came to at the start, or less while others press.
+    host: Bytes,
+    host_budget: Bytes,
+    /// The most that has waited there.
+    host_wanted: Bytes,
     /// The recipe that the planner chose under the budget: where the run goes back to.
     home: Recipe,
     /// Refusals since work was last finished.
@@ -38,16 +44,31 @@ pub struct Line {
     /// When to go back up after a refusal: the step, and how many steps to wait the next time.
     up: Option<u64>,
     patience: u64,
+    /// On the device, and on the host beside a device that has memory of its own.
     pressure: Pressure,
+    host_pressure: Pressure,
     /// Whether the user has been told that others press in vain.
     told: bool,
 }
 
 impl Line {
-    /// A run that starts under `bytes`, which is what `budget` meant, with this recipe.
-    pub fn new(budget: Budget, bytes: Bytes, home: Recipe) -> Line {
+    /// A run that starts with this plan, under what `budget` means for its device.
+    pub fn new(budget: Budget, plan: &Plan) -> Line {
         let pressure = Pressure::new(Instant::now());
-        Line { budget, bytes, home, refused: 0, up: None, patience: PATIENCE_STEPS, pressure, told: false }
+        Line {
+            budget,
+            bytes: plan.devices[0].budget_bytes,
+            host: plan.host.budget_bytes,
+            host_budget: plan.host.budget_bytes,
+            host_wanted: plan.host.arena_bytes,
+            home: plan.recipe.clone(),
+            refused: 0,
+            up: None,
+            patience: PATIENCE_STEPS,
+            pressure,
+            host_pressure: pressure,
+            told: false,
+        }
     }
 }
 
@@ -76,7 +97,7 @@ impl Trainer {
         self.count_refusal(refused)?;
         let why = format!("{}: {refused}", self.resolved.device.name);
         let below = self.plan.devices[0].arena_bytes.saturating_sub(Bytes(1));
-        let lower = match self.under(below + self.resolved.device.charges, true) {
+        let lower = match self.under(below + self.resolved.device.charges, self.line.host, true) {
             Some(answer) => match self.adopt(answer) {
                 Ok(left) => Some(left),
                 // It stays as it was, and this counts as one more refusal.
@@ -119,29 +140,39 @@ impl Trainer {
         Err(Failure::stopped(message).hint("the newest checkpoint stands"))
     }
 
-    /// The fastest plan under a load line, if there is one; with `same_bits` first among those that change no bit.
-    fn under(&self, line: Bytes, same_bits: bool) -> Option<Answer> {
+    /// Asks the planner something about this run under load lines of its device and its host.
+    fn ask<T>(&self, line: Bytes, host: Bytes, ask: impl FnOnce(Question) -> T) -> Result<T, Failure> {
         let device = DeviceSpec { budget: line, ..self.resolved.device.clone() };
-        let ask = |pin: Option<u32>| {
-            let mut question = question(&self.run, &self.resolved.model, &device, Work::Train).ok()?;
-            // What waits where stays as it is: nothing has to move.
-            let offload = Some(self.plan.recipe.offload);
-            question.pins = Pins { micro_batch: pin.or(question.pins.micro_batch), offload, ..question.pins };
-            let answer = search(&question);
-            answer.plan.fits.then_some(answer)
+        let mut question = question(&self.run, &self.resolved.model, &device, Work::Train)?;
+        // What is free now is what this run leaves.
+        question.host.budget = host;
+        Ok(ask(question))
+    }
+
+    /// The fastest plan under the load lines of device and host, if there is one; with `same_bits` first among those
+    /// that change no bit.
+    fn under(&self, line: Bytes, host: Bytes, same_bits: bool) -> Option<Answer> {
+        let fastest = |pin: Option<u32>| {
+            let answer = self.ask(line, host, |mut question| {
+                question.pins.micro_batch = pin.or(question.pins.micro_batch);
+                search(&question)
+            });
+            answer.ok().filter(|answer| answer.plan.fits)
         };
-        let same = if same_bits { ask(Some(self.plan.recipe.micro_batch)) } else { None };
-        same.or_else(|| ask(None))
+        let same = if same_bits { fastest(Some(self.plan.recipe.micro_batch)) } else { None };
+        same.or_else(|| fastest(None))
     }
 
     /// Goes over to another plan. What is told about it comes later.
     fn adopt(&mut self, mut answer: Answer) -> Result<Left, Trouble> {
         let left = Left::nothing(self);
         answer.plan.devices[0].budget_bytes = self.line.bytes;
+        answer.plan.host.budget_bytes = self.line.host;
         let plan = answer.plan.clone();
         self.engine.adopt(answer)?;
         self.plan = plan;
         self.info.recipe = self.plan.recipe.clone();
+        self.line.host_wanted = self.line.host_wanted.max(self.plan.host.arena_bytes);
         if self.plan.devices[0].peak_bytes > self.largest.peak_bytes {
             self.largest = self.plan.devices[0].clone();
         }
@@ -183,6 +214,7 @@ impl Trainer {
         let start = Instant::now();
         if self.line.pressure.is_due(start) {
             self.feel_pressure(start, log)?;
+            self.feel_host_pressure(start, log)?;
             self.line.pressure.looked(start, Instant::now());
         }
         Ok(())
@@ -193,7 +225,7 @@ impl Trainer {
         let start = Instant::now();
         let free = self.engine.memory().map(|memory| memory.free).unwrap_or_default();
         let line = budget.of(free + self.engine.held());
-        let Some(answer) = self.under(line, false) else {
+        let Some(answer) = self.under(line, self.line.host, false) else {
             let needs = self.smallest();
             let message = format!("{line} is not enough: the least that would do is {needs}; the run keeps its plan");
             return Ok((false, message));
@@ -221,9 +253,7 @@ impl Trainer {
     }
 
     fn smallest(&self) -> Bytes {
-        let device = DeviceSpec { budget: Bytes(1), ..self.resolved.device.clone() };
-        let question = question(&self.run, &self.resolved.model, &device, Work::Train);
-        let needs = question.map(|question| search(&question).plan.needs).unwrap_or_default();
+        let needs = self.ask(Bytes(1), self.line.host, |question| search(&question).plan.needs).unwrap_or_default();
         needs.first().map(|need| need.budget_bytes).unwrap_or_default()
     }
 
@@ -231,16 +261,20 @@ impl Trainer {
     /// does. Stays where neither is worth it.
     fn go_home(&mut self, why: &str, log: &mut EventLog) -> Result<(), Failure> {
         let start = Instant::now();
-        if self.plan.recipe == self.line.home {
-            return Ok(());
-        }
-        let device = DeviceSpec { budget: self.line.bytes, ..self.resolved.device.clone() };
-        let home = plan_of(&question(&self.run, &self.resolved.model, &device, Work::Train)?, &self.line.home);
-        let best = if home.plan.fits { Some(home) } else { self.under(self.line.bytes, false) };
+        let (line, host) = (self.line.bytes, self.line.host);
+        let home = self.ask(line, host, |question| plan_of(&question, &self.line.home))?;
+        let there = self.plan.recipe == self.line.home;
+        let best = if home.plan.fits && !there { Some(home) } else { self.under(line, host, false) };
         let worth = |plan: &Plan| plan.predicted.step_seconds < self.plan.predicted.step_seconds * WORTH;
         let Some(answer) = best.filter(|answer| worth(&answer.plan)) else { return Ok(()) };
         match self.adopt(answer) {
-            Ok(left) => self.tell(left, why.to_owned(), start, log),
+            Ok(left) => {
+                if there {
+                    // There is more room than there was when the run was planned.
+                    self.line.home = self.plan.recipe.clone();
+                }
+                self.tell(left, why.to_owned(), start, log)
+            }
             Err(Trouble::Refused(_)) => {
                 self.line.patience = self.line.patience.saturating_mul(2);
                 self.line.up = Some(self.info.step + self.line.patience);
@@ -263,28 +297,52 @@ impl Trainer {
                 self.go_home("others gave memory back", log)
             }
             Felt::Less(left) if left >= self.plan.devices[0].peak_bytes => Ok(()),
-            Felt::Less(left) => {
-                let why = format!("{} leaves {} free: others need memory", memory.bound_by, memory.free);
-                self.shrink(left, why, start, log)
-            }
+            Felt::Less(left) => self.shrink(left, self.line.host, &memory, start, log),
         }
     }
 
-    /// Goes over to the fastest plan under a load line that others have pressed down.
-    fn shrink(&mut self, left: Bytes, why: String, start: Instant, log: &mut EventLog) -> Result<(), Failure> {
-        let before = self.line.bytes;
-        let in_vain = match self.under(left, false) {
-            None => format!("no recipe holds less than {}", self.plan.devices[0].peak_bytes),
+    /// The same for what waits on the host beside a GPU. The host side of a virtual device is in the very memory that
+    /// the device is in, which gives way.
+    fn feel_host_pressure(&mut self, start: Instant, log: &mut EventLog) -> Result<(), Failure> {
+        if self.engine.gpu().is_none() || self.line.host_wanted == Bytes::ZERO {
+            return Ok(());
+        }
+        let (memory, now) = (Memory::read(), self.plan.host.arena_bytes);
+        let (line, budget, wanted) = (self.line.host, self.line.host_budget, self.line.host_wanted);
+        match self.line.host_pressure.feel(&memory, Held { now, line, budget, wanted }, start) {
+            Felt::Nothing => Ok(()),
+            Felt::Room(room) => {
+                (self.line.host, self.line.told) = (room, false);
+                self.go_home("others gave memory back", log)
+            }
+            Felt::Less(left) if left >= now => Ok(()),
+            Felt::Less(left) => self.shrink(self.line.bytes, left, &memory, start, log),
+        }
+    }
+
+    /// Goes over to the fastest plan under load lines that others have pressed down.
+    fn shrink(
+        &mut self,
+        line: Bytes,
+        host: Bytes,
+        memory: &Memory,
+        start: Instant,
+        log: &mut EventLog,
+    ) -> Result<(), Failure> {
+        let why = format!("{} leaves {} free: others need memory", memory.bound_by, memory.free);
+        let before = (self.line.bytes, self.line.host);
+        let in_vain = match self.under(line, host, false) {
+            None => format!("no recipe of this run holds less than {}", self.plan.devices[0].peak_bytes),
             Some(answer) => {
-                self.line.bytes = left;
+                (self.line.bytes, self.line.host) = (line, host);
                 match self.adopt(answer) {
-                    Ok(before) => return self.tell(before, why, start, log),
+                    Ok(left) => return self.tell(left, why, start, log),
                     Err(Trouble::Failure(failure)) => return Err(failure),
                     Err(Trouble::Refused(error)) => error.to_string(),
                 }
             }
         };
-        self.line.bytes = before;
+        (self.line.bytes, self.line.host) = before;
         if std::mem::replace(&mut self.line.told, true) {
             return Ok(());
         }

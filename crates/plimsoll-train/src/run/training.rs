@@ -2,6 +2,7 @@
 
 use super::checkpoint::{self, Checkpoint, CheckpointInfo};
 use super::control::Control;
+use super::cooling::Cooling;
 use super::engine::{Engine, Evaluated, StepInput};
 use super::events::EventLog;
 use super::prepare::{Known, Prepared, load_weights, prepare, rounded};
@@ -184,6 +185,7 @@ pub(super) struct Trainer {
     pub(super) info: CheckpointInfo,
     pub(super) line: Line,
     pub(super) retreats: Vec<Retreat>,
+    pub(super) cooling: Cooling,
     pub(super) control: Option<Control>,
     batches: Batches,
     product_flops: f64,
@@ -244,6 +246,7 @@ impl Trainer {
             None => fresh,
         };
         engine.rehearse(Rehearsal::new(&injections, run.train.seed));
+        let cooling = Cooling::new(run.run.max_temperature);
         let mut trainer = Trainer {
             folder,
             generates,
@@ -252,7 +255,7 @@ impl Trainer {
             product_flops: product_flops * batches.rows.div_ceil(u64::from(info.recipe.micro_batch)) as f64,
             peak_flops: if precision == DType::Bf16 { device.rates.bf16_flops } else { device.rates.f32_flops },
             last_saved: (info.step, Instant::now()),
-            line: Line::new(run.memory.budget, device.budget, plan.recipe.clone()),
+            line: Line::new(run.memory.budget, &plan),
             largest: plan.devices[0].clone(),
             run,
             resolved,
@@ -264,6 +267,7 @@ impl Trainer {
             batches,
             control,
             retreats: Vec::new(),
+            cooling,
             seconds: Vec::new(),
             last_eval: None,
         };
@@ -332,6 +336,7 @@ impl Trainer {
                 return Ok(RunStatus::Stopped);
             }
             self.look_around(log)?;
+            self.cool_down(stop, log)?;
         }
         Ok(RunStatus::Done)
     }
@@ -490,6 +495,7 @@ impl Trainer {
             }],
             recipe: self.info.recipe.clone(),
             retreats: self.retreats,
+            rested_seconds: self.cooling.seconds,
         };
         let text = serde_json::to_vec_pretty(&result).expect("plain data has a JSON form");
         atomic::write_file(&path, &text)?;

@@ -52,6 +52,7 @@ pub(super) const KEYS: &[(&str, &str)] = &[
     ),
     ("run.dir", "the path of a folder"),
     ("run.devices", "\"auto\", or devices such as \"cpu=6GiB\" or \"virtual:a=600MiB@1.0,virtual:b=200MiB@0.5\""),
+    ("run.max_temperature", "degrees Celsius, from 30 to 120"),
     ("run.threads", "\"auto\" or a whole number from 1 to 1024"),
 ];
 

@@ -324,11 +324,14 @@ pub struct RunSection {
     pub devices: String,
     /// Threads that compute.
     pub threads: Threads,
+    /// A device that is as warm as that, in degrees Celsius, rests between two steps.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_temperature: Option<f64>,
 }
 
 impl Default for RunSection {
     fn default() -> RunSection {
-        RunSection { dir: "runs/run".into(), devices: "auto".into(), threads: Threads::Auto }
+        RunSection { dir: "runs/run".into(), devices: "auto".into(), threads: Threads::Auto, max_temperature: None }
     }
 }
 

@@ -340,7 +340,8 @@ fn any_file() -> impl Strategy<Value = RunFile> {
         file.recipe.micro_batch = flags[5].then_some(1);
         file.recipe.recompute = RecomputeLevel::ALL[..length].to_vec();
         let devices = ["auto", "cpu=6GiB", "rtx3090,host=64GiB"][length].to_owned();
-        file.run = RunSection { dir, devices, threads: if flags[1] { Threads::Auto } else { Threads::Count(count) } };
+        let threads = if flags[1] { Threads::Auto } else { Threads::Count(count) };
+        file.run = RunSection { dir, devices, threads, max_temperature: flags[2].then_some(30.0 + 90.0 * share) };
         file
     })
 }

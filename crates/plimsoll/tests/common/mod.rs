@@ -126,6 +126,7 @@ impl Place {
             .args(&words[1..])
             .current_dir(self.dir.path())
             .env("PLIMSOLL_CACHE", self.path("cache"))
+            .env("PLIMSOLL_SYSFS", self.path("sys"))
             .env("NO_COLOR", "1")
             .env_remove("RUST_BACKTRACE")
             .stdin(Stdio::null())
