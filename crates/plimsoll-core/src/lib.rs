@@ -11,6 +11,7 @@ mod device;
 mod dtype;
 mod event;
 mod failure;
+mod models_bench;
 mod plan;
 mod result;
 
@@ -20,6 +21,7 @@ pub use device::{DeviceKind, DeviceSpec, HostSpec, Link, OpRates, Rates};
 pub use dtype::DType;
 pub use event::{EVENTS_VERSION, Event, Record};
 pub use failure::{Exit, Failure};
+pub use models_bench::{ModelRow, ModelStatus, ModelsBench};
 pub use plan::{
     Category, Class, DevicePlan, Need, Offload, Plan, Predicted, Recipe, RecomputeLevel, Rung, Space, WorkName,
     describe_levels,

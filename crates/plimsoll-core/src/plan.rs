@@ -339,4 +339,7 @@ pub struct Plan {
     pub predicted: Predicted,
     /// The smallest budgets that would fit, where it does not fit.
     pub needs: Vec<Need>,
+    /// What earlier runs found out about the device, where the plan follows it: that it could not hold what was free.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub learned: Option<String>,
 }

@@ -1,7 +1,7 @@
 //! What is known of the devices of this machine from measurements: the rates that the planner prices with, and what GPUs
 //! hold outside the arena. Measured once, and kept for the next run.
 //!
-//! Rates lie in `devices.json`, charges in `charges.json`, the algorithms of a GPU's products in `algorithms.json`, in the folder `PLIMSOLL_CACHE`, else
+//! Rates lie in `devices.json`, charges in `charges.json`, what devices could not hold in `shortfalls.json`, the algorithms of a GPU's products in `algorithms.json`, in the folder `PLIMSOLL_CACHE`, else
 //! `$XDG_CACHE_HOME/plimsoll`, else `~/.cache/plimsoll`. Those of another processor or GPU, thread count, driver or version
 //! of Plimsoll are not used, and rates measured while other programs took the cores are not kept. A folder that cannot
 //! be written costs the next run another measurement, and nothing else.
@@ -11,7 +11,7 @@ use crate::cuda;
 use crate::cuda::gpus::{Card, Here};
 use crate::cuda::products::Algorithms;
 use crate::probe::Cpu;
-use plimsoll_core::{Bytes, DType, Link, Rates};
+use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, Link, Rates};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -112,6 +112,69 @@ fn keep_charges_in(folder: &Path, key: ChargesKey, bytes: Bytes) {
     }
     save(folder, CHARGES, &known);
 }
+
+/// A device that could not hold what it was planned to: it refused memory, or others pressed it, until the run's end.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Shortfall {
+    /// The device, as run files name it.
+    pub device: String,
+    /// What it is: the processor's or the GPU's name.
+    model: String,
+    /// The load line under which the run went on.
+    pub line_bytes: Bytes,
+    /// What happened.
+    pub why: String,
+}
+
+/// What a device has fallen short of, where a run has found it out and none has found room again since.
+pub fn shortfall(device: &DeviceSpec) -> Option<Shortfall> {
+    let model = model_of(device)?;
+    let known: Vec<Shortfall> = load(&folder()?.join(SHORTFALLS));
+    known.into_iter().find(|known| known.device == device.name && known.model == model)
+}
+
+/// Keeps what a device has fallen short of, for the next plan.
+pub fn keep_shortfall(device: &DeviceSpec, line_bytes: Bytes, why: &str) {
+    let (Some(folder), Some(model)) = (folder(), model_of(device)) else { return };
+    keep_shortfall_in(&folder, Shortfall { device: device.name.clone(), model, line_bytes, why: why.to_owned() });
+}
+
+fn keep_shortfall_in(folder: &Path, new: Shortfall) {
+    let mut known: Vec<Shortfall> = load(&folder.join(SHORTFALLS));
+    known.retain(|old| (&old.device, &old.model) != (&new.device, &new.model));
+    known.push(new);
+    save(folder, SHORTFALLS, &known);
+}
+
+/// Forgets what was kept of a device, or of all. Answers what that was.
+pub fn forget_shortfalls(device: Option<&DeviceSpec>) -> Vec<Shortfall> {
+    folder().map(|folder| forget_shortfalls_in(&folder, device.map(|device| &*device.name))).unwrap_or_default()
+}
+
+fn forget_shortfalls_in(folder: &Path, device: Option<&str>) -> Vec<Shortfall> {
+    let known: Vec<Shortfall> = load(&folder.join(SHORTFALLS));
+    let (gone, kept): (Vec<_>, Vec<_>) =
+        known.into_iter().partition(|known| device.is_none_or(|device| device == known.device));
+    if !gone.is_empty() {
+        save(folder, SHORTFALLS, &kept);
+    }
+    gone
+}
+
+/// What a device is; none for one on paper.
+fn model_of(device: &DeviceSpec) -> Option<String> {
+    match device.kind {
+        DeviceKind::Paper => None,
+        DeviceKind::Cpu | DeviceKind::Virtual => Some(Cpu::read().model),
+        DeviceKind::Cuda => {
+            let index = device.name.strip_prefix("cuda:")?.parse().ok()?;
+            Some(cuda::open::card(index).ok()?.1.name.clone())
+        }
+    }
+}
+
+/// Where shortfalls are kept.
+const SHORTFALLS: &str = "shortfalls.json";
 
 /// The algorithms of products that were chosen on such a GPU: the same again give the same bits.
 pub fn algorithms(card: &Card) -> Option<Algorithms> {
@@ -309,6 +372,26 @@ mod tests {
     use super::*;
     use crate::bench::{MemoryRate, ProductRate};
     use plimsoll_core::OpRates;
+
+    #[test]
+    fn what_a_device_fell_short_of_is_kept_until_it_is_forgotten() {
+        let folder = tempfile::tempdir().unwrap();
+        let short = |device: &str, mib| Shortfall {
+            device: device.into(),
+            model: "x".into(),
+            line_bytes: Bytes::mib(mib),
+            why: "it was full".into(),
+        };
+        let known = || load::<Shortfall>(&folder.path().join(SHORTFALLS));
+        assert_eq!(forget_shortfalls_in(folder.path(), None), []);
+        for short in [short("cpu", 5), short("cuda:0", 7), short("cpu", 4)] {
+            keep_shortfall_in(folder.path(), short);
+        }
+        assert_eq!(known(), [short("cuda:0", 7), short("cpu", 4)]);
+        assert_eq!(forget_shortfalls_in(folder.path(), Some("cuda:0")), [short("cuda:0", 7)]);
+        assert_eq!(forget_shortfalls_in(folder.path(), None), [short("cpu", 4)]);
+        assert_eq!(known(), []);
+    }
 
     fn example() -> Rates {
         let link = Link { bytes_per_second: 1e10, latency_seconds: 1e-6 };

@@ -347,6 +347,27 @@ fn host(file: &RunFile, device: &DeviceSpec) -> Result<HostSpec, Failure> {
 
 /// The devices that a run file names, at least one, with their load lines.
 fn devices(file: &RunFile) -> Result<Vec<DeviceSpec>, Failure> {
+    let mut devices = open_devices(file)?;
+    for device in &mut devices {
+        if let Some(short) = calibration::shortfall(device) {
+            device.budget = device.budget.min(short.line_bytes);
+        }
+    }
+    Ok(devices)
+}
+
+/// What the plan of a device follows that earlier runs have found out, in words.
+pub(crate) fn learned(device: &DeviceSpec) -> Option<String> {
+    let short = calibration::shortfall(device).filter(|short| short.line_bytes == device.budget)?;
+    let (line, name) = (short.line_bytes, &device.name);
+    Some(format!(
+        "learned: {name} is held to {line}, because a run fell short of more ({}); plimsoll devices --forget takes that back",
+        short.why
+    ))
+}
+
+/// The same with what is free on each.
+fn open_devices(file: &RunFile) -> Result<Vec<DeviceSpec>, Failure> {
     let request = file.devices();
     if request.devices.is_empty() {
         // What is there is used: the GPUs, else the processor.
@@ -495,7 +516,8 @@ fn virtual_device(
 /// As [`Resolved::new`].
 pub fn plan(file: &RunFile) -> Result<(Resolved, Answer), Failure> {
     let mut resolved = Resolved::new(file)?;
-    let answer = resolved.prefer(file, Work::Train)?;
+    let mut answer = resolved.prefer(file, Work::Train)?;
+    answer.plan.learned = learned(&resolved.device);
     Ok((resolved, answer))
 }
 

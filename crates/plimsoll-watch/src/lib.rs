@@ -4,6 +4,7 @@
 #![forbid(unsafe_code)]
 
 pub mod devices;
+pub mod models;
 pub mod plan;
 pub mod progress;
 pub mod summary;

@@ -54,6 +54,9 @@ pub fn table(view: &PlanView) -> String {
     if plan.checkpoint_bytes > Bytes::ZERO {
         text += &format!("a checkpoint: {}\n", plan.checkpoint_bytes);
     }
+    if let Some(learned) = &plan.learned {
+        text += &wrapped(learned, WIDTH, "  ");
+    }
     if let Some(note) = rungs_taken(view) {
         text += &wrapped(&note, WIDTH, "  ");
     }
@@ -339,6 +342,7 @@ mod tests {
             host: DevicePlan::default(),
             predicted: Predicted { step_seconds: 0.0841, tokens_per_second: 48_704.0 },
             needs: vec![],
+            learned: None,
         }
     }
 

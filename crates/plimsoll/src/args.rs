@@ -29,7 +29,7 @@ pub enum Command {
     Devices(DevicesArgs),
     /// Move the load line of a run that is under way
     Budget(BudgetArgs),
-    /// Measure devices, or a training step
+    /// Measure devices, a training step, or several models
     Bench {
         /// What to measure.
         #[command(subcommand)]
@@ -50,6 +50,8 @@ pub enum BenchCommand {
     Devices(BenchDevicesArgs),
     /// Time one training step of a model with random weights
     Step(BenchStepArgs),
+    /// Plan several models, and train those that fit with random weights on random tokens
+    Models(BenchModelsArgs),
 }
 
 impl Command {
@@ -60,7 +62,7 @@ impl Command {
             Command::Plan(args) => args.json,
             Command::Devices(args) => args.json,
             Command::Budget(args) => args.json,
-            Command::Bench { what: BenchCommand::Devices(_) } => false,
+            Command::Bench { what: BenchCommand::Devices(_) | BenchCommand::Models(_) } => false,
             Command::Bench { what: BenchCommand::Step(_) } => true,
             Command::Eval(args) => args.json,
             Command::Generate(args) => args.json,
@@ -123,6 +125,9 @@ pub struct TrainArgs {
     /// Rehearse: the device refuses memory there, such as 12, 12:backward, 12:update:3, 0:load, or random:0.01
     #[arg(long, value_name = "STEP[:PROGRAM[:OP]]")]
     inject_oom: Vec<String>,
+    /// Save no checkpoint and no model: for runs that are only measured
+    #[arg(long, conflicts_with = "resume")]
+    pub no_save: bool,
     /// Print events, one JSON object a line, and the result as the last
     #[arg(long)]
     pub json: bool,
@@ -263,6 +268,9 @@ pub struct DevicesArgs {
     /// Keep the table up to date until a key is pressed
     #[arg(long, conflicts_with = "json")]
     pub watch: bool,
+    /// Forget what runs have found out that devices could not hold
+    #[arg(long, conflicts_with_all = ["json", "watch"])]
+    pub forget: bool,
 }
 
 /// `plimsoll bench devices`.
@@ -326,6 +334,54 @@ pub struct BenchStepArgs {
     /// Keep only each block's input, and compute the rest again
     #[arg(long)]
     pub checkpoint: bool,
+}
+
+/// `plimsoll bench models`.
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Example:\n  plimsoll bench models 7b 11b 13b --devices cuda:0 --allow nf4,lora --json models.json"
+)]
+pub struct BenchModelsArgs {
+    /// Models: sizes such as 7b, 11b or 13b, names of known shapes, Hugging Face directories, or config.json files
+    #[arg(required = true, value_name = "MODEL")]
+    pub models: Vec<String>,
+    /// Sequences that each model is trained on, in all
+    #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u64).range(1..1 << 32))]
+    pub samples: u64,
+    /// Tokens of one sequence
+    #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(2..=1 << 24))]
+    pub sequence: u32,
+    #[command(flatten)]
+    settings: SettingArgs,
+    /// Write the rows to this file as JSON, too
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+}
+
+impl BenchModelsArgs {
+    /// The run file for one of the models: random weights, trained once on all that is in `data`.
+    ///
+    /// # Errors
+    /// What is wrong with a setting.
+    pub fn resolve(&self, model: &str, data: &Path, run_dir: &Path) -> Result<RunFile, Failure> {
+        const STEP_TOKENS: u64 = 65536;
+        let sequence = u64::from(self.sequence);
+        let at_once = (STEP_TOKENS / sequence).clamp(1, self.samples);
+        let fixed = [
+            ("data.format", "tokens".to_owned()),
+            ("data.pack", "false".to_owned()),
+            ("data.sequence", sequence.to_string()),
+            ("model.init", "random".to_owned()),
+            ("train.batch_tokens", (at_once * sequence).to_string()),
+            ("train.epochs", "1".to_owned()),
+        ];
+        let mut settings = vec![model_setting(model)];
+        settings.extend(fixed.iter().map(|(key, value)| format!("{key}={value}")));
+        settings.push(setting("data.train", &data.to_string_lossy()));
+        settings.push(setting("run.dir", &run_dir.to_string_lossy()));
+        settings.extend(self.settings.settings());
+        RunFile::from_settings(&settings)
+    }
 }
 
 /// `plimsoll eval`.

@@ -38,6 +38,7 @@ fn run(command: Command) -> Result<Exit, Failure> {
         Command::Budget(args) => commands::budget::run(&args),
         Command::Devices(args) => commands::devices::show(&args),
         Command::Bench { what: BenchCommand::Devices(args) } => commands::devices::measure(&args),
+        Command::Bench { what: BenchCommand::Models(args) } => commands::models::run(&args),
         Command::Bench { what: BenchCommand::Step(args) } => commands::devices::time_step(&args),
         Command::Eval(args) => commands::model::eval(&args),
         Command::Generate(args) => commands::model::generate(&args),

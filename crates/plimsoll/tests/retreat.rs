@@ -83,6 +83,46 @@ fn a_refusal_at_any_program_leaves_every_bit_where_the_rung_is_identical() {
 }
 
 #[test]
+fn a_refusal_at_any_program_leaves_every_bit_while_tensors_stream_from_the_host_and_back() {
+    let place = Place::new(&Shape { hidden: 64, ..QUICK });
+    let fixed =
+        ["--devices", "virtual:a=64MiB@1.0", "--set", "recipe.micro_batch=4", "--set", "recipe.recompute=block"];
+    train(&place, "plain", &fixed);
+    let expected = outcome(&place, "plain", QUICK.steps);
+    let places = [
+        "2:begin",
+        "2:forward:9",
+        "3:backward:20",
+        "3:norm:2",
+        "3:update",
+        "3:update:30",
+        "4:checkpoint:9",
+        "8:evaluate:7",
+        "8:save:4",
+        "8:prefill",
+    ];
+    // The first refusal sends everything that can wait to the host; what is refused then is done again.
+    let words: Vec<&str> = std::iter::once("1").chain(places).flat_map(|at| ["--inject-oom", at]).collect();
+    let result = train(&place, "refused", &[&fixed[..], &words].concat());
+    let retreats = result["retreats"].as_array().unwrap();
+    assert!(retreats[0]["to"]["offload"]["optimizer"].as_u64() > Some(0), "{retreats:?}");
+    assert_eq!(retreats.len(), 1 + places.len(), "{retreats:?}");
+    assert!(retreats.iter().all(|retreat| retreat["class"] == "identical"), "{retreats:?}");
+    assert_eq!(outcome(&place, "refused", QUICK.steps), expected);
+}
+
+#[test]
+fn a_checkpoint_whose_reading_is_refused_is_read_again() {
+    let place = Place::new(&QUICK);
+    train(&place, "run", &[]);
+    let expected = outcome(&place, "run", QUICK.steps);
+    place.succeed(&["train", "--resume", "run", "--quiet", "--inject-oom", "0:restore:2", "--inject-oom", "8:save"]);
+    let result = place.json("run/result.json");
+    assert!(result["retreats"][0]["why"].as_str().unwrap().contains("`restore`"), "{result}");
+    assert_eq!(outcome(&place, "run", QUICK.steps), expected);
+}
+
+#[test]
 fn an_update_that_is_refused_in_its_middle_goes_on_with_the_tensors_that_are_left() {
     let place = Place::new(&QUICK);
     let expected = (train(&place, "plain", &[]), outcome(&place, "plain", QUICK.steps)).1;
@@ -261,11 +301,23 @@ fn pressure_from_outside_is_given_way_to_and_room_is_used_again() {
     assert!(down["why"].as_str().unwrap().contains("others need memory"), "{down}");
     assert_eq!(down["class"], "identical");
     assert!(arena(down, "arena_bytes") < arena(down, "arena_bytes_before"), "{down}");
+    // The next plan starts where this run has ended up, says so, and can be told to forget it.
+    let plan = || place.succeed(&["plan", "run.toml", "--set", "recipe.micro_batch=2048", "--json"]).json();
+    let learned = plan();
+    assert_eq!(learned["recipe"], down["to"], "{learned}");
+    assert!(learned["learned"].as_str().unwrap().contains("others need memory"), "{learned}");
+    let kept = place.read("cache/shortfalls.json");
+    assert!(place.succeed(&["devices", "--forget"]).stdout.starts_with("forgotten: cpu was held to "));
+    let forgotten = plan();
+    assert_eq!((&forgotten["recipe"], forgotten.get("learned")), (&down["from"], None), "{forgotten}");
+    place.write("cache/shortfalls.json", kept);
     running.limit("data", "unlimited");
     assert!(running.until(|| retreats().len() > 1));
     let up = &retreats()[1];
     assert_eq!(up["why"], "others gave memory back");
     assert_eq!(arena(up, "arena_bytes"), arena(down, "arena_bytes_before"), "{up}");
+    // It went back up: nothing has to be remembered.
+    assert_eq!(place.json("cache/shortfalls.json"), Value::Array(vec![]));
     running.signal("INT");
     assert_eq!(running.end().code, Some(4));
     // Every bit is that of a run that nobody pressed.

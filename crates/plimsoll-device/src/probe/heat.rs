@@ -68,12 +68,12 @@ fn name(path: &Path) -> &str {
 
 /// Whether a file holds one of these words.
 fn named(file: &Path, words: &[&str]) -> bool {
-    text(file.to_owned()).is_some_and(|found| words.contains(&found.trim()))
+    text(file).is_some_and(|found| words.contains(&found.trim()))
 }
 
 /// Thousandths of a degree, as the kernel writes them. What no chip reaches is a sensor that is not connected.
 fn degrees(file: &Path) -> Option<f64> {
-    let degrees = text(file.to_owned())?.trim().parse::<f64>().ok()? / 1000.0;
+    let degrees = text(file)?.trim().parse::<f64>().ok()? / 1000.0;
     (-40.0..=150.0).contains(&degrees).then_some(degrees)
 }
 

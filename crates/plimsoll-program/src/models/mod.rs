@@ -8,6 +8,6 @@ mod supported;
 pub mod weights;
 
 pub use config::{ConfigError, ModelConfig, ModelType, RopeScaling};
-pub use presets::{closest_preset, preset, preset_names};
+pub use presets::{closest_preset, of_size, preset, preset_names};
 pub use supported::{CUDA_HEAD_DIM_MAX, Unsupported, supported};
 pub use weights::{Parameter, Target};

@@ -1,6 +1,7 @@
 //! Published shapes, for plans and random starts without a model directory.
 //!
-//! Each row is the public `config.json` of the model that the name points to.
+//! Each row is the public `config.json` of the model that the name points to; `llama-11b` is nobody's, and stands in for
+//! models of its size.
 
 use super::config::{ModelConfig, ModelType, RopeScaling};
 
@@ -65,7 +66,7 @@ const PLAIN: RopeScaling = RopeScaling::None;
 
 /// Name, type, [D, layers, H, K, E, F, V], tied, (theta, scaling, eps), longest sequence, [bos, eos].
 #[rustfmt::skip]
-static ROWS: [Row; 16] = [
+static ROWS: [Row; 17] = [
     Row {
         init_std: 0.041_666_666_666_666_664,
         ..row("smollm2-135m", Llama, [576, 30, 9, 3, 64, 1536, 49152], true, (1e5, PLAIN, 1e-5), 8192, [0, 0])
@@ -75,6 +76,7 @@ static ROWS: [Row; 16] = [
     row("llama-3.2-1b", Llama, [2048, 16, 32, 8, 64, 8192, 128_256], true, (5e5, llama3(32.0), 1e-5), 131_072, [128_000, 128_001]),
     row("llama-3.2-3b", Llama, [3072, 28, 24, 8, 128, 8192, 128_256], true, (5e5, llama3(32.0), 1e-5), 131_072, [128_000, 128_001]),
     row("llama-3.1-8b", Llama, [4096, 32, 32, 8, 128, 14336, 128_256], false, (5e5, llama3(8.0), 1e-5), 131_072, [128_000, 128_001]),
+    row("llama-11b", Llama, [4096, 48, 32, 8, 128, 14336, 128_256], false, (5e5, llama3(8.0), 1e-5), 131_072, [128_000, 128_001]),
     row("llama-2-7b", Llama, [4096, 32, 32, 32, 128, 11008, 32000], false, (1e4, PLAIN, 1e-5), 4096, [1, 2]),
     row("llama-2-13b", Llama, [5120, 40, 40, 40, 128, 13824, 32000], false, (1e4, PLAIN, 1e-5), 4096, [1, 2]),
     row("mistral-7b-v0.3", Mistral, [4096, 32, 32, 8, 128, 14336, 32768], false, (1e6, PLAIN, 1e-5), 32768, [1, 2]),
@@ -116,6 +118,25 @@ pub fn preset_names() -> impl Iterator<Item = &'static str> {
     ROWS.iter().map(|row| row.name)
 }
 
+/// What sizes stand for where no family is named: the shapes that scripts of the field mean by them.
+const SIZES: [(&str, &str); 9] = [
+    ("0.5b", "qwen2.5-0.5b"),
+    ("1b", "llama-3.2-1b"),
+    ("3b", "llama-3.2-3b"),
+    ("7b", "llama-2-7b"),
+    ("8b", "llama-3.1-8b"),
+    ("11b", "llama-11b"),
+    ("13b", "llama-2-13b"),
+    ("14b", "qwen2.5-14b"),
+    ("32b", "qwen2.5-32b"),
+];
+
+/// The preset that a size such as `7b` stands for.
+pub fn of_size(size: &str) -> Option<&'static str> {
+    let size = size.to_lowercase();
+    SIZES.iter().find(|(known, _)| *known == size).map(|(_, name)| *name)
+}
+
 /// The preset that was probably meant by `name`: written otherwise, mistyped, or with the
 /// publisher in front.
 pub fn closest_preset(name: &str) -> Option<&'static str> {
@@ -143,6 +164,8 @@ mod tests {
             ("llama-3.2-1b", "1.236 B"),
             ("llama-3.2-3b", "3.213 B"),
             ("llama-3.1-8b", "8.030 B"),
+            // By our own count: nobody has printed one.
+            ("llama-11b", "11.520 B"),
             ("llama-2-7b", "6.738 B"),
             ("llama-2-13b", "13.016 B"),
             ("mistral-7b-v0.3", "7.248 B"),
@@ -162,6 +185,12 @@ mod tests {
             let counted = preset(name).unwrap().parameters() as f64 / scale;
             assert_eq!(format!("{counted:.decimals$}"), digits, "{name}");
         }
+    }
+
+    #[test]
+    fn sizes_stand_for_presets() {
+        assert!(SIZES.iter().all(|(size, name)| preset(name).is_some() && preset(size).is_none()));
+        assert_eq!((of_size("7B"), of_size("11b"), of_size("9b")), (Some("llama-2-7b"), Some("llama-11b"), None));
     }
 
     #[test]

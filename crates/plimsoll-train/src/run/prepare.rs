@@ -5,7 +5,7 @@ use super::spaces::ModelSource;
 use super::trouble::Trouble;
 use crate::data::{self, DataSpec, Dataset, Loader};
 use crate::files::AdapterDir;
-use crate::resolve::{Model, Resolved, Work, write_example};
+use crate::resolve::{Model, Resolved, Work, learned, write_example};
 use crate::run_file::{LoraSection, RunFile};
 use plimsoll_core::{Bytes, DeviceKind, DeviceSpec, Failure, Recipe};
 use plimsoll_device::{calibration, process};
@@ -76,6 +76,7 @@ pub fn prepare(mut run: RunFile, known: Option<&Known>) -> Result<Prepared, Fail
         resolved.device.charges = measured + counted;
         answer = search(&resolved.question(&run, Work::Train)?);
     }
+    answer.plan.learned = learned(&resolved.device);
     if answer.plan.fits {
         run.decide_rungs(&answer.plan.rungs);
     }
@@ -164,8 +165,11 @@ pub fn charges(rows: u64, sequence: u64) -> Bytes {
     Bytes(held.0.next_multiple_of(ROUNDING_BYTES.0)) + Loader::bytes(rows, sequence)
 }
 
-/// Where tokens are kept between runs: beside the calibration, or in the system's folder for files
-/// that may go.
+/// Where tokens are kept between runs: where `PLIMSOLL_TOKENS` says, beside the calibration, or in the system's folder for
+/// files that may go.
 pub fn token_cache() -> PathBuf {
+    if let Some(named) = std::env::var_os("PLIMSOLL_TOKENS").filter(|path| !path.is_empty()) {
+        return PathBuf::from(named);
+    }
     calibration::folder().unwrap_or_else(|| std::env::temp_dir().join("plimsoll")).join("tokens")
 }

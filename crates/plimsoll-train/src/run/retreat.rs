@@ -13,6 +13,7 @@ use super::trouble::Trouble;
 use crate::files::atomic;
 use crate::resolve::{Work, question};
 use plimsoll_core::{Budget, Bytes, Class, DeviceSpec, Event, Failure, Plan, Recipe, Retreat};
+use plimsoll_device::calibration;
 use plimsoll_device::device::DeviceError;
 use plimsoll_device::probe::Memory;
 use plimsoll_plan::search::{Answer, Question, plan_of, search};
@@ -25,6 +26,9 @@ const TRIES: u32 = 6;
 const PATIENCE_STEPS: u64 = 32;
 /// A recipe must be this much faster than the present one to be worth a move back up.
 const WORTH: f64 = 0.98;
+
+/// What the charges of the next start may be above those of this one.
+const WAVER: Bytes = Bytes::mib(4);
 
 /// What a run knows about the memory that it may hold.
 pub struct Line {
@@ -108,6 +112,10 @@ impl Trainer {
         };
         let step = self.step_now();
         if lower.is_some() {
+            // What was only rehearsed says nothing of the device.
+            if !matches!(refused, DeviceError::Refused { .. }) {
+                self.remember(&why);
+            }
             if self.line.up.is_some_and(|up| step < up + self.line.patience) {
                 self.line.patience = self.line.patience.saturating_mul(2);
             }
@@ -269,6 +277,7 @@ impl Trainer {
         let Some(answer) = best.filter(|answer| worth(&answer.plan)) else { return Ok(()) };
         match self.adopt(answer) {
             Ok(left) => {
+                calibration::forget_shortfalls(Some(&self.resolved.device));
                 if there {
                     // There is more room than there was when the run was planned.
                     self.line.home = self.plan.recipe.clone();
@@ -336,7 +345,10 @@ impl Trainer {
             Some(answer) => {
                 (self.line.bytes, self.line.host) = (line, host);
                 match self.adopt(answer) {
-                    Ok(left) => return self.tell(left, why, start, log),
+                    Ok(left) => {
+                        self.remember(&why);
+                        return self.tell(left, why, start, log);
+                    }
                     Err(Trouble::Failure(failure)) => return Err(failure),
                     Err(Trouble::Refused(error)) => error.to_string(),
                 }
@@ -347,6 +359,12 @@ impl Trainer {
             return Ok(());
         }
         log.emit(Event::Warning { message: format!("{why}; {in_vain}, so the run goes on as it is") })
+    }
+
+    /// The next plan on this device starts where this run ended up, unless it goes back up before.
+    fn remember(&self, why: &str) {
+        let line = self.plan.devices[0].peak_bytes + WAVER;
+        calibration::keep_shortfall(&self.resolved.device, line, why);
     }
 
     /// The step that is being done, or would be next.

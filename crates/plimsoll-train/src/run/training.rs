@@ -39,6 +39,7 @@ pub struct Run {
     checkpoint: Option<Checkpoint>,
     warnings: Vec<String>,
     injections: Vec<Injection>,
+    saves: bool,
 }
 
 /// What a run leaves.
@@ -67,7 +68,7 @@ impl Run {
                 .hint("or start anew elsewhere: --set run.dir=runs/another"));
         }
         let prepared = prepare(run, None)?;
-        Ok(Run { prepared, checkpoint: None, warnings: Vec::new(), injections: Vec::new() })
+        Ok(Run { prepared, checkpoint: None, warnings: Vec::new(), injections: Vec::new(), saves: true })
     }
 
     /// Plans to go on with a run from its newest whole checkpoint; from the start, where there never was one.
@@ -118,12 +119,17 @@ impl Run {
                 ));
             }
         }
-        Ok(Run { prepared, checkpoint, warnings, injections: Vec::new() })
+        Ok(Run { prepared, checkpoint, warnings, injections: Vec::new(), saves: true })
     }
 
     /// The device shall refuse memory at these places.
     pub fn rehearse(&mut self, injections: Vec<Injection>) {
         self.injections = injections;
+    }
+
+    /// No checkpoint and no model shall be left: the run is only measured.
+    pub fn save_nothing(&mut self) {
+        self.saves = false;
     }
 
     /// The plan and what it is about.
@@ -194,12 +200,13 @@ pub(super) struct Trainer {
     last_eval: Option<(u64, EvalResult)>,
     last_saved: (u64, Instant),
     generates: bool,
+    saves: bool,
     pace: f64,
 }
 
 impl Trainer {
     fn open(run: Run, folder: PathBuf, control: Option<Control>, log: &mut EventLog) -> Result<Trainer, Failure> {
-        let Run { prepared, checkpoint, injections, .. } = run;
+        let Run { prepared, checkpoint, injections, saves, .. } = run;
         let Prepared { run, mut resolved, train, eval, answer } = prepared;
         let precision = run.arithmetic(resolved.device.kind);
         let product_flops = needed_product_flops(&answer.set);
@@ -250,6 +257,7 @@ impl Trainer {
         let mut trainer = Trainer {
             folder,
             generates,
+            saves,
             // A virtual device keeps its own pace, and a GPU leaves the processor usable.
             pace: if device.kind == DeviceKind::Cpu { pace(&run, device.threads) } else { 1.0 },
             product_flops: product_flops * batches.rows.div_ceil(u64::from(info.recipe.micro_batch)) as f64,
@@ -408,7 +416,7 @@ impl Trainer {
 
     fn save(&mut self, log: &mut EventLog) -> Result<(), Failure> {
         let path = self.folder.join("checkpoints").join(format!("step-{}", self.info.step));
-        if self.last_saved.0 == self.info.step && path.exists() {
+        if !self.saves || self.last_saved.0 == self.info.step && path.exists() {
             return Ok(());
         }
         let start = Instant::now();
@@ -448,12 +456,13 @@ impl Trainer {
         if status == RunStatus::Done {
             self.evaluate(log)?;
             self.save(log)?;
-            let path = self.insist(log, Trainer::write_model)?;
+            if self.saves {
+                model = Some(self.insist(log, Trainer::write_model)?);
+            }
             if let (true, Some(eval)) = (self.generates, self.eval.clone()) {
                 drawn =
                     self.insist(log, |trainer| samples(&mut trainer.engine, &eval, &trainer.resolved.model.config))?;
             }
-            model = Some(path);
         }
         let stats = self.engine.stats();
         let measured = match self.engine.gpu() {

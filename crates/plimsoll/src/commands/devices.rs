@@ -15,7 +15,14 @@ use std::fs;
 /// # Errors
 /// A terminal that cannot be drawn on.
 pub fn show(args: &DevicesArgs) -> Result<Exit, Failure> {
-    if args.watch {
+    if args.forget {
+        let forgotten = calibration::forget_shortfalls(None);
+        let line = |short: &calibration::Shortfall| {
+            format!("forgotten: {} was held to {} ({})\n", short.device, short.line_bytes, short.why)
+        };
+        let text: String = forgotten.iter().map(line).collect();
+        say::answer(if text.is_empty() { "nothing was known to forget\n" } else { &text });
+    } else if args.watch {
         devices::watch().map_err(|error| Failure::input(format!("the terminal cannot be drawn on: {error}")))?;
     } else if args.json {
         say::answer(&devices::json(&probe::machine()));

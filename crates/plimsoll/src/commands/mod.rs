@@ -3,5 +3,6 @@
 pub mod budget;
 pub mod devices;
 pub mod model;
+pub mod models;
 pub mod plan;
 pub mod train;

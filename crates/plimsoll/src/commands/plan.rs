@@ -55,7 +55,8 @@ pub fn refusal(file: &RunFile, plan: &Plan) -> Failure {
     // What the process holds beside its arena wavers from start to start: the ready command has room for that.
     let device = plan.devices.first().map(|device| device.name.as_str()).unwrap_or_default();
     let has = paper::usable(device).or_else(|| memory_of_gpu(device)).unwrap_or_else(|| Memory::read().total);
-    does_not_fit(plan, &command, |bytes| again::budget_flag(&devices, bytes + Bytes::mib(1)), Some(has))
+    let refusal = does_not_fit(plan, &command, |bytes| again::budget_flag(&devices, bytes + Bytes::mib(1)), Some(has));
+    plan.learned.iter().cloned().fold(refusal, Failure::hint)
 }
 
 /// The memory of a GPU of this machine, by its name.

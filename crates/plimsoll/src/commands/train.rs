@@ -20,6 +20,9 @@ pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
     let injections = args.injections()?;
     let mut run = if args.resumes() { Run::resume(file)? } else { Run::new(file)? };
     run.rehearse(injections);
+    if args.no_save {
+        run.save_nothing();
+    }
     let prepared = run.prepared();
     if !args.json && !args.quiet {
         let table = shown(&prepared.run, &prepared.resolved, &prepared.answer, false);

@@ -1,0 +1,110 @@
+//! What `plimsoll bench models` found, as a person reads it. Pure: data to text.
+
+use crate::text::{columns, count, seconds};
+use plimsoll_core::{Bytes, ModelRow, ModelStatus, ModelsBench};
+
+/// A row for each model, and below the table what a row has no room for.
+pub fn table(bench: &ModelsBench) -> String {
+    let head = [
+        "model",
+        "parameters",
+        "fits",
+        "bytes predicted",
+        "measured",
+        "step predicted",
+        "measured",
+        "tok/s",
+        "retreats",
+    ];
+    let mut rows = vec![head.map(str::to_owned).to_vec()];
+    rows.extend(bench.models.iter().map(row));
+    let notes: String = bench.models.iter().map(note).collect();
+    let what = format!("{} sequences of {} tokens each, random weights\n\n", bench.samples, bench.sequence);
+    format!("{what}{}\n{notes}", columns(&rows, ""))
+}
+
+fn row(row: &ModelRow) -> Vec<String> {
+    let bytes = |bytes: Option<Bytes>| bytes.map_or_else(String::new, |bytes| bytes.to_string());
+    let time = |time: Option<f64>| time.map_or_else(String::new, seconds);
+    let fits = match row.status {
+        ModelStatus::Ran | ModelStatus::Planned => "yes",
+        ModelStatus::DoesNotFit => "no",
+        ModelStatus::Failed if row.fits => "yes, failed",
+        ModelStatus::Failed => "failed",
+    };
+    vec![
+        row.model.clone(),
+        row.parameters.map_or_else(String::new, |parameters| count(parameters as f64)),
+        fits.to_owned(),
+        bytes(row.predicted_bytes),
+        bytes(row.measured_bytes),
+        time(row.predicted_step_seconds),
+        time(row.measured_step_seconds),
+        row.tokens_per_second.map_or_else(String::new, count),
+        row.retreats.map_or_else(String::new, |retreats| retreats.to_string()),
+    ]
+}
+
+/// What the model stands for, where it runs and how, or why it does not.
+fn note(row: &ModelRow) -> String {
+    let mut parts = Vec::new();
+    parts.extend((row.model != row.stands_for).then(|| row.stands_for.clone()));
+    parts.extend(row.device.as_ref().map(|device| match row.simulated {
+        true => format!("{device} (simulated)"),
+        false => device.clone(),
+    }));
+    if row.fits {
+        parts.extend(row.recipe.as_ref().map(ToString::to_string));
+    }
+    parts.extend(row.predicted_host_bytes.filter(|host| host.0 > 0).map(|host| format!("{host} on the host")));
+    let (predicted, measured) = (row.predicted_seconds, row.measured_seconds);
+    parts.extend(predicted.map(|predicted| format!("all steps {} predicted", seconds(predicted))));
+    parts.extend(measured.map(|measured| format!("start to end {} measured", seconds(measured))));
+    if row.status == ModelStatus::Planned {
+        parts.push("planned only: this device is on paper".to_owned());
+    }
+    parts.extend(row.needs_bytes.map(|needs| format!("the least that would do is {needs}")));
+    parts.extend(row.why.clone());
+    format!("{}: {}\n", row.model, parts.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_row_tells_predicted_from_measured_and_a_note_why_nothing_ran() {
+        let ran = ModelRow {
+            status: ModelStatus::Ran,
+            fits: true,
+            parameters: Some(6_738_000_000),
+            device: Some("virtual:a".into()),
+            simulated: true,
+            predicted_bytes: Some(Bytes::gib(6)),
+            measured_bytes: Some(Bytes::gib(5)),
+            predicted_step_seconds: Some(2.0),
+            measured_step_seconds: Some(2.5),
+            tokens_per_second: Some(1234.0),
+            measured_seconds: Some(60.0),
+            retreats: Some(1),
+            ..ModelRow::new("7b", "llama-2-7b")
+        };
+        let refused = ModelRow {
+            status: ModelStatus::DoesNotFit,
+            needs_bytes: Some(Bytes::gib(40)),
+            ..ModelRow::new("llama-2-13b", "llama-2-13b")
+        };
+        let broken = ModelRow { why: Some("exit 2: no such model".into()), ..ModelRow::new("x", "x") };
+        let text = table(&ModelsBench { samples: 1000, sequence: 1024, models: vec![ran, refused, broken] });
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(lines[0], "1000 sequences of 1024 tokens each, random weights");
+        assert!(lines[2].ends_with("tok/s  retreats"), "{text}");
+        for word in ["7b", "yes", "6.00 GiB", "5.00 GiB", "2.00 s", "2.50 s", "1.23 k", "1"] {
+            assert!(lines[3].contains(word), "{word}: {text}");
+        }
+        assert!(lines[4].contains("no") && lines[5].contains("failed"), "{text}");
+        assert_eq!(lines[7], "7b: llama-2-7b, virtual:a (simulated), start to end 60.0 s measured");
+        assert_eq!(lines[8], "llama-2-13b: the least that would do is 40.00 GiB");
+        assert_eq!(lines[9], "x: exit 2: no such model");
+    }
+}

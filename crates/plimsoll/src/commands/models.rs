@@ -1,0 +1,188 @@
+//! `plimsoll bench models`: plans several models, and trains those that fit with random weights on random tokens. Each
+//! runs in a program of its own, so that whatever one of them comes to, nothing of it is left for the next.
+
+use crate::args::BenchModelsArgs;
+use crate::{say, signals};
+use plimsoll_core::{DeviceKind, Exit, Failure, ModelRow, ModelStatus, ModelsBench, RunResult};
+use plimsoll_program::models::of_size;
+use plimsoll_train::resolve::plan;
+use plimsoll_train::run_file::RunFile;
+use plimsoll_watch::models::table;
+use std::fs;
+use std::io::{BufWriter, Write};
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus, Stdio};
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+/// Plans and runs them one after another, and says what came of each. One that fails does not keep the others from being
+/// tried.
+///
+/// # Errors
+/// A file that cannot be written; after all have been tried, that some failed.
+pub fn run(args: &BenchModelsArgs) -> Result<Exit, Failure> {
+    let stop = signals::install().map_err(|error| Failure::bug(format!("signals cannot be caught: {error}")))?;
+    let mut bench = ModelsBench { samples: args.samples, sequence: u64::from(args.sequence), models: Vec::new() };
+    for (number, model) in args.models.iter().enumerate() {
+        let folder = Folder::make(number)?;
+        say::stage(model);
+        bench.models.push(measure(args, model, &folder.0));
+        if let Some(path) = &args.json {
+            let text = serde_json::to_string_pretty(&bench).expect("rows are plain data");
+            fs::write(path, text + "\n")
+                .map_err(|error| Failure::input(format!("cannot write {}: {error}", path.display())))?;
+        }
+        if stop.load(Ordering::Relaxed) {
+            break;
+        }
+    }
+    say::answer(&table(&bench));
+    let failed = bench.models.iter().filter(|row| row.status == ModelStatus::Failed).count();
+    let (done, asked) = (bench.models.len(), args.models.len());
+    if done < asked {
+        let rest = args.models[done..].join(" ");
+        let message = format!("{done} of {asked} models were tried");
+        return Err(Failure::stopped(message).hint(format!("the others: plimsoll bench models {rest}")));
+    }
+    if failed > 0 {
+        let message = format!("{failed} of {asked} models failed");
+        return Err(Failure::input(message).hint("the table says why; the others are not touched by it"));
+    }
+    Ok(Exit::Done)
+}
+
+/// A folder for one model, which goes with all that is in it.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn make(number: usize) -> Result<Folder, Failure> {
+        let path = std::env::temp_dir().join(format!("plimsoll-bench-{}-{number}", std::process::id()));
+        fs::create_dir_all(&path)
+            .map_err(|error| Failure::input(format!("cannot make {}: {error}", path.display())).hint("set TMPDIR"))?;
+        Ok(Folder(path))
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A model's row, whatever happens.
+fn measure(args: &BenchModelsArgs, model: &str, folder: &Path) -> ModelRow {
+    let stands_for = of_size(model).unwrap_or(model);
+    let mut row = ModelRow::new(model, stands_for);
+    if let Err(failure) = look(args, stands_for, folder, &mut row) {
+        row.why = Some(failure.message);
+    }
+    row
+}
+
+/// Plans a model, and runs it where it fits and the device is here.
+fn look(args: &BenchModelsArgs, model: &str, folder: &Path, row: &mut ModelRow) -> Result<(), Failure> {
+    let data = folder.join("train.jsonl");
+    let file = args.resolve(model, &data, &folder.join("run"))?;
+    let (resolved, answer) = plan(&file)?;
+    let (plan, device) = (&answer.plan, &resolved.device);
+    row.fits = plan.fits;
+    row.parameters = Some(resolved.model.config.parameters());
+    (row.device, row.simulated) = (Some(device.name.clone()), device.simulated());
+    (row.budget_bytes, row.recipe) = (Some(device.budget), Some(plan.recipe.clone()));
+    row.predicted_bytes = Some(plan.devices[0].peak_bytes);
+    row.predicted_host_bytes = Some(plan.host.arena_bytes);
+    row.predicted_step_seconds = Some(plan.predicted.step_seconds);
+    row.predicted_tokens_per_second = Some(plan.predicted.tokens_per_second);
+    row.predicted_seconds = Some(plan.predicted.step_seconds * args.samples.div_ceil(file.batch_sequences()) as f64);
+    if !plan.fits {
+        row.status = ModelStatus::DoesNotFit;
+        row.needs_bytes = plan.needs.first().map(|need| need.budget_bytes);
+        return Ok(());
+    }
+    if device.kind == DeviceKind::Paper {
+        row.status = ModelStatus::Planned;
+        return Ok(());
+    }
+    let vocab = resolved.model.config.vocab;
+    random_samples(&data, args.samples, u64::from(args.sequence), vocab)
+        .map_err(|error| Failure::input(format!("cannot write {}: {error}", data.display())))?;
+    train(&file, folder, row)
+}
+
+/// Trains in a program of its own, and reads what it left.
+fn train(file: &RunFile, folder: &Path, row: &mut ModelRow) -> Result<(), Failure> {
+    let failed = |what: &str, error: std::io::Error| Failure::input(format!("cannot {what}: {error}"));
+    let run_file = folder.join("run.toml");
+    fs::write(&run_file, file.to_toml()).map_err(|error| failed("write the run file", error))?;
+    let binary = std::env::current_exe().map_err(|error| failed("find this program", error))?;
+    let start = Instant::now();
+    let output = Command::new(binary)
+        .arg("train")
+        .arg(&run_file)
+        .args(["--quiet", "--no-save"])
+        .env("PLIMSOLL_TOKENS", folder.join("tokens"))
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .output()
+        .map_err(|error| failed("start a run", error))?;
+    if !output.status.success() {
+        return Err(Failure::input(why(output.status, &String::from_utf8_lossy(&output.stderr))));
+    }
+    let text = fs::read(folder.join("run/result.json")).map_err(|error| failed("read the result", error))?;
+    let result: RunResult = serde_json::from_slice(&text)
+        .map_err(|error| Failure::bug(format!("a run left a result that cannot be read: {error}")))?;
+    row.status = ModelStatus::Ran;
+    row.measured_seconds = Some(start.elapsed().as_secs_f64());
+    row.recipe = Some(result.recipe);
+    row.measured_step_seconds = Some(result.step_seconds.median);
+    row.tokens_per_second = Some(result.tokens_per_second);
+    row.steps = Some(result.steps);
+    row.retreats = Some(result.retreats.len() as u64);
+    if let Some(memory) = result.memory.first() {
+        (row.predicted_bytes, row.measured_bytes) = (Some(memory.predicted_bytes), Some(memory.measured_bytes));
+    }
+    Ok(())
+}
+
+/// What a run said when it failed: its first line, without the word before it.
+fn why(status: ExitStatus, stderr: &str) -> String {
+    let line = stderr.lines().find_map(|line| line.strip_prefix("error: ").or(line.strip_prefix("stopped: ")));
+    match (line, status.code(), status.signal()) {
+        (Some(line), Some(code), _) => format!("exit {code}: {line}"),
+        (None, Some(code), _) => format!("exit {code}"),
+        (_, None, signal) => format!("ended by signal {}", signal.unwrap_or_default()),
+    }
+}
+
+/// Sequences of random tokens, the same each time.
+fn random_samples(path: &Path, samples: u64, sequence: u64, vocab: u64) -> std::io::Result<()> {
+    let mut out = BufWriter::new(fs::File::create(path)?);
+    let mut state = 0_u64;
+    for _ in 0..samples {
+        write!(out, "{{\"input_ids\":[")?;
+        for place in 0..sequence {
+            // splitmix64 of Steele, Lea and Flood: nobody looks at these numbers.
+            state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            let mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            let comma = if place == 0 { "" } else { "," };
+            write!(out, "{comma}{}", (mixed >> 32) % vocab)?;
+        }
+        writeln!(out, "]}}")?;
+    }
+    out.flush()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_that_failed_is_told_in_a_line() {
+        let status = |raw| ExitStatus::from_raw(raw);
+        assert_eq!(why(status(3 << 8), "error: it does not fit\n  hint: a\n"), "exit 3: it does not fit");
+        assert_eq!(why(status(1 << 8), ""), "exit 1");
+        assert_eq!(why(status(9), "whatever"), "ended by signal 9");
+    }
+}

@@ -1,0 +1,74 @@
+//! Several models are planned and run one after another; one that fails does not keep the others from it.
+
+mod common;
+
+use common::{Place, SMALL, config};
+use serde_json::Value;
+
+/// The rows of a benchmark that ended so; its temporary files are gone.
+fn bench(place: &Place, code: i32, more: &[&str]) -> (Vec<Value>, String) {
+    std::fs::create_dir_all(place.path("tmp")).unwrap();
+    let tmp = format!("TMPDIR={}", place.path("tmp").display());
+    let args = ["bench", "models", "--samples", "24", "--sequence", "32", "--json", "rows.json"];
+    let done = place.start_as(&["env", &tmp], &[&args[..], more].concat()).end();
+    assert_eq!(done.code, Some(code), "{}{}", done.stderr, done.stdout);
+    assert!(place.names("tmp").is_empty(), "{:?}", place.names("tmp"));
+    let bench = place.json("rows.json");
+    assert_eq!((&bench["samples"], &bench["sequence"]), (&24.into(), &32.into()));
+    (bench["models"].as_array().unwrap().clone(), done.stdout)
+}
+
+#[test]
+fn models_run_one_after_another_and_one_that_fails_leaves_the_others_alone() {
+    let place = Place::new(&SMALL);
+    std::fs::create_dir(place.path("broken")).unwrap();
+    place.write("broken/config.json", "{");
+    std::fs::create_dir(place.path("wide")).unwrap();
+    place.write("wide/config.json", config(64).to_string());
+    let one_step = ["--budget", "128MiB", "--set", "train.batch_tokens=256"];
+    let (rows, text) = bench(&place, 2, &[&["./broken", "./model", "smollm2-135m", "./wide"], &one_step[..]].concat());
+    let status: Vec<&str> = rows.iter().map(|row| row["status"].as_str().unwrap()).collect();
+    assert_eq!(status, ["failed", "ran", "does_not_fit", "ran"], "{text}");
+    assert!(rows[0]["why"].as_str().unwrap().contains("config.json"), "{}", rows[0]);
+    assert!(rows[2]["needs_bytes"].as_u64() > rows[2]["budget_bytes"].as_u64(), "{}", rows[2]);
+    for row in [&rows[1], &rows[3]] {
+        assert_eq!((&row["fits"], &row["steps"], &row["retreats"]), (&true.into(), &3.into(), &0.into()), "{row}");
+        for measured in ["measured_bytes", "measured_step_seconds", "tokens_per_second", "measured_seconds"] {
+            assert!(row[measured].as_f64().unwrap() > 0.0, "{measured}: {row}");
+        }
+        assert!(row["predicted_bytes"].as_u64().unwrap() <= 128 << 20, "{row}");
+    }
+    assert!(text.contains("./wide") && text.contains("the least that would do is"), "{text}");
+    // What was trained on leaves nothing in the cache either.
+    assert!(!place.names("cache").contains(&"tokens".to_owned()), "{:?}", place.names("cache"));
+}
+
+#[test]
+fn on_paper_models_are_planned_and_sizes_stand_for_presets() {
+    let place = Place::new(&SMALL);
+    let devices = ["--devices", "rtx3090,host=64GiB", "--allow", "nf4,lora"];
+    let (rows, text) = bench(&place, 0, &[&["7b", "11b"], &devices[..]].concat());
+    let named: Vec<&str> = rows.iter().map(|row| row["stands_for"].as_str().unwrap()).collect();
+    assert_eq!(named, ["llama-2-7b", "llama-11b"]);
+    for row in &rows {
+        assert_eq!((&row["status"], &row["fits"]), (&"planned".into(), &true.into()), "{row}");
+        assert!(row["measured_bytes"].is_null() && row["tokens_per_second"].is_null(), "{row}");
+    }
+    assert!(text.contains("planned only: this device is on paper"), "{text}");
+    // A run that fails is told by what it said.
+    let (rows, text) = bench(
+        &place,
+        2,
+        &[
+            "./model",
+            "--set",
+            "train.learning_rate=1e30",
+            "--set",
+            "train.clip_norm=0",
+            "--set",
+            "train.batch_tokens=256",
+        ],
+    );
+    assert_eq!((&rows[0]["status"], &rows[0]["fits"]), (&"failed".into(), &true.into()), "{text}");
+    assert!(rows[0]["why"].as_str().unwrap().starts_with("exit 4: step "), "{text}");
+}
