@@ -103,7 +103,7 @@ mod tests {
             assert!(lines[3].contains(word), "{word}: {text}");
         }
         assert!(lines[4].contains("no") && lines[5].contains("failed"), "{text}");
-        assert_eq!(lines[7], "7b: llama-2-7b, virtual:a (simulated), start to end 60.0 s measured");
+        assert_eq!(lines[7], "7b: llama-2-7b, virtual:a (simulated), start to end 60.00 s measured");
         assert_eq!(lines[8], "llama-2-13b: the least that would do is 40.00 GiB");
         assert_eq!(lines[9], "x: exit 2: no such model");
     }

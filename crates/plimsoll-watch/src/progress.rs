@@ -230,7 +230,7 @@ pub(crate) mod tests {
         let rest = Event::Rest { step: 51, device, celsius, throttled, celsius_after, max_celsius, seconds: 12.0 };
         assert_eq!(
             progress.see(&rest).as_deref(),
-            Some("rest after step 51: cpu at 86 of 85 °C allowed; 78 °C after 12.0 s")
+            Some("rest after step 51: cpu at 86 of 85 °C allowed; 78 °C after 12.00 s")
         );
         let warning = Event::Warning { message: "the disk is slow".into() };
         assert_eq!(progress.see(&warning).as_deref(), Some("warning: the disk is slow"));

@@ -29,6 +29,7 @@ fn every_key_has_an_expectation_and_every_expectation_a_key() {
     (file.train.steps, file.train.epochs, file.train.hours) = (Some(1), Some(1.0), Some(1.0));
     file.recipe.micro_batch = Some(1);
     (file.model.adapter, file.train.rungs) = (Some("a".into()), Some(vec![]));
+    file.run.max_temperature = Some(80.0);
     let table: toml::Table = file.to_toml().parse().unwrap();
     let written: BTreeSet<String> = table
         .iter()
