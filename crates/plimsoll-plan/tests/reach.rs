@@ -191,7 +191,8 @@ fn what_the_host_adds_up_for_a_gpu_has_another_order_and_for_a_part_of_itself_ha
             rungs: vec![],
         };
         let on_device = Recipe::on_device(2, vec![RecomputeLevel::Nothing; config.layers as usize]);
-        let recipe = Recipe { offload: Offload { embedding, ..Offload::NOTHING }, ..on_device };
+        let recipe = Recipe { offload: Offload { embedding, ..Offload::NOTHING }, ..on_device.clone() };
+        assert_eq!(question.class_between(&on_device, &recipe), class, "{} {embedding}", device.name);
         assert_eq!(plan_of(&question, &recipe).plan.class, class, "{} {embedding}", device.name);
     }
 }

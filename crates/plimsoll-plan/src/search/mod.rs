@@ -158,6 +158,16 @@ impl Question<'_> {
         self.recipe(micro_batch, vec![level; self.layers()], Offload::NOTHING)
     }
 
+    /// What going over from one recipe to another does to the numbers.
+    pub fn class_between(&self, from: &Recipe, to: &Recipe) -> Class {
+        let host_sums = |recipe: &Recipe| {
+            let question = rungs::under(self, &recipe.rungs);
+            host_sums_for_gpu(&question, &question.programs(recipe))
+        };
+        let alike = from.offload.embedding == to.offload.embedding || host_sums(from) == host_sums(to);
+        if from.micro_batch == to.micro_batch && alike { Class::Identical } else { Class::Reordered }
+    }
+
     fn recipe(&self, micro_batch: u32, recompute: Vec<RecomputeLevel>, offload: Offload) -> Recipe {
         Recipe { micro_batch, recompute, offload, rungs: self.rungs.clone() }
     }

@@ -12,7 +12,7 @@ use super::training::Trainer;
 use super::trouble::Trouble;
 use crate::files::atomic;
 use crate::resolve::{Work, question};
-use plimsoll_core::{Budget, Bytes, Class, DeviceSpec, Event, Failure, Plan, Recipe, Retreat};
+use plimsoll_core::{Budget, Bytes, DeviceSpec, Event, Failure, Plan, Recipe, Retreat};
 use plimsoll_device::calibration;
 use plimsoll_device::device::DeviceError;
 use plimsoll_device::probe::Memory;
@@ -191,7 +191,7 @@ impl Trainer {
 
     fn tell(&mut self, left: Left, why: String, start: Instant, log: &mut EventLog) -> Result<(), Failure> {
         let to = self.plan.recipe.clone();
-        let class = if left.recipe.micro_batch == to.micro_batch { Class::Identical } else { Class::Reordered };
+        let class = self.ask(self.line.bytes, self.line.host, |question| question.class_between(&left.recipe, &to))?;
         let retreat = Retreat {
             step: self.step_now(),
             why,
