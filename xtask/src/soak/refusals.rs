@@ -46,7 +46,7 @@ impl Asked {
         fs::write(folder.join("run.toml"), "")?;
         let precision = draw.of(&[DType::F32, DType::F32, DType::Bf16]);
         let rungs = draw.of(&[&[][..], &[], &["adam8bit"], &["lora"], &["lora", "int8"], &["lora", "nf4"]]);
-        let device = draw.of(&["cpu=512MiB", "virtual:a=24MiB@1.0", "virtual:a=24MiB@1.0:16GB/s,host=32MiB"]);
+        let device = draw.of(&["cpu=512MiB", "virtual:a=64MiB@1.0", "virtual:a=64MiB@1.0:16GB/s,host=32MiB"]);
         let share = draw.of(&[0.003, 0.01, 0.03, 0.1, 0.3]);
         let mut settings = vec![
             format!("model.path={}", folder.display()),
