@@ -9,13 +9,15 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-from gpu_check import contents, run_file, samples, settings, write_config, write_samples
+from gpu_check import contents, last_json, run_file, samples, settings, write_config, write_samples
 
 PROGRAM = LIBRARIES = None
 MODEL = dict(hidden=32, layers=2, heads=4, kv_heads=2, ffn=48, vocab=97)
@@ -37,18 +39,26 @@ class EndToEnd(unittest.TestCase):
     def tearDownClass(cls):
         cls.home.cleanup()
 
-    def run_program(self, *arguments, exit=0, libraries=None, **stand_in):
+    def run_program(self, *arguments, exit=0, libraries=None, more=None, **stand_in):
         """What it says, and what it complains about."""
+        child = self.start(arguments, libraries, more, **stand_in)
+        try:
+            said, complained = child.communicate(timeout=300)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            self.fail(f"{child.args} does not end: {child.communicate()}")
+        self.assertEqual(child.returncode, exit, f"{child.args}\n{said}\n{complained}")
+        return said + complained
+
+    def start(self, arguments, libraries=None, more=None, **stand_in):
         # Measuring the machine takes longer than all else: once is enough.
-        environment = {"PLIMSOLL_CACHE": str(self.root / "cache"), **os.environ, "NO_COLOR": "1"}
+        environment = {**os.environ, "PLIMSOLL_CACHE": str(self.root / "cache"), "NO_COLOR": "1", **(more or {})}
         environment["LD_LIBRARY_PATH"] = str(libraries or LIBRARIES)
         environment.update({f"PLIMSOLL_STAND_IN_{name}": str(value) for name, value in stand_in.items()})
-        command = [PROGRAM, *map(str, arguments)]
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL
+        return subprocess.Popen(
+            [PROGRAM, *map(str, arguments)], env=environment, text=True, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
-        self.assertEqual(done.returncode, exit, f"{command}\n{done.stdout}\n{done.stderr}")
-        return done.stdout + done.stderr
 
     def arguments(self, run, device="cuda:0", precision="f32", **more):
         return ["train", run_file(self.root), "--quiet", "--devices", device, *settings({
@@ -62,9 +72,17 @@ class EndToEnd(unittest.TestCase):
         said = self.run_program(*self.arguments(run, **more), exit=exit, **(stand_in or {}))
         return said
 
+    def records(self, run):
+        path = self.root / run / "events.jsonl"
+        # The last line may be half written.
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return list(map(json.loads, lines))
+
+    def warnings(self, run):
+        return [record["message"] for record in self.records(run) if record.get("event") == "warning"]
+
     def losses(self, run):
-        records = map(json.loads, (self.root / run / "events.jsonl").read_text().splitlines())
-        return [record["loss"] for record in records if record.get("event") == "step"]
+        return [record["loss"] for record in self.records(run) if record.get("event") == "step"]
 
     def result(self, run):
         return json.loads((self.root / run / "result.json").read_text())
@@ -111,21 +129,53 @@ class EndToEnd(unittest.TestCase):
     def test_a_run_that_lost_its_device_goes_on_to_the_same_bits(self):
         self.once("gpu-bf16", precision="bf16")
         expected = contents(self.root / "gpu-bf16")
-        _, whole = self.counted()
+        _, whole, _ = self.counted()
         for share in (0.7, 0.95):
             run = f"lost-{share}"
             said = self.train(run, precision="bf16", exit=4, stand_in=dict(LOST_AT=int(share * whole)))
             self.assertIn("--resume", said)
-            self.run_program("train", "--quiet", "--resume", self.root / run)
+            # What this machine knows of its GPU is lost, too: the checkpoint knows how products were done.
+            cache = self.cache(f"{run}-cache", ["algorithms.json", "charges.json"])
+            self.run_program("train", "--quiet", "--resume", self.root / run, more=cache)
+            self.assertEqual(self.warnings(run), [])
             self.assertEqual(contents(self.root / run), expected, run)
 
+    def test_another_driver_chooses_algorithms_anew_and_says_so(self):
+        run = "another-driver"
+        _, whole, _ = self.counted()
+        self.train(run, precision="bf16", exit=4, stand_in=dict(LOST_AT=int(0.95 * whole)))
+        self.run_program("train", "--quiet", "--resume", self.root / run, DRIVER=13030)
+        warnings = self.warnings(run)
+        self.assertTrue(any("CUDA 13.3" in said and "CUDA 13.2" in said for said in warnings), warnings)
+
+    def test_the_load_line_holds_from_the_first_moment_on(self):
+        self.once("gpu-bf16", precision="bf16")
+        budget = self.result("gpu-bf16")["memory"][0]["predicted_bytes"] + (1 << 20)
+        cache = self.cache("line-cache", ["charges.json"])
+        said = self.train("line", precision="bf16", stand_in=dict(COUNT=1, more=cache), **{"memory.budget": f"{budget}B"})
+        *_, most = self.counts(said)
+        self.assertLessEqual(most, budget)
+        self.assertGreater(most, budget - (16 << 20))
+
     def counted(self):
-        """Allocations and launches of a whole run in bf16."""
-        said = self.train("counted", precision="bf16", stand_in=dict(COUNT=1))
-        return map(int, re.search(r"(\d+) allocations, (\d+) launches", said).groups())
+        """Allocations and launches of a whole run in bf16, and the most bytes that it held."""
+        self.once("gpu-bf16", precision="bf16")
+        if "counted" not in self.made:
+            said = self.train("counted", precision="bf16", stand_in=dict(COUNT=1))
+            self.made["counted"] = self.counts(said)
+        return self.made["counted"]
+
+    def counts(self, said):
+        return [int(number) for number in re.search(r"(\d+) allocations, (\d+) launches, at most (\d+) bytes", said).groups()]
+
+    def cache(self, name, without):
+        """A cache like that of all runs, which nobody has told some things."""
+        self.once("gpu-f32")
+        shutil.copytree(self.root / "cache", self.root / name, ignore=shutil.ignore_patterns(*without))
+        return {"PLIMSOLL_CACHE": str(self.root / name)}
 
     def test_any_allocation_that_is_refused_is_a_message_and_leaves_nothing_half_done(self):
-        allocations, _ = self.counted()
+        allocations, *_ = self.counted()
         self.once("gpu-bf16", precision="bf16")
         for number in sorted({1, 2, allocations // 2, allocations}):
             said = self.train(f"refused-{number}", precision="bf16", exit=3, stand_in=dict(OOM_AT=number))
@@ -137,21 +187,68 @@ class EndToEnd(unittest.TestCase):
         loss = {}
         for device in ("cpu", "cuda:0"):
             said = self.run_program("eval", model, "--data", data, "--format", "tokens", "--devices", device, "--json")
-            loss[device] = json.loads(said)["loss"]
+            # What it tells a person beside it goes to stderr.
+            loss[device] = last_json(said)["loss"]
         self.assertAlmostEqual(loss["cuda:0"] / loss["cpu"], 1, delta=1e-5)
+
+    def test_devices_are_measured_one_by_one_and_all_at_once(self):
+        out = self.root / "bench.json"
+        said = self.run_program("bench", "devices", "--duration", "3s", "--json", out, MEMORY="4GiB,2GiB", ARCH="89,86")
+        bench = json.loads(out.read_text())
+        names = ["cpu", "cuda:0", "cuda:1"]
+        self.assertEqual(sorted({device["device"] for device in bench["devices"]}), names)
+        self.assertEqual(bench["all"]["devices"], names)
+        self.assertEqual([rate["dtype"] for rate in bench["all"]["products"]], ["f32", "bf16"])
+        for gpu in names[1:]:
+            self.assertGreater(bench["all"]["conditions"][gpu]["temperature_celsius"], 0)
+            self.assertIn(f"{gpu} among all: 36 °C", said)
 
     def test_a_step_is_timed(self):
         for dtype in ("f32", "bf16"):
             said = self.run_program(
                 "bench", "step", "--device", "cuda:0", "--dtype", dtype, "--vocab", 64, "--layers", 2, "--hidden", 32,
                 "--heads", 4, "--kv-heads", 2, "--ffn", 48, "--sequence", 16, "--batch", 2, "--steps", 2, "--warmup", 1)
-            report = json.loads(said.strip().splitlines()[-1])
+            report = last_json(said)
             self.assertEqual(report["arena_bytes"], report["arena_measured_bytes"])
-            self.assertIn("stand-in", said)
+            self.assertIn("stand-in", report["device_model"])
 
     def test_a_budget_that_is_too_small_is_refused_with_what_would_do(self):
         said = self.train("too-small", exit=3, **{"memory.budget": "310MiB"})
         self.assertIn("MiB", said)
+
+    def test_a_run_feels_what_others_take_of_its_gpu(self):
+        total, foreign, run = 128 << 20, self.root / "foreign", self.root / "pressed"
+        arguments = self.arguments("pressed", **{"train.batch_tokens": 96 * SEQUENCE, "train.steps": 10000})
+        cache = self.cache("pressed-cache", ["charges.json"])
+        child = self.start(arguments, more=cache, MEMORY=total, CONTEXT="2MiB", FOREIGN_FILE=foreign)
+
+        def wait_for(event, count):
+            for _ in range(600):
+                found = [record for record in self.records(run) if record.get("event") == event]
+                if len(found) >= count:
+                    return found
+                self.assertIsNone(child.poll(), child.stderr)
+                time.sleep(0.2)
+            self.fail(f"no {event} in two minutes: {self.warnings(run)}, {self.records(run)[-1:]}")
+
+        try:
+            held = wait_for("step", 2)[-1]["bytes"]
+            before = json.loads((run / "plan.json").read_text())["algorithms"]["chosen"]
+            # Half of the margin (a fiftieth of the GPU) stays free.
+            foreign.write_text(str(total - held - total // 100))
+            retreat = wait_for("retreat", 1)[0]
+            self.assertIn("others need memory", retreat["why"])
+            self.assertLess(retreat["arena_bytes"], retreat["arena_bytes_before"])
+            wait_for("step", len(self.losses("pressed")) + 2)
+            child.send_signal(signal.SIGINT)
+            self.assertEqual(child.wait(60), 4)
+        finally:
+            child.kill()
+            child.communicate()
+        # What the smaller recipe's products are done with is kept as well.
+        newest = max((run / "checkpoints").glob("step-*"), key=lambda path: int(path.name.split("-")[1]))
+        kept = json.loads((newest / "checkpoint.json").read_text())["algorithms"]["chosen"]
+        self.assertLess(before.items(), kept.items())
 
     def test_what_is_missing_is_named_with_what_brings_it(self):
         folder = self.root / "libraries"
@@ -164,7 +261,8 @@ class EndToEnd(unittest.TestCase):
 
     def test_without_nvml_it_runs_all_the_same(self):
         folder = self.root / "no-nvml"
-        shutil.copytree(LIBRARIES, folder, ignore=lambda _, names: [name for name in names if name in ("libnvidia-ml.so.1", "units")])
+        # Links: what is loaded under several names has to be one library.
+        shutil.copytree(LIBRARIES, folder, copy_function=os.symlink, ignore=shutil.ignore_patterns("libnvidia-ml.so.1"))
         self.run_program(*self.arguments("no-nvml-run"), libraries=folder)
 
     def test_a_driver_without_a_gpu_is_a_message(self):

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
 """What only a GPU can show, in less than eight minutes: run this on a machine that has one.
 
-    python3 gpu_check.py [--device cuda:0] [--seconds 460] [--json result.json] [--only found,ops,...]
+    python3 gpu_check.py [--device cuda:0] [--seconds 460] [--out FOLDER] [--only found,ops,...]
 
 It lies beside the programs that it runs (plimsoll, plimsoll-check, torch_step.py), as `cargo xtask gpu-check` packed
-them, and needs neither Rust nor a network; torch and transformers where they are to be compared with. A table comes
-last; the exit code is 0 when everything held that was shown.
+them, and needs neither Rust nor a network; torch and transformers where they are to be compared with. What a section
+found is written to FOLDER (or $OUT) as it ends, NAME.json, and everything to gpu-check.json: a run that is cut off
+leaves what it had. A table comes last, also when a section fails or the run is asked to end; the exit code is 0 when
+everything held that was shown.
 
 `--rehearse` runs the same flow in small, on a stand-in for a GPU, so that it is known to work before there is one.
 """
@@ -27,7 +29,7 @@ MIB, GIB = 1 << 20, 1 << 30
 
 # Sizes of the real check, and of its rehearsal. Seconds are the most that a section may take.
 REAL = {
-    "seconds": {"found": 20, "ops": 50, "plans": 80, "soak": 50, "kill": 45, "curve": 85, "speed": 130},
+    "seconds": {"found": 20, "ops": 40, "plans": 70, "soak": 40, "kill": 40, "curve": 75, "speed": 180},
     "dtypes": ["f32", "bf16"],
     "cases": 100_000,
     "soak_cases": 100_000,
@@ -48,7 +50,7 @@ REAL = {
     "bench_seconds": 8,
 }
 REHEARSAL = {
-    "seconds": {"found": 60, "ops": 240, "plans": 240, "soak": 240, "kill": 240, "curve": 240, "speed": 240},
+    "seconds": {"found": 240, "ops": 240, "plans": 240, "soak": 240, "kill": 240, "curve": 240, "speed": 240},
     "dtypes": ["f32", "bf16"],
     "cases": 2,
     "soak_cases": 1,
@@ -69,11 +71,15 @@ class Failed(Exception):
     """Something that was run did not end well."""
 
 
+class CutOff(BaseException):
+    """Somebody wants this to end: what was found is told all the same."""
+
+
 class Report:
     """Rows of the table, and figures for the JSON file."""
 
     def __init__(self):
-        self.rows, self.figures = [], {}
+        self.rows, self.figures, self.began = [], {}, time.monotonic()
 
     def add(self, section, what, figure, held):
         """`held` is None for what is no promise, only a figure, or could not be shown here."""
@@ -82,6 +88,14 @@ class Report:
 
     def failed(self):
         return [row for row in self.rows if row["held"] is False]
+
+    def write(self, folder, section):
+        """What a section found, and everything so far."""
+        rows = [row for row in self.rows if row["section"] == section]
+        found = {"about": self.figures["about"], "rows": rows, **self.figures.get(section, {})}
+        (folder / f"{section}.json").write_text(json.dumps(found, indent=1))
+        whole = {**self.figures, "rows": self.rows, "seconds": time.monotonic() - self.began}
+        (folder / "gpu-check.json").write_text(json.dumps(whole, indent=1))
 
 
 MARKS = {True: "ok  ", False: "FAIL", None: "–   "}
@@ -129,6 +143,9 @@ class Section:
             child.kill()
             child.communicate()
             raise Failed(f"{program} {arguments[0]}: no end in time") from None
+        except CutOff:
+            child.kill()
+            raise
         if child.returncode not in exits:
             lines = (complained.strip() or said.strip()).splitlines()
             raise Failed(f"{program} {arguments[0]}: exit {child.returncode}: {' / '.join(lines[-4:])}")
@@ -470,8 +487,11 @@ def speed(section):
                  for word in (f"--{key.replace('_', '-')}", str(value))]
         ours = last_json(section.run("bench", "step", "--device", section.options.device, "--dtype", "bf16", *words))
         section.keep(f"{name}: ours", ours)
-        memory = ours.get("peak_device_mib") or ours["arena_bytes"] / MIB
-        section.add(f"{name}: ours", f"{ours['tokens_per_second']:.0f} tokens/s, {memory:.0f} MiB", None)
+        # What PyTorch's own allocator reserves stands beside it: neither counts the context.
+        memory = ours["arena_bytes"] / MIB
+        whole = ours.get("device_mib") or 0.0
+        section.add(f"{name}: ours", f"{ours['tokens_per_second']:.0f} tokens/s, {memory:.0f} MiB ({whole:.0f} with "
+                    f"context and libraries)", None)
         share = ours["limit_step_seconds"] / ours["step_seconds_median"]
         section.add(f"{name}: share of the measured product peak", f"{100 * share:.0f} %", None)
         where = sorted(ours["seconds_by_op"].items(), key=lambda item: -item[1])[:6]
@@ -511,7 +531,7 @@ def arguments():
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--seconds", type=float, help="for everything; each section has its share")
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas")
-    parser.add_argument("--json", default="gpu-check.json", type=pathlib.Path, help="where the figures go")
+    parser.add_argument("--out", default=os.environ.get("OUT", "."), type=pathlib.Path, help="where the figures go")
     parser.add_argument("--programs", default=HERE, type=pathlib.Path)
     parser.add_argument("--libraries", type=pathlib.Path, help="put before LD_LIBRARY_PATH, for our programs alone")
     parser.add_argument("--rehearse", action="store_true")
@@ -526,7 +546,15 @@ def main():
     sizes = REHEARSAL if options.rehearse else REAL
     wanted = options.only.split(",")
     share = options.seconds / sum(sizes["seconds"].values()) if options.seconds else 1.0
-    report, began = Report(), time.monotonic()
+    report = Report()
+    began = report.began
+    options.out.mkdir(parents=True, exist_ok=True)
+
+    def cut_off(number, _):
+        raise CutOff(signal.Signals(number).name)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, cut_off)
     about = HERE / "about.json"
     report.figures["about"] = json.loads(about.read_text()) if about.exists() else {}
     report.figures["began"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -549,16 +577,17 @@ def main():
                     break
             except Exception as error:  # what stops one section must not hide the others
                 section.add("ends", f"{type(error).__name__}: {error}", False)
-            section.keep("seconds", time.monotonic() - started)
+            finally:
+                section.keep("seconds", time.monotonic() - started)
+                report.write(options.out, name)
+    except CutOff as word:
+        report.add("all", "cut off", word, False)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    report.figures["rows"] = report.rows
-    report.figures["seconds"] = time.monotonic() - began
-    options.json.write_text(json.dumps(report.figures, indent=1))
 
     what = "a stand-in for a GPU (runs on the CPU)" if options.rehearse else options.device
-    print(f"\n{what}, {report.figures['seconds']:.0f} s; figures in {options.json}\n")
-    width = max(len(f"{row['section']}: {row['what']}") for row in report.rows)
+    print(f"\n{what}, {time.monotonic() - began:.0f} s; figures in {options.out}\n")
+    width = max((len(f"{row['section']}: {row['what']}") for row in report.rows), default=0)
     for row in report.rows:
         print(f"{MARKS[row['held']]}  {row['section'] + ': ' + row['what']:{width}}  {row['figure']}")
     failed = len(report.failed())

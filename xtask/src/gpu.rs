@@ -115,7 +115,7 @@ fn rehearse(root: &Path, folder: &Path, only: Option<&str>) -> anyhow::Result<()
     let mut command = Command::new(python);
     command.arg(folder.join("gpu_check.py")).arg("--rehearse").arg("--libraries").arg(libraries);
     command.args(only.map(|only| format!("--only={only}")));
-    command.arg("--json").arg(folder.with_extension("json"));
+    command.arg("--out").arg(folder.with_extension("out"));
     stand_in::succeed(&mut command)
 }
 

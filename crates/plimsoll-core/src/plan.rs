@@ -304,6 +304,36 @@ pub struct Predicted {
     pub tokens_per_second: f64,
 }
 
+/// Which algorithms a library of products does the products of a run with: with others, last bits differ. Chosen once,
+/// then kept with plan and checkpoint.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Algorithms {
+    /// The library's version, as it says it itself.
+    pub library: u64,
+    /// The GPU's name.
+    pub gpu: String,
+    /// The newest CUDA that the driver knows: 12040 is 12.4.
+    pub driver: u32,
+    /// By the product's name: the algorithm, 64 bytes in hexadecimal.
+    pub chosen: BTreeMap<String, String>,
+}
+
+impl Algorithms {
+    /// Whether both were chosen by the same library and driver on the same kind of GPU: only then one may be used for
+    /// the other.
+    pub fn of_the_same(&self, other: &Algorithms) -> bool {
+        let of = |these: &Algorithms| (these.library, these.gpu.clone(), these.driver);
+        of(self) == of(other)
+    }
+}
+
+impl fmt::Display for Algorithms {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Algorithms { library, gpu, driver, .. } = self;
+        write!(f, "{gpu}, driver for CUDA {}.{}, cuBLASLt {library}", driver / 1000, driver % 1000 / 10)
+    }
+}
+
 /// A budget that would fit when the named rungs are allowed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Need {
@@ -342,4 +372,7 @@ pub struct Plan {
     /// What earlier runs found out about the device, where the plan follows it: that it could not hold what was free.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub learned: Option<String>,
+    /// What the products of a GPU are done with, once it was opened.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub algorithms: Option<Algorithms>,
 }

@@ -17,7 +17,9 @@ use half::bf16;
 use plimsoll_core::{Bytes, DType, Failure, Link, OpRates};
 use plimsoll_program::workspace::Kernels;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::hint::black_box;
+use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 /// What `plimsoll bench devices --json` writes.
@@ -121,6 +123,9 @@ pub struct Sum {
     pub products: Vec<SumRate>,
     /// Memory traffic, added up.
     pub memory_bytes_per_second: f64,
+    /// How each GPU was, by its name, at the end of the products.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub conditions: BTreeMap<String, Condition>,
 }
 
 /// A sum of product rates.
@@ -169,7 +174,9 @@ pub fn devices(duration: Duration, mut stage: impl FnMut(&str)) -> Result<Bench,
     let mut counts = vec![1, taken];
     counts.dedup();
     let usable = usable_gpus();
-    let each = duration / (counts.len() + usable.len()) as u32;
+    // Each by itself, and once all of them.
+    let turns = counts.len() + usable.len() + usize::from(!usable.is_empty());
+    let each = duration / turns as u32;
     let mut devices: Vec<DeviceBench> = counts
         .iter()
         .map(|&threads| measure_cpu(&cpu, threads, &[DType::F32, DType::Bf16, DType::F64], each, &mut stage))
@@ -178,7 +185,12 @@ pub fn devices(duration: Duration, mut stage: impl FnMut(&str)) -> Result<Bench,
     for &(here, card) in &usable {
         devices.push(cuda::bench::measure(here, card, each, &mut stage)?);
     }
-    let all = sum(&whole, &devices[counts.len()..]);
+    let all = if usable.is_empty() {
+        sum(vec![(whole.device, whole.products, whole.memory)])
+    } else {
+        stage("all devices at once");
+        at_once(&cpu, taken, &usable, each)?
+    };
     Ok(Bench { plimsoll: env!("CARGO_PKG_VERSION").to_owned(), seconds: start.elapsed().as_secs_f64(), devices, all })
 }
 
@@ -191,21 +203,88 @@ fn usable_gpus() -> Vec<(&'static gpus::Here, &'static gpus::Card)> {
     here.cards.iter().filter(|card| card.architecture.check().is_ok()).map(|card| (here, card)).collect()
 }
 
-/// The sustained rates of the processor and of all GPUs, added up: each was measured by itself, and they share nothing
-/// but the power of the machine.
-fn sum(cpu: &DeviceBench, gpus: &[DeviceBench]) -> Sum {
-    let all: Vec<&DeviceBench> = std::iter::once(cpu).chain(gpus).collect();
-    let of = |device: &DeviceBench, dtype: DType| {
-        device.products.iter().find(|rate| rate.dtype == dtype).map(|rate| rate.sustained_flops)
+/// What every device computes in while all are measured at once.
+pub(crate) const AT_ONCE: [DType; 2] = [DType::F32, DType::Bf16];
+
+/// Where devices wait for each other before they are measured at once.
+pub(crate) struct Meeting(Barrier);
+
+impl Meeting {
+    /// Does some work that calls its argument once it is ready, and goes on when all are. Who fails before is not waited
+    /// for.
+    pub fn attend<T>(&self, work: impl FnOnce(&mut dyn FnMut()) -> Result<T, BenchError>) -> Result<T, BenchError> {
+        let mut has_met = false;
+        let result = work(&mut || {
+            self.0.wait();
+            has_met = true;
+        });
+        if !has_met {
+            self.0.wait();
+        }
+        result
+    }
+}
+
+/// The processor and all GPUs at the same time, each as busy as it can be: they share the machine's power, its cooling
+/// and the links.
+fn at_once(
+    cpu: &Cpu,
+    threads: u32,
+    gpus: &[(&'static gpus::Here, &'static gpus::Card)],
+    duration: Duration,
+) -> Result<Sum, BenchError> {
+    let meeting = Meeting(Barrier::new(gpus.len() + 1));
+    let (mine, shares) = std::thread::scope(|scope| {
+        let meeting = &meeting;
+        let others: Vec<_> = gpus
+            .iter()
+            .map(|&(here, card)| scope.spawn(move || cuda::bench::share(here, card, duration, meeting)))
+            .collect();
+        let mine = cpu_share(cpu, threads, duration, meeting);
+        let shares: Vec<_> = others.into_iter().map(|other| other.join().expect("no measurement panics")).collect();
+        (mine, shares)
+    });
+    let (products, memory) = mine?;
+    let (mut parts, mut conditions) = (vec![("cpu".to_owned(), products, memory)], BTreeMap::new());
+    for ((_, card), share) in gpus.iter().zip(shares) {
+        let (name, share) = (format!("cuda:{}", card.index), share?);
+        conditions.insert(name.clone(), share.condition);
+        parts.push((name, share.products, share.memory));
+    }
+    Ok(Sum { conditions, ..sum(parts) })
+}
+
+/// What the processor reaches while all GPUs work, too.
+fn cpu_share(
+    cpu: &Cpu,
+    threads: u32,
+    duration: Duration,
+    meeting: &Meeting,
+) -> Result<(Vec<ProductRate>, MemoryRate), BenchError> {
+    let third = duration / 3;
+    // Whoever cannot take part comes to every meeting all the same.
+    let pool = || Pool::new(threads as usize);
+    let f32 = meeting.attend(|ready| product_rate::<f32>(&pool()?, DType::F32, third, ready));
+    let bf16 = meeting.attend(|ready| product_rate::<bf16>(&pool()?, DType::Bf16, third, ready));
+    let memory = meeting.attend(|ready| memory_rate(&pool()?, array_bytes(cpu), third, ready));
+    Ok((vec![f32?, bf16?], memory?))
+}
+
+/// The sustained rates of devices, added up.
+fn sum(parts: Vec<(String, Vec<ProductRate>, MemoryRate)>) -> Sum {
+    let of = |products: &[ProductRate], dtype: DType| {
+        products.iter().find(|rate| rate.dtype == dtype).map(|rate| rate.sustained_flops)
     };
     let product = |dtype: DType| {
-        let rates: Option<Vec<f64>> = all.iter().map(|device| of(device, dtype)).collect();
+        let rates: Option<Vec<f64>> = parts.iter().map(|(_, products, _)| of(products, dtype)).collect();
         rates.map(|rates| SumRate { dtype, sustained_flops: rates.iter().sum() })
     };
+    let dtypes: Vec<DType> = parts.first().into_iter().flat_map(|(_, products, _)| products).map(|p| p.dtype).collect();
     Sum {
-        devices: all.iter().map(|device| device.device.clone()).collect(),
-        products: cpu.products.iter().filter_map(|rate| product(rate.dtype)).collect(),
-        memory_bytes_per_second: all.iter().map(|device| device.memory.triad).sum(),
+        products: dtypes.into_iter().filter_map(product).collect(),
+        memory_bytes_per_second: parts.iter().map(|(_, _, memory)| memory.triad).sum(),
+        devices: parts.into_iter().map(|(name, ..)| name).collect(),
+        conditions: BTreeMap::new(),
     }
 }
 
@@ -234,14 +313,14 @@ pub fn measure_cpu(
         });
         stage(&format!("cpu, {threads} thread{plural}: products in {dtype}"));
         match dtype {
-            DType::F32 => products.push(product_rate::<f32>(&pool, dtype, share)?),
-            DType::F64 => products.push(product_rate::<f64>(&pool, dtype, share)?),
-            DType::Bf16 => products.push(product_rate::<bf16>(&pool, dtype, share)?),
+            DType::F32 => products.push(product_rate::<f32>(&pool, dtype, share, &mut || {})?),
+            DType::F64 => products.push(product_rate::<f64>(&pool, dtype, share, &mut || {})?),
+            DType::Bf16 => products.push(product_rate::<bf16>(&pool, dtype, share, &mut || {})?),
             DType::F16 | DType::I32 | DType::U8 => {}
         }
     }
     stage(&format!("cpu, {threads} thread{plural}: memory"));
-    let memory = memory_rate(&pool, array_bytes(cpu), duration.mul_f64(0.35))?;
+    let memory = memory_rate(&pool, array_bytes(cpu), duration.mul_f64(0.35), &mut || {})?;
     let op_seconds = op_seconds(&pool, duration.mul_f64(0.05));
     stage(&format!("cpu, {threads} thread{plural}: the ops of a step"));
     // Its pool would hold the cores beside the executor's.
@@ -285,7 +364,12 @@ const ROUND: [Form; 4] = [
     Form { m: 1024, n: 1024, k: 1024, a_transposed: false, b_transposed: true },
 ];
 
-fn product_rate<T: Real>(pool: &Pool, dtype: DType, duration: Duration) -> Result<ProductRate, BenchError> {
+fn product_rate<T: Real>(
+    pool: &Pool,
+    dtype: DType,
+    duration: Duration,
+    ready: &mut dyn FnMut(),
+) -> Result<ProductRate, BenchError> {
     let largest = |size: fn(&Form) -> usize| ROUND.iter().map(size).max().unwrap_or(0);
     let (a, b, out) = (largest(|f| f.m * f.k), largest(|f| f.k * f.n), largest(|f| f.m * f.n));
     let lanes = pool.threads() as u64;
@@ -306,6 +390,7 @@ fn product_rate<T: Real>(pool: &Pool, dtype: DType, duration: Duration) -> Resul
     for (index, x) in left.iter_mut().chain(right.iter_mut()).enumerate() {
         *x = T::of(((index * 37) % 101) as f64 / 101.0 - 0.4951);
     }
+    ready();
     let operations: f64 = ROUND.iter().map(|f| 2.0 * (f.m * f.n * f.k) as f64).sum();
     let seconds = pool_rounds(pool, duration, || {
         for &Form { m, n, k, a_transposed, b_transposed } in &ROUND {
@@ -331,7 +416,12 @@ fn array_bytes(cpu: &Cpu) -> Bytes {
     Bytes(wanted.min(bearable).max(1 << 20).next_multiple_of(4096))
 }
 
-fn memory_rate(pool: &Pool, array: Bytes, duration: Duration) -> Result<MemoryRate, BenchError> {
+fn memory_rate(
+    pool: &Pool,
+    array: Bytes,
+    duration: Duration,
+    ready: &mut dyn FnMut(),
+) -> Result<MemoryRate, BenchError> {
     let arena = Arena::map(array.0 * 3)?;
     let len = array.0 as usize / 4;
     // SAFETY: three arrays side by side, none overlapping another, and no other slices of this arena exist.
@@ -341,6 +431,7 @@ fn memory_rate(pool: &Pool, array: Bytes, duration: Duration) -> Result<MemoryRa
     a.fill(1.0);
     b.fill(2.0);
     c.fill(3.0);
+    ready();
     let each = duration / 4;
     let bytes = array.0 as f64;
     // Many tasks of at least 256 KiB each: enough for a thread to stream, and few enough to cost nothing.

@@ -9,9 +9,8 @@
 use crate::bench::{self, Bench, BenchError, DeviceBench};
 use crate::cuda;
 use crate::cuda::gpus::{Card, Here};
-use crate::cuda::products::Algorithms;
 use crate::probe::Cpu;
-use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, Link, Rates};
+use plimsoll_core::{Algorithms, Bytes, DType, DeviceKind, DeviceSpec, Link, Rates};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -191,7 +190,7 @@ pub fn keep_algorithms(new: &Algorithms) {
 fn keep_algorithms_in(folder: &Path, new: &Algorithms) {
     let mut known: Vec<Algorithms> = load(&folder.join(ALGORITHMS));
     match known.iter_mut().find(|known| known.gpu == new.gpu) {
-        Some(known) if known.library == new.library => {
+        Some(known) if known.of_the_same(new) => {
             for (product, algorithm) in &new.chosen {
                 known.chosen.entry(product.clone()).or_insert_with(|| algorithm.clone());
             }
@@ -507,6 +506,7 @@ mod tests {
         let algorithms = |library, chosen: &[(&str, &str)]| Algorithms {
             library,
             gpu: "Example".to_owned(),
+            driver: 13_000,
             chosen: chosen.iter().map(|(product, which)| ((*product).to_owned(), (*which).to_owned())).collect(),
         };
         let kept = || load::<Algorithms>(&folder.path().join(ALGORITHMS));

@@ -2,7 +2,7 @@
 
 use crate::arena::ArenaError;
 use crate::{probe, process};
-use plimsoll_core::{Bytes, Failure, Space};
+use plimsoll_core::{Algorithms, Bytes, Failure, Space};
 use plimsoll_program::{Op, Placement, ProgramSet, TensorId};
 use std::borrow::Cow;
 use std::io;
@@ -183,6 +183,14 @@ pub enum DeviceError {
         /// The tensor.
         tensor: String,
     },
+    /// A GPU holds more beside the arena than was planned with; the arena was not taken.
+    #[error("{held} beside the arena instead of the {planned} that were planned with")]
+    MoreCharges {
+        /// Measured.
+        held: Bytes,
+        /// Planned with.
+        planned: Bytes,
+    },
     /// The device refused memory in the middle of a Program (injected, in rehearsals).
     #[error("the device refused memory in `{program}` at op {tick} ({op})")]
     Refused {
@@ -215,6 +223,8 @@ impl From<DeviceError> for Failure {
             DeviceError::File { ref source, .. } if source.kind() == io::ErrorKind::StorageFull => {
                 Failure::input(error.to_string()).hint("free some disk space: what was saved before is intact")
             }
+            DeviceError::MoreCharges { .. } => Failure::does_not_fit(error.to_string())
+                .hint("the same once more is planned with what was measured now"),
             DeviceError::File { .. } | DeviceError::NoThread { .. } => Failure::input(error.to_string()),
             other => Failure::bug(other.to_string()),
         }
@@ -292,6 +302,11 @@ pub trait Device {
     /// The memory that its arena stands in: the machine's, unless the device has its own. None where nobody says.
     fn room(&mut self) -> Option<Room> {
         Some(Room { memory: probe::Memory::read(), held: process::resident().ok()? })
+    }
+
+    /// What its products are done with, where a library had to choose: to be kept with plan and checkpoint.
+    fn algorithms(&self) -> Option<Algorithms> {
+        None
     }
 
     /// Its arenas, to be looked at.

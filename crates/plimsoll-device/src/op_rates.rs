@@ -96,14 +96,14 @@ pub(crate) fn measure(subject: &Subject) -> Result<OpRates, BenchError> {
     let sizes = subject.scale.sizes;
     let forms: Vec<[u64; 3]> =
         sizes.iter().flat_map(|&m| sizes.iter().flat_map(move |&n| sizes.map(|k| [m, n, k]))).collect();
-    let seconds = products(subject, &forms, subject.scale.repeat, EACH)?;
+    let seconds = products(subject, &forms, subject.scale.repeat, EACH, &mut || {})?;
     let rate = |([m, n, k], rounds): (&[u64; 3], &Vec<f64>)| 2.0 * (m * n * k) as f64 / median(rounds);
     let product_flops = forms.iter().zip(&seconds).map(rate).collect();
     Ok(OpRates { product_sizes: sizes.to_vec(), product_flops, others: reference_step(subject)?, bf16: None })
 }
 
 /// The seconds of a product in each round, for each of the sizes `[m, n, k]`; the right-hand side is stored as weights
-/// are, `[n, k]`.
+/// are, `[n, k]`. `ready` is called when all is prepared, right before the first is timed.
 ///
 /// # Errors
 /// As [`measure`].
@@ -112,6 +112,7 @@ pub(crate) fn products(
     forms: &[[u64; 3]],
     repeat: u32,
     each: Duration,
+    ready: &mut dyn FnMut(),
 ) -> Result<Vec<Vec<f64>>, BenchError> {
     let most = |size: fn(&[u64; 3]) -> u64| forms.iter().map(size).max().unwrap_or(1);
     let sides = [most(|[m, _, k]| m * k), most(|[_, n, k]| n * k), most(|[m, n, _]| m * n)];
@@ -144,6 +145,7 @@ pub(crate) fn products(
     let mut trial = Trial::open(subject.open, builder.set, subject.precision, out)?;
     trial.fill(a, subject.precision, sides[0]);
     trial.fill(b, subject.precision, sides[1]);
+    ready();
     let mut all = Vec::new();
     for form in forms {
         let rounds = trial.rounds(&name_of(*form), each)?;

@@ -3,11 +3,10 @@
 
 mod cuda_stand_in;
 
-use plimsoll_core::{Bytes, Category, DType, Exit, Failure, RecomputeLevel, Space};
+use plimsoll_core::{Algorithms, Bytes, Category, DType, Exit, Failure, RecomputeLevel, Space};
 use plimsoll_device::cpu::executor;
 use plimsoll_device::cuda::driver::CudaError;
 use plimsoll_device::cuda::executor::Opened;
-use plimsoll_device::cuda::products::Algorithms;
 use plimsoll_device::device::{Call, Device, DeviceError, FileSpace, Memory, NoFiles, Observer, Unobserved};
 use plimsoll_program::models::Target;
 use plimsoll_program::models::config::{ModelConfig, ModelType, RopeScaling};

@@ -140,6 +140,11 @@ pub fn bench_table(bench: &Bench) -> String {
     let sums = bench.all.products.iter().map(|sum| format!("{} {}", flops(sum.sustained_flops), sum.dtype));
     let sums: Vec<String> = sums.chain([traffic(bench.all.memory_bytes_per_second)]).collect();
     text += &format!("all together ({}): {}\n", bench.all.devices.join(", "), sums.join(", "));
+    for (name, condition) in bench.all.conditions.iter().map(|(name, condition)| (name, condition.describe())) {
+        if !condition.is_empty() {
+            text += &format!("{name} among all: {condition}\n");
+        }
+    }
     let contention = bench.devices.iter().map(|device| device.contention).fold(0.0, f64::max);
     if bench.devices.iter().any(DeviceBench::disturbed) {
         let share = percent(contention, 0);
@@ -326,6 +331,7 @@ mod tests {
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
     use ratatui::crossterm::event::KeyEvent;
+    use std::collections::BTreeMap;
 
     fn laptop() -> Machine {
         let cpu = Found {
@@ -486,6 +492,7 @@ NVIDIA driver not found
                 devices: vec!["cpu".to_owned()],
                 products: vec![SumRate { dtype: DType::F32, sustained_flops: 1.35e12 }],
                 memory_bytes_per_second: 1.6e10,
+                conditions: BTreeMap::new(),
             },
         };
         let expected = "\
@@ -522,8 +529,14 @@ other programs held the cores for up to 16 % of the time: rates too low are not 
                 ..Condition::default()
             },
         };
+        let hottest = Condition { temperature_celsius: Some(80), clock_mhz: Some(1400), ..Condition::default() };
         let device = DeviceBench { device: "cuda:0".to_owned(), threads: 0, gpu: Some(gpu), ..measured(1, 3e13) };
-        let all = Sum { devices: vec!["cuda:0".to_owned()], products: vec![], memory_bytes_per_second: 9e11 };
+        let all = Sum {
+            devices: vec!["cuda:0".to_owned()],
+            products: vec![],
+            memory_bytes_per_second: 9e11,
+            conditions: BTreeMap::from([("cuda:0".to_owned(), hottest)]),
+        };
         let bench = Bench { plimsoll: "0.1.0".to_owned(), seconds: 30.0, devices: vec![device], all };
         let text = bench_table(&bench);
         let expected = "\
@@ -534,6 +547,7 @@ cuda:0: Example 4000, driver 550.54.14
 cuda:0 before: 40 °C
 cuda:0 after: 71 °C, held back by power limit
 all together (cuda:0): 900.0 GB/s
+cuda:0 among all: 80 °C, 1400 MHz
 ";
         assert!(text.ends_with(expected), "{text}");
         assert!(text.contains("cuda:0        -       f32  30.0 TFLOP/s"), "{text}");

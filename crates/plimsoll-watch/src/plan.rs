@@ -343,6 +343,7 @@ mod tests {
             predicted: Predicted { step_seconds: 0.0841, tokens_per_second: 48_704.0 },
             needs: vec![],
             learned: None,
+            algorithms: None,
         }
     }
 

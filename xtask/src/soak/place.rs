@@ -75,7 +75,7 @@ impl Place {
         match self {
             Place::Cpu => cpu::executor::open(set, placement, precision, threads as usize),
             Place::Cuda(number) => {
-                let opened = cuda::open::open(number, threads as usize, precision, None, set, placement)?;
+                let opened = cuda::open::open(number, threads as usize, precision, set, placement)?;
                 Ok(opened.device)
             }
             Place::Virtual => {

@@ -111,6 +111,33 @@ impl DeviceArena {
         self.base + offset
     }
 
+    /// The most that the device holds beyond the bytes of an arena that is taken as large as it is.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn rounding_max(context: &Context) -> Result<Bytes, CudaError> {
+        let granularity = if context.gpu().virtual_memory { context.granularity()? } else { 1 };
+        Ok(Bytes(granularity.saturating_sub(1)))
+    }
+
+    /// Makes the arena another size, while nothing in it has to stay: also where a driver does not map.
+    ///
+    /// # Errors
+    /// As [`DeviceArena::resize`]; a driver that does not map may then have given the memory away.
+    pub fn retake(&mut self, bytes: u64) -> Result<(), CudaError> {
+        if matches!(self.kind, Kind::Plain) && bytes > self.held().0 {
+            if self.base != 0 {
+                self.context.synchronize()?;
+                // SAFETY: ours, and nothing is at work.
+                unsafe { self.context.free(self.base) }?;
+            }
+            (self.base, self.bytes, self.pieces) = (0, 0, Vec::new());
+            self.base = self.context.allocate(bytes).map_err(|error| refused(&self.context, bytes, error))?;
+            self.pieces = vec![bytes];
+        }
+        self.resize(bytes)
+    }
+
     /// Makes the arena larger or smaller at its upper end, while nothing is at work in it. What stays keeps its
     /// addresses and its bits; what is new holds anything.
     ///

@@ -2,8 +2,9 @@
 //! the link through the copies of the executor; and how the GPU was before and after.
 
 use super::gpus::{Card, Here};
+use super::nvml::Condition;
 use super::open::{free_bytes, open};
-use crate::bench::{BenchError, DeviceBench, GpuBench, MemoryRate, ProductRate, median};
+use crate::bench::{AT_ONCE, BenchError, DeviceBench, GpuBench, Meeting, MemoryRate, ProductRate, median};
 use crate::device::DeviceError;
 use crate::op_rates::{self, Scale, Subject};
 use crate::trial::{Open, Trial, add, repeated};
@@ -19,9 +20,8 @@ const LARGE: [[u64; 3]; 3] = [[4096, 11264, 2048], [4096, 2048, 5632], [4096, 40
 /// The same for what is too slow for that.
 const SMALL: [[u64; 3]; 3] = [[32, 48, 16], [32, 16, 48], [32, 32, 32]];
 
-/// What reaches less than this in products of 64 × 64 × 64, which cost a GPU no more than their start, is none, but
-/// something that stands in for one.
-const SLOWEST_GPU_FLOPS: f64 = 10e9;
+/// What has fewer multiprocessors than this is no GPU that Plimsoll runs on, but something that stands in for one.
+const MULTIPROCESSORS_MIN: u32 = 4;
 
 /// Measures a GPU in about `duration`.
 ///
@@ -37,23 +37,19 @@ pub fn measure(
     let free = free_bytes(here, card)?;
     let before = here.condition(card);
     let open_card = |set: ProgramSet, placement: Placement, precision: DType| {
-        Ok(open(card.index, 1, precision, None, set, placement)?.device)
+        Ok(open(card.index, 1, precision, set, placement)?.device)
     };
     let subject = |precision, scale| Subject { kernels: Kernels::Cuda, precision, scale, open: &open_card };
-    stage(&format!("{name}: kernels are made ready"));
-    let first = op_rates::products(&subject(DType::F32, Scale::TINY), &[[64, 64, 64]], 8, Duration::ZERO)?;
-    let is_fast = 2.0 * 64f64.powi(3) / median(&first[0]) > SLOWEST_GPU_FLOPS;
-    let (scale, forms) = if is_fast { (Scale::GPU, LARGE) } else { (Scale::TINY, SMALL) };
+    let (scale, forms) = size(card);
     let mut products = Vec::new();
     for (dtype, share) in [(DType::F32, 0.15), (DType::Bf16, 0.4)] {
         stage(&format!("{name}: products in {dtype}"));
-        products.push(product_rate(&subject(dtype, scale), &forms, duration.mul_f64(share))?);
+        products.push(product_rate(&subject(dtype, scale), &forms, duration.mul_f64(share), &mut || {})?);
     }
+    let after = here.condition(card);
     stage(&format!("{name}: memory and link"));
-    // Beyond every cache, and never much of what is free.
-    let largest = if is_fast { Bytes::mib(512) } else { Bytes(1 << 16) };
-    let array = Bytes((free.0 / 8).min(largest.0).max(1 << 12).next_multiple_of(4096));
-    let memory = memory_rate(&open_card, array, duration.mul_f64(0.1))?;
+    let array = array_bytes(card, free);
+    let memory = memory_rate(&open_card, array, duration.mul_f64(0.1), &mut || {})?;
     let link = link(&open_card, Bytes(array.0.min(128 << 20)), duration.mul_f64(0.1))?;
     let op_seconds = op_seconds(&open_card)?;
     stage(&format!("{name}: the ops of a step"));
@@ -75,14 +71,65 @@ pub fn measure(
             to_device: link.0,
             to_host: link.1,
             before,
-            after: here.condition(card),
+            after,
         }),
     })
 }
 
-fn product_rate(subject: &Subject, forms: &[[u64; 3]], duration: Duration) -> Result<ProductRate, BenchError> {
+/// What is measured of a GPU while all other devices work, too.
+pub(crate) struct Share {
+    pub products: Vec<ProductRate>,
+    pub memory: MemoryRate,
+    pub condition: Condition,
+}
+
+/// Measures a GPU together with all others that come to `meeting`: products in f32, in bf16, then memory, each for a third
+/// of `duration`.
+///
+/// # Errors
+/// As [`measure`]; the others are not kept waiting.
+pub(crate) fn share(
+    here: &'static Here,
+    card: &Card,
+    duration: Duration,
+    meeting: &Meeting,
+) -> Result<Share, BenchError> {
+    let open_card = |set: ProgramSet, placement: Placement, precision: DType| {
+        Ok(open(card.index, 1, precision, set, placement)?.device)
+    };
+    let (scale, forms) = size(card);
+    let rate = |precision| {
+        let subject = Subject { kernels: Kernels::Cuda, precision, scale, open: &open_card };
+        meeting.attend(|ready| product_rate(&subject, &forms, duration / 3, ready))
+    };
+    let products = AT_ONCE.map(rate);
+    let condition = here.condition(card);
+    let memory = meeting.attend(|ready| {
+        let array = array_bytes(card, free_bytes(here, card)?);
+        Ok(memory_rate(&open_card, array, duration / 3, ready)?)
+    });
+    Ok(Share { products: products.into_iter().collect::<Result<_, _>>()?, memory: memory?, condition })
+}
+
+/// Sizes that fill a GPU, and the products that its rates are told by.
+fn size(card: &Card) -> (Scale, [[u64; 3]; 3]) {
+    if card.multiprocessors >= MULTIPROCESSORS_MIN { (Scale::GPU, LARGE) } else { (Scale::TINY, SMALL) }
+}
+
+/// Beyond every cache, and never much of what is free.
+fn array_bytes(card: &Card, free: Bytes) -> Bytes {
+    let largest = if card.multiprocessors >= MULTIPROCESSORS_MIN { 512 << 20 } else { 1 << 16 };
+    Bytes((free.0 / 8).min(largest).max(1 << 12).next_multiple_of(4096))
+}
+
+fn product_rate(
+    subject: &Subject,
+    forms: &[[u64; 3]],
+    duration: Duration,
+    ready: &mut dyn FnMut(),
+) -> Result<ProductRate, BenchError> {
     let each = duration / forms.len() as u32;
-    let seconds = op_rates::products(subject, forms, 4, each)?;
+    let seconds = op_rates::products(subject, forms, 4, each, ready)?;
     let operations: f64 = forms.iter().map(|[m, n, k]| 2.0 * (m * n * k) as f64).sum();
     let of = |pick: &dyn Fn(&[f64]) -> f64| operations / seconds.iter().map(|rounds| pick(rounds)).sum::<f64>();
     let half = |rounds: &[f64]| {
@@ -100,7 +147,12 @@ fn product_rate(subject: &Subject, forms: &[[u64; 3]], duration: Duration) -> Re
 /// Ops in a round, so that starting and waiting for it are lost in it.
 const REPEAT: u32 = 16;
 
-fn memory_rate(open: &Open, array: Bytes, duration: Duration) -> Result<MemoryRate, DeviceError> {
+fn memory_rate(
+    open: &Open,
+    array: Bytes,
+    duration: Duration,
+    ready: &mut dyn FnMut(),
+) -> Result<MemoryRate, DeviceError> {
     let elements = array.0 / 4;
     let mut builder = Builder::new(DType::F32, Kernels::Cuda);
     let [a, b] = ["a", "b"].map(|name| builder.persistent(name, &[elements], DType::F32, Category::Weight, 1));
@@ -127,6 +179,7 @@ fn memory_rate(open: &Open, array: Bytes, duration: Duration) -> Result<MemoryRa
         names.push(name);
     }
     let mut trial = Trial::open(open, builder.set, DType::F32, a)?;
+    ready();
     let mut rate = |name: &str, arrays: f64| {
         let rounds = trial.rounds(name, duration / 4)?;
         Ok::<f64, DeviceError>(arrays * array.0 as f64 * f64::from(REPEAT) / median(&rounds))

@@ -10,8 +10,10 @@
 //! results read, on that queue. So Programs follow one another as if each had ended.
 //!
 //! **What memory there is.** The arena of the device; the pinned arena of the host; [`STAGING_BYTES`] of pinned
-//! staging; what contexts, modules and libraries hold, which is measured when the device is opened ([`Charges`]), after
-//! every kernel and every product was started once, because drivers load code at its first start.
+//! staging; what contexts, modules and libraries hold ([`Charges`]). That is measured when the device is opened, after
+//! every kernel and every product was started once, because drivers load code at its first start. They are started in
+//! an arena that is only as large as the largest op needs: the whole one is taken when all charges are known, so that
+//! a load line is not crossed even for a moment.
 //!
 //! **What is prepared.** At opening every op of every Program is resolved to functions, addresses and grids, so that a
 //! step costs the host a few calls an op. Updates that follow each other share launches; this changes no bit, since
@@ -19,20 +21,21 @@
 //!
 //! [`STAGING_BYTES`]: super::staging::STAGING_BYTES
 
+use super::arena::DeviceArena;
 use super::compile::Compiler;
 use super::driver::{Address, Context, CudaError, Driver, Function, Gpu, Module};
 use super::kernels::launch::{self, Launch, Updated};
 use super::kernels::ops::{self, Places};
 use super::kernels::{Real, Unit};
 use super::machine::Machine;
-use super::products::{self, Algorithms, Operands, Products, Shape};
+use super::products::{self, Operands, Products, Shape};
 use super::queues::{self, Signals};
 use crate::cpu::executor::{RunOp, Site, runner};
 use crate::cpu::pool::Pool;
 use crate::device::{Call, Device, DeviceError, FileSpace, Memory, NoFiles, Observer, Room, Unseen};
 use crate::probe;
 use crate::spaces::{self, Arenas};
-use plimsoll_core::{Bytes, DType, Space};
+use plimsoll_core::{Algorithms, Bytes, DType, Space};
 use plimsoll_program::op::Queue;
 use plimsoll_program::{Index, Op, OpKind, Operand, Placement, Program, ProgramSet, TensorId, order};
 use std::collections::{BTreeMap, BTreeSet};
@@ -64,24 +67,35 @@ pub struct Opening<'a> {
     pub algorithms: Option<&'a Algorithms>,
     /// What was free on the GPU before this process had a context on it, where NVML says so.
     pub free_before: Option<Bytes>,
+    /// The charges that were planned with: where they turn out to be more, no arena is taken.
+    pub charges_max: Option<Bytes>,
 }
+
+/// What only the context itself takes, where nobody said what was free before it: most take less.
+const CONTEXT_BYTES_MAX: Bytes = Bytes::mib(512);
 
 /// Bytes that a GPU holds for us beside the arena, measured after everything was started once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Charges {
-    /// The context; not known where nobody said what was free before.
-    pub context: Option<Bytes>,
+    /// The context. Where nobody said what was free before it: all that is held on the GPU then, or what most contexts
+    /// do not reach, whichever is less.
+    pub context: Bytes,
     /// Modules, cuBLASLt, local memory of kernels: what came after the context.
     pub libraries: Bytes,
-    /// What is mapped beyond the arena's own bytes.
+    /// What is mapped beyond the arena's own bytes, at most: it changes with them, and charges should not.
     pub rounding: Bytes,
 }
 
 impl Charges {
+    /// All of them.
+    pub fn total(&self) -> Bytes {
+        self.context + self.libraries + self.rounding
+    }
+
     /// What a GPU holds is seen whole only when a process opens it for the first time: contexts and libraries keep much of
     /// it until the process ends.
     fn with_those_before(mut self, ordinal: u32) -> Charges {
-        static KNOWN: Mutex<BTreeMap<u32, (Option<Bytes>, Bytes)>> = Mutex::new(BTreeMap::new());
+        static KNOWN: Mutex<BTreeMap<u32, (Bytes, Bytes)>> = Mutex::new(BTreeMap::new());
         let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
         let (context, libraries) = known.entry(ordinal).or_default();
         *context = (*context).max(self.context);
@@ -105,22 +119,49 @@ pub struct Opened {
     pub chosen_anew: bool,
 }
 
-/// Opens a GPU: takes its arena, whole and at once, loads the kernels, chooses the algorithms of products, starts
-/// everything once and measures what that holds.
+/// Opens a GPU: loads the kernels, chooses the algorithms of products, starts everything once, measures what that holds,
+/// and only then takes the arena, whole and at once.
 ///
 /// # Errors
-/// What the GPU refuses; [`CudaError::Refused`] where the arena is larger than what is free.
+/// What the GPU refuses; [`CudaError::Refused`] where the arena is larger than what is free;
+/// [`DeviceError::MoreCharges`] where more is held beside it than was planned with.
 pub fn open(opening: &Opening, set: ProgramSet, placement: Placement) -> Result<Opened, DeviceError> {
+    let (mut device, charges) = start(opening, set, placement)?;
+    device.charges = charges;
+    if let Some(planned) = opening.charges_max.filter(|planned| charges.total() > *planned) {
+        return Err(DeviceError::MoreCharges { held: charges.total(), planned });
+    }
+    let arena_bytes = device.plan.placement.arena_bytes;
+    device.machine.retake(arena_bytes)?;
+    device.machine.fill_pattern()?;
+    device.prepare_all()?;
+    device.machine.context.synchronize()?;
+    let (algorithms, chosen_anew) = device.products.algorithms();
+    let gpu = device.machine.context.gpu().clone();
+    Ok(Opened { device: Box::new(device), gpu, charges, algorithms, chosen_anew })
+}
+
+/// What a GPU would hold beside the arena of these Programs, and the algorithms that their products would have. No more is
+/// taken on the way than the largest op needs.
+///
+/// # Errors
+/// What the GPU refuses.
+pub fn charges(opening: &Opening, set: ProgramSet, placement: Placement) -> Result<(Charges, Algorithms), DeviceError> {
+    let (device, charges) = start(opening, set, placement)?;
+    Ok((charges, device.products.algorithms().0))
+}
+
+/// A GPU on which everything was started once, in an arena that is as large as the largest op needs; and what is held
+/// beside it, or will be when the whole arena is taken.
+fn start(opening: &Opening, set: ProgramSet, placement: Placement) -> Result<(CudaDevice, Charges), DeviceError> {
     let real = match opening.precision {
         DType::F32 => Real::F32,
         DType::Bf16 => Real::Bf16,
         _ => return Err(DeviceError::Unsupported { op: "this precision", device: DEVICE }),
     };
     let context = Context::open(opening.driver, opening.ordinal)?;
-    let (free_with_context, _) = context.memory()?;
-    let machine = Machine::take(&context, &placement)?;
-    // Zeros are valid tokens, positions and lengths.
-    machine.fill_all(0)?;
+    let (free_with_context, total) = context.memory()?;
+    let machine = Machine::take(&context, placement.host_bytes)?;
     let products = Products::new(opening.products, &context, opening.algorithms)?;
     let plan = Rc::new(Plan { set, placement, real });
     let pool = plan.pool(opening.threads)?;
@@ -128,23 +169,17 @@ pub fn open(opening: &Opening, set: ProgramSet, placement: Placement) -> Result<
     let (threads, charges) = (opening.threads, Charges::default());
     let mut device = CudaDevice { prepared, products, kernels, plan, machine, pool, threads, compiler, charges };
     device.load_kernels()?;
-    device.choose_algorithms(true)?;
     device.rehearse()?;
     let (free_after, _) = context.memory()?;
-    device.machine.fill_pattern()?;
-    device.prepare_all()?;
-    device.machine.context.synchronize()?;
-    let held = device.machine.held();
     let charges = Charges {
-        context: opening.free_before.map(|before| before.saturating_sub(free_with_context)),
-        libraries: free_with_context.saturating_sub(free_after).saturating_sub(held),
-        rounding: held.saturating_sub(device.machine.bytes(Space::Device)),
+        context: match opening.free_before {
+            Some(before) => before.saturating_sub(free_with_context),
+            None => total.saturating_sub(free_with_context).min(CONTEXT_BYTES_MAX),
+        },
+        libraries: free_with_context.saturating_sub(free_after).saturating_sub(device.machine.held()),
+        rounding: DeviceArena::rounding_max(&context)?,
     };
-    let charges = charges.with_those_before(opening.ordinal);
-    device.charges = charges;
-    let (algorithms, chosen_anew) = device.products.algorithms();
-    let gpu = context.gpu().clone();
-    Ok(Opened { device: Box::new(device), gpu, charges, algorithms, chosen_anew })
+    Ok((device, charges.with_those_before(opening.ordinal)))
 }
 
 /// Loaded modules, and the kernels in them.
@@ -179,7 +214,10 @@ impl Plan {
 #[derive(Clone, Copy)]
 struct Frame<'a> {
     plan: &'a Plan,
-    machine: &'a Machine,
+    /// The plan's, or that of an op which stands alone.
+    placement: &'a Placement,
+    /// The arena's first byte.
+    base: Address,
     variable: i64,
     micro_batch: i64,
 }
@@ -198,7 +236,39 @@ impl Frame<'_> {
     fn offset(&self, operand: &Operand) -> u64 {
         let slots = i64::from(self.plan.set.tensor(operand.tensor).slots);
         let slot = self.index(operand.slot).rem_euclid(slots) as u32;
-        self.plan.placement.offset(operand.tensor, slot) + self.first_byte(operand)
+        self.placement.offset(operand.tensor, slot) + self.first_byte(operand)
+    }
+
+    /// Where operands stand when the op is the only one: what it touches of the device's arena begins at the first byte,
+    /// in the same order, overlapping as before, and as far from multiples of 256 bytes. The arena that it needs is
+    /// never larger than the whole one.
+    fn alone(&self, op: &Op) -> Placement {
+        let elements_of = |id: TensorId| self.plan.set.tensor(id).elements();
+        let accesses = op.accesses(&elements_of);
+        let mut spans: Vec<(u64, u64, TensorId, u32)> = accesses
+            .iter()
+            .filter(|access| self.space(&access.operand) == Space::Device)
+            .map(|access| {
+                let tensor = self.plan.set.tensor(access.operand.tensor);
+                let slot = self.index(access.operand.slot).rem_euclid(i64::from(tensor.slots)) as u32;
+                let start = self.placement.offset(access.operand.tensor, slot);
+                let bytes = access.elements * tensor.dtype.bytes();
+                (start, self.offset(&access.operand) + bytes, access.operand.tensor, slot)
+            })
+            .collect();
+        spans.sort_unstable();
+        let mut placement = Placement { arena_bytes: 0, ..self.placement.clone() };
+        let (mut covered, mut shift) = (0, 0);
+        for (start, end, tensor, slot) in spans {
+            if start >= covered {
+                // What lies between goes, in whole steps of 256.
+                shift = (start - placement.arena_bytes) / 256 * 256;
+            }
+            covered = end.max(covered);
+            placement.offsets[tensor.0 as usize][slot as usize] = Some(start - shift);
+            placement.arena_bytes = covered - shift;
+        }
+        placement
     }
 
     /// The shape of a product and its operands, where the op is one.
@@ -274,6 +344,13 @@ impl Frame<'_> {
         after
     }
 
+    /// The address of a place in the arena.
+    fn address(&self, offset: u64, bytes: u64) -> Address {
+        let end = self.placement.arena_bytes;
+        assert!(offset + bytes <= end, "bug: {bytes} bytes at {offset} do not lie in an arena of {end}");
+        self.base + offset
+    }
+
     /// That kernels and products touch the device's memory only.
     fn check(&self, op: &Op) -> Result<(), DeviceError> {
         let copies = matches!(op.kind, OpKind::TransferStart { .. } | OpKind::TransferWait { .. });
@@ -303,7 +380,7 @@ impl Frame<'_> {
         on_device
             .map(|access| {
                 let bytes = access.elements * self.dtype(&access.operand).bytes();
-                (self.machine.address(self.offset(&access.operand), bytes), bytes)
+                (self.address(self.offset(&access.operand), bytes), bytes)
             })
             .collect()
     }
@@ -322,7 +399,7 @@ impl Places for Frame<'_> {
 
     fn at(&self, operand: &Operand) -> Address {
         assert_eq!(self.space(operand), Space::Device, "bug: a kernel touches the device's memory only");
-        self.machine.address(self.offset(operand), 0)
+        self.address(self.offset(operand), 0)
     }
 
     fn dtype(&self, operand: &Operand) -> DType {
@@ -467,7 +544,8 @@ impl Drop for CudaDevice {
 
 impl CudaDevice {
     fn frame(&self, variable: i64, micro_batch: u32) -> Frame<'_> {
-        Frame { plan: &self.plan, machine: &self.machine, variable, micro_batch: i64::from(micro_batch) }
+        let (plan, base) = (&*self.plan, self.machine.base());
+        Frame { plan, placement: &plan.placement, base, variable, micro_batch: i64::from(micro_batch) }
     }
 
     // ---- opening ----
@@ -500,49 +578,61 @@ impl CudaDevice {
         Ok(())
     }
 
-    /// Chooses an algorithm for every distinct product. Timing overwrites what stands in the arena.
-    fn choose_algorithms(&mut self, timed: bool) -> Result<(), CudaError> {
+    /// Chooses an algorithm for every product that has none, as the library proposes: nothing is timed, since the arena
+    /// holds what stays.
+    fn choose_algorithms(&mut self) -> Result<(), CudaError> {
         for program in &self.plan.set.programs {
             for (op, variable) in program.trace() {
-                let frame = Frame { plan: &self.plan, machine: &self.machine, variable, micro_batch: 0 };
+                let (plan, base) = (&*self.plan, self.machine.base());
+                let frame = Frame { plan, placement: &plan.placement, base, variable, micro_batch: 0 };
                 if let Some((shape, operands)) = frame.product(&op.kind) {
-                    let stream = timed.then(|| self.machine.queues.compute());
-                    // SAFETY: ranges of the arena, as large as the plan says (`passes::check`); nothing else is at work.
-                    unsafe { self.products.prepare(shape, &operands, stream) }?;
+                    // SAFETY: nothing is started, for want of a stream.
+                    unsafe { self.products.prepare(shape, &operands, None) }?;
                 }
             }
         }
         Ok(())
     }
 
-    /// Starts every kernel and every product once, on zeros.
+    /// Starts every kernel and every product once, each op alone, on zeros, in an arena that is as large as the largest
+    /// of them needs; products have their algorithms chosen there.
     fn rehearse(&mut self) -> Result<(), DeviceError> {
-        let mut known_kernels = BTreeSet::new();
-        let mut known_products = BTreeSet::new();
         let plan = self.plan.clone();
-        for program in &plan.set.programs {
-            for (op, variable) in program.trace() {
-                let works = self.works(op, variable, 0)?;
-                let mut is_new = false;
-                for work in &works {
-                    is_new |= match work {
-                        Work::Kernel(_, launch) => known_kernels.insert((launch.unit, launch.kernel)),
-                        Work::Product(shape, _) => known_products.insert(*shape),
-                        Work::Copy { .. } | Work::OnHost { .. } => false,
-                    };
-                }
-                if is_new {
-                    for (at, bytes) in self.frame(variable, 0).touched(op) {
-                        // SAFETY: a range of the arena, in the order of the queue that the op is started on.
-                        unsafe { self.machine.queues.compute().fill(at, 0, bytes & !1) }?;
-                    }
-                    for work in &works {
-                        self.start(work, Queue::Compute, 0, &mut NoFiles)?;
-                    }
-                }
+        let ops = self.distinct(&plan);
+        let placements: Vec<Placement> = ops.iter().map(|(op, variable)| self.frame(*variable, 0).alone(op)).collect();
+        self.machine.retake(placements.iter().map(|placement| placement.arena_bytes).max().unwrap_or(0))?;
+        let base = self.machine.base();
+        for ((op, variable), placement) in ops.into_iter().zip(&placements) {
+            let frame = Frame { plan: &plan, placement, base, variable, micro_batch: 0 };
+            for (at, bytes) in frame.touched(op) {
+                // SAFETY: a range of the arena, in the order of the queue that the op is started on.
+                unsafe { self.machine.queues.compute().fill(at, 0, bytes & !1) }?;
+            }
+            if let Some((shape, operands)) = frame.product(&op.kind) {
+                // SAFETY: ranges of the arena, as large as the plan says (`passes::check`); nothing else is at work.
+                unsafe { self.products.prepare(shape, &operands, Some(self.machine.queues.compute())) }?;
+            }
+            for work in self.works(&frame, op)? {
+                self.start(&work, Queue::Compute, 0, &mut NoFiles)?;
             }
         }
         Ok(self.machine.context.synchronize()?)
+    }
+
+    /// Ops that together start every kernel and every product, each with the number of its iteration.
+    fn distinct<'a>(&self, plan: &'a Plan) -> Vec<(&'a Op, i64)> {
+        let (mut kernels, mut products, mut found) = (BTreeSet::new(), BTreeSet::new(), Vec::new());
+        for (op, variable) in plan.set.programs.iter().flat_map(|program| program.trace()) {
+            let frame = Frame { plan, ..self.frame(variable, 0) };
+            let mut is_new = frame.product(&op.kind).is_some_and(|(shape, _)| products.insert(shape));
+            for launch in frame.launches(op) {
+                is_new |= kernels.insert((launch.unit, launch.kernel));
+            }
+            if is_new {
+                found.push((op, variable));
+            }
+        }
+        found
     }
 
     /// Makes the plan that it has now, instead of `old`, run: first all that can be refused, then what stays moves.
@@ -550,7 +640,7 @@ impl CudaDevice {
     fn go_over_from(&mut self, old: &Plan) -> Result<(), DeviceError> {
         let pool = self.plan.pool(self.threads)?;
         self.load_kernels()?;
-        self.choose_algorithms(false)?;
+        self.choose_algorithms()?;
         self.prepare_all()?;
         let (old, new) = ((&old.set, &old.placement), (&self.plan.set, &self.plan.placement));
         spaces::adopt(&mut self.machine, old, new)?;
@@ -561,11 +651,10 @@ impl CudaDevice {
     // ---- preparing ----
 
     /// What an op is on this device.
-    fn works(&self, op: &Op, variable: i64, micro_batch: u32) -> Result<Vec<Work>, DeviceError> {
+    fn works(&self, frame: &Frame, op: &Op) -> Result<Vec<Work>, DeviceError> {
         if op.queue == Queue::Host {
-            return Ok(vec![Work::OnHost { op: Box::new(op.clone()), variable }]);
+            return Ok(vec![Work::OnHost { op: Box::new(op.clone()), variable: frame.variable }]);
         }
-        let frame = self.frame(variable, micro_batch);
         let kernel = |launch: Launch| Work::Kernel(self.kernels.function(&launch), launch);
         let copy = |from: &Operand, to: &Operand, elements: u64| {
             let place = |operand: &Operand| match frame.space(operand) {
@@ -591,7 +680,7 @@ impl CudaDevice {
             OpKind::TransferWait { .. } => Vec::new(),
             kind => {
                 let unsupported = || DeviceError::Unsupported { op: op.name(), device: DEVICE };
-                ops::launches(kind, &frame).ok_or_else(unsupported)?.into_iter().map(kernel).collect()
+                ops::launches(kind, frame).ok_or_else(unsupported)?.into_iter().map(kernel).collect()
             }
         })
     }
@@ -615,7 +704,7 @@ impl CudaDevice {
                 steps.last_mut().expect("its leader stands before it").count += 1;
                 continue;
             }
-            let works = self.works(op, variable, micro_batch)?;
+            let works = self.works(&frame(variable), op)?;
             let awaits = awaits.remove(&number).unwrap_or_default();
             steps.push(Step {
                 first: number,
@@ -836,7 +925,7 @@ impl CudaDevice {
             } else {
                 // A part of a group, op by op: the same bits.
                 for &(_, op, variable) in &members {
-                    for work in self.works(op, variable, call.micro_batch)? {
+                    for work in self.works(&self.frame(variable, call.micro_batch), op)? {
                         self.start(&work, step.queue, call.micro_batch, files)?;
                     }
                 }
@@ -866,7 +955,7 @@ impl CudaDevice {
         self.machine.context.synchronize()?;
         for (tick, (op, variable)) in (1..).zip(program.trace()).skip_while(|(tick, _)| *tick < call.from) {
             observer.before(tick, op, &mut self.machine)?;
-            let works = self.works(op, variable, call.micro_batch)?;
+            let works = self.works(&self.frame(variable, call.micro_batch), op)?;
             if works.iter().any(Work::is_done_by_host) {
                 self.machine.context.synchronize()?;
             }
@@ -960,12 +1049,16 @@ impl Device for CudaDevice {
         done
     }
 
+    fn algorithms(&self) -> Option<Algorithms> {
+        Some(self.products.algorithms().0)
+    }
+
     /// As the driver says it, others' programs included; what is held is counted, not asked for.
     fn room(&mut self) -> Option<Room> {
         let context = &self.machine.context;
         let (free, total) = context.enter().and_then(|()| context.memory()).ok()?;
         let bound_by = format!("cuda:{}", context.gpu().ordinal);
-        let held = self.machine.held() + self.charges.context.unwrap_or_default() + self.charges.libraries;
+        let held = self.machine.held() + self.charges.context + self.charges.libraries;
         Some(Room { memory: probe::Memory { total, free, bound_by }, held })
     }
 

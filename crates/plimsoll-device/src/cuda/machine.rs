@@ -109,16 +109,32 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// Takes both arenas, whole and at once, staging and queues.
+    /// Takes staging, queues, the arena of the host, and that of the device: the latter as large as [`Machine::retake`]
+    /// then says.
     ///
     /// # Errors
     /// What GPU or host refuse.
-    pub fn take(context: &Arc<Context>, placement: &Placement) -> Result<Machine, DeviceError> {
+    pub fn take(context: &Arc<Context>, host_bytes: u64) -> Result<Machine, DeviceError> {
         let queues = Queues::new(context)?;
         let staging = Staging::new(context)?;
-        let host = Host::take(context, placement.host_bytes)?;
-        let arena = DeviceArena::take(context, placement.arena_bytes)?;
+        let host = Host::take(context, host_bytes)?;
+        let arena = DeviceArena::take(context, 0)?;
         Ok(Machine { context: context.clone(), queues, staging, arena, host, scratch_end: 0, failed: None })
+    }
+
+    /// Makes the arena of the device another size, of zeros: valid tokens, positions and lengths.
+    ///
+    /// # Errors
+    /// What the GPU refuses.
+    pub fn retake(&mut self, bytes: u64) -> Result<(), CudaError> {
+        self.context.synchronize()?;
+        self.arena.retake(bytes)?;
+        self.fill_all(0)
+    }
+
+    /// The first byte of the device's arena.
+    pub fn base(&self) -> Address {
+        self.arena.base()
     }
 
     /// The address of a place in the device's arena.
@@ -154,6 +170,9 @@ impl Machine {
     /// # Errors
     /// What the driver says.
     pub fn fill_all(&self, value: u16) -> Result<(), CudaError> {
+        if self.held() == Bytes::ZERO {
+            return Ok(());
+        }
         // SAFETY: all of the arena and nothing else, in the order of the queue that everything joins.
         unsafe { self.queues.compute().fill(self.arena.base(), value, self.held().0 & !1) }
     }

@@ -5,11 +5,11 @@ use super::compile::Compiler;
 use super::driver::Driver;
 use super::executor::{self, Opened, Opening};
 use super::gpus::{self, Card, Here};
-use super::products::{self, Algorithms};
+use super::products;
 use crate::calibration;
 use crate::device::{Device, DeviceError};
 use crate::probe::Heat;
-use plimsoll_core::{Bytes, DType};
+use plimsoll_core::{Algorithms, Bytes, DType};
 use plimsoll_program::{Placement, ProgramSet};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -62,18 +62,11 @@ pub fn free_bytes(here: &'static Here, card: &Card) -> Result<Bytes, DeviceError
     Ok(context.memory()?.0)
 }
 
-/// What only the context itself takes, where nobody said what was free before it: most take less.
-const CONTEXT_BYTES: Bytes = Bytes::mib(512);
-
 /// A GPU that a run has opened, as it is seen from beside the Programs.
 pub struct OnGpu {
     here: &'static Here,
     card: &'static Card,
-    /// What it holds for this process beside the arena, measured after everything was started once.
-    pub charges: Bytes,
-    /// The algorithms of its products: with others, last bits differ.
-    pub algorithms: Algorithms,
-    /// Whether some of these were chosen now.
+    /// Whether some of the algorithms of its products were chosen now.
     pub chosen_anew: bool,
 }
 
@@ -90,15 +83,47 @@ impl OnGpu {
         let throttled = condition.throttled_by.iter().any(|by| by.starts_with("heat"));
         Some(Heat { celsius: f64::from(condition.temperature_celsius?), throttled })
     }
+}
 
-    /// Tells the next run what was measured and chosen.
-    pub fn keep(&self) {
-        calibration::keep_charges(self.here, self.card, self.charges);
-        calibration::keep_algorithms(&self.algorithms);
+/// What a run is given of a GPU, and what is known of it already.
+#[derive(Clone, Copy)]
+pub struct Wish<'a> {
+    /// The GPU's number.
+    pub index: u32,
+    /// Threads of the processor, for ops that the host does.
+    pub threads: usize,
+    /// What is computed in.
+    pub precision: DType,
+    /// The algorithms that products had before; without them those that were chosen on this machine before.
+    pub algorithms: Option<&'a Algorithms>,
+    /// The charges that were planned with, where they were measured: more are refused before the arena is taken.
+    pub charges: Option<Bytes>,
+}
+
+impl Wish<'_> {
+    fn opening<T>(
+        &self,
+        then: impl FnOnce(&Opening, &'static Here, &'static Card) -> Result<T, DeviceError>,
+    ) -> Result<T, DeviceError> {
+        let (here, card) = card(self.index)?;
+        let tools = tools(here)?;
+        let known = if self.algorithms.is_none() { calibration::algorithms(card) } else { None };
+        let opening = Opening {
+            driver: &tools.driver,
+            products: &tools.products,
+            compiler: &tools.compiler,
+            ordinal: self.index,
+            precision: self.precision,
+            threads: self.threads,
+            algorithms: self.algorithms.or(known.as_ref()),
+            free_before: here.memory(card).map(|memory| memory.free_bytes),
+            charges_max: self.charges,
+        };
+        then(&opening, here, card)
     }
 }
 
-/// Opens a GPU with the Programs of a plan: the arena is taken whole, and everything is started once.
+/// Opens a GPU with the Programs of a plan to be measured: algorithms are chosen anew, and charges are what they are.
 ///
 /// # Errors
 /// What is missing on this machine, or what the GPU refuses.
@@ -106,43 +131,45 @@ pub fn open(
     index: u32,
     threads: usize,
     precision: DType,
-    algorithms: Option<&Algorithms>,
     set: ProgramSet,
     placement: Placement,
 ) -> Result<Opened, DeviceError> {
-    let (here, card) = card(index)?;
-    let tools = tools(here)?;
-    let opening = Opening {
-        driver: &tools.driver,
-        products: &tools.products,
-        compiler: &tools.compiler,
-        ordinal: index,
-        precision,
-        threads,
-        algorithms,
-        free_before: here.memory(card).map(|memory| memory.free_bytes),
-    };
-    executor::open(&opening, set, placement)
+    let wish = Wish { index, threads, precision, algorithms: None, charges: None };
+    wish.opening(|opening, _, _| executor::open(&Opening { algorithms: None, ..*opening }, set, placement))
 }
 
-/// Opens a GPU for a run, which also wants to see it from beside its Programs. Without `algorithms` of the run itself,
-/// products have those that were chosen on this machine before.
+/// Measures what a GPU holds beside the arena of these Programs, taking no more than the largest of their ops needs; tells
+/// the next runs.
 ///
 /// # Errors
 /// As [`open`].
+pub fn measure_charges(wish: &Wish, set: ProgramSet, placement: Placement) -> Result<Bytes, DeviceError> {
+    wish.opening(|opening, here, card| {
+        let (charges, algorithms) = executor::charges(opening, set, placement)?;
+        calibration::keep_charges(here, card, charges.total());
+        calibration::keep_algorithms(&algorithms);
+        Ok(charges.total())
+    })
+}
+
+/// Opens a GPU for a run, which also wants to see it from beside its Programs. What was measured and chosen is told to
+/// the next runs.
+///
+/// # Errors
+/// As [`open`], and [`DeviceError::MoreCharges`].
 pub fn open_for_run(
-    index: u32,
-    threads: usize,
-    precision: DType,
-    algorithms: Option<&Algorithms>,
+    wish: &Wish,
     set: ProgramSet,
     placement: Placement,
 ) -> Result<(Box<dyn Device>, OnGpu), DeviceError> {
-    let (here, card) = card(index)?;
-    let known = calibration::algorithms(card);
-    let algorithms = algorithms.or(known.as_ref());
-    let Opened { device, charges, algorithms, chosen_anew, .. } =
-        open(index, threads, precision, algorithms, set, placement)?;
-    let charges = charges.context.unwrap_or(CONTEXT_BYTES) + charges.libraries + charges.rounding;
-    Ok((device, OnGpu { here, card, charges, algorithms, chosen_anew }))
+    wish.opening(|opening, here, card| {
+        let opened = executor::open(opening, set, placement);
+        if let Err(DeviceError::MoreCharges { held, .. }) = opened {
+            calibration::keep_charges(here, card, held);
+        }
+        let Opened { device, charges, algorithms, chosen_anew, .. } = opened?;
+        calibration::keep_charges(here, card, charges.total());
+        calibration::keep_algorithms(&algorithms);
+        Ok((device, OnGpu { here, card, chosen_anew }))
+    })
 }

@@ -11,8 +11,7 @@
 //! another one, it is chosen anew.
 
 use super::driver::{Address, Context, CudaError, Event, Stream, library};
-use plimsoll_core::DType;
-use serde::{Deserialize, Serialize};
+use plimsoll_core::{Algorithms, DType};
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::ptr;
@@ -210,17 +209,6 @@ fn told(shape: &Shape) -> Told {
     }
 }
 
-/// Which algorithms were chosen, to be kept with plan and checkpoint.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Algorithms {
-    /// The library's version, as it says it itself.
-    pub library: u64,
-    /// The GPU's name.
-    pub gpu: String,
-    /// By the product's name ([`Shape::name`]): the algorithm, 64 bytes in hexadecimal.
-    pub chosen: BTreeMap<String, String>,
-}
-
 fn to_hex(words: Words) -> String {
     words.map(|word| format!("{word:016x}")).concat()
 }
@@ -271,15 +259,16 @@ impl Products {
         library.check("open", unsafe { (library.cublasLtCreate)(&mut handle) })?;
         // SAFETY: takes nothing.
         let version = unsafe { (library.cublasLtGetVersion)() } as u64;
-        let gpu = context.gpu().name.clone();
-        let same = stored.filter(|stored| stored.library == version && stored.gpu == gpu);
-        let fresh = || Algorithms { library: version, gpu: gpu.clone(), chosen: BTreeMap::new() };
+        let gpu = context.gpu();
+        let chosen = BTreeMap::new();
+        let fresh = Algorithms { library: version, gpu: gpu.name.clone(), driver: gpu.driver_version, chosen };
+        let same = stored.filter(|stored| stored.of_the_same(&fresh));
         Ok(Products {
             library: library.clone(),
             context: context.clone(),
             handle,
             ready: BTreeMap::new(),
-            stored: same.cloned().unwrap_or_else(fresh),
+            stored: same.cloned().unwrap_or(fresh),
             chose: false,
         })
     }

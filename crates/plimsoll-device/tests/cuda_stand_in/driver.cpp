@@ -28,12 +28,16 @@ constexpr uint64_t POISONED_MAX = 1ull << 30;
 bool initialized = false;
 std::vector<Context*> contexts;
 thread_local std::vector<Context*> stack;
-uint64_t allocations = 0, launches = 0;
+uint64_t allocations = 0, launches = 0, used_at_most = 0;
+
+// The most that this process ever held on a device, from what it holds now.
+void note(const Gpu& gpu) { used_at_most = std::max(used_at_most, gpu.arena + gpu.charges); }
 
 // Says at the end how much there was, for tests that put faults everywhere.
 __attribute__((destructor)) void count() {
     if (setting("COUNT", "0") == "1")
-        fprintf(stderr, "%s: %llu allocations, %llu launches\n", NAME, (unsigned long long)allocations, (unsigned long long)launches);
+        fprintf(stderr, "%s: %llu allocations, %llu launches, at most %llu bytes\n", NAME, (unsigned long long)allocations,
+                (unsigned long long)launches, (unsigned long long)used_at_most);
 }
 
 // What runs now, for a process that dies in it.
@@ -232,6 +236,7 @@ bool refused() {
 int take(Gpu& gpu, uint64_t bytes) {
     if (refused() || gpu.free() < bytes) return OUT_OF_MEMORY;
     gpu.arena += bytes;
+    note(gpu);
     return OK;
 }
 
@@ -359,6 +364,7 @@ int finish(Stream* stream) {
 bool charge(Gpu& gpu, uint64_t bytes) {
     if (gpu.free() < bytes) return false;
     gpu.charges += bytes;
+    note(gpu);
     return true;
 }
 
@@ -382,7 +388,7 @@ EXPORT int cuInit(unsigned) {
 }
 
 EXPORT int cuDriverGetVersion(int* version) {
-    *version = 13020;
+    *version = atoi(setting("DRIVER", "13020").c_str());
     return OK;
 }
 
@@ -493,6 +499,7 @@ EXPORT int cuDevicePrimaryCtxRetain(Context** context, int device) {
     Gpu& gpu = gpus()[device];
     for (Context* known : contexts)
         if (known->gpu == &gpu) {
+            if (known->references == 0 && !charge(gpu, bytes_of(setting("CONTEXT", "300MiB")))) return OUT_OF_MEMORY;
             known->references++;
             *context = known;
             return OK;
@@ -509,7 +516,8 @@ EXPORT int cuDevicePrimaryCtxRelease_v2(int device) {
     std::lock_guard<std::recursive_mutex> guard(lock);
     for (Context* known : contexts)
         if (known->gpu->number == device) {
-            if (known->references > 0) known->references--;
+            // The last one ends the context, with all that modules and libraries held in it.
+            if (known->references > 0 && --known->references == 0) known->gpu->charges = 0;
             return OK;
         }
     return INVALID_CONTEXT;

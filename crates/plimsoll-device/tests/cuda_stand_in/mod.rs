@@ -1,10 +1,10 @@
 //! The stand-in for a GPU, built and opened by the tests of this crate. It runs on the CPU; see `README.md` beside this.
 
-use plimsoll_core::DType;
+use plimsoll_core::{Algorithms, DType};
 use plimsoll_device::cuda::compile::Compiler;
 use plimsoll_device::cuda::driver::Driver;
 use plimsoll_device::cuda::executor::{self, Opened, Opening};
-use plimsoll_device::cuda::products::{self, Algorithms};
+use plimsoll_device::cuda::products;
 use plimsoll_device::device::DeviceError;
 use plimsoll_program::{Placement, ProgramSet};
 use std::path::{Path, PathBuf};
@@ -42,6 +42,7 @@ pub fn open(
         threads: 1,
         algorithms,
         free_before: None,
+        charges_max: None,
     };
     executor::open(&opening, set, placement)
 }

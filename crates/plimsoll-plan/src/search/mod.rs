@@ -379,5 +379,6 @@ fn write_down(question: &Question, fits: bool, recipe: Recipe, set: &ProgramSet,
         recipe,
         needs,
         learned: None,
+        algorithms: None,
     }
 }

@@ -5,8 +5,8 @@ use super::engine::{Engine, StepInput};
 use crate::data::Rows;
 use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, Failure, HostSpec, Recipe, RecomputeLevel};
 use plimsoll_device::cuda;
-use plimsoll_device::cuda::open::OnGpu;
 use plimsoll_device::device::{DeviceError, Memory, Observer};
+use plimsoll_device::probe::Cpu;
 use plimsoll_device::{calibration, process};
 use plimsoll_plan::price::needed_product_flops;
 use plimsoll_plan::search::{Lossy, Pins, Question, plan_of};
@@ -60,6 +60,8 @@ pub struct StepBench {
     pub peer: String,
     /// The device.
     pub device: String,
+    /// What its maker calls it.
+    pub device_model: String,
     /// What the process held on its GPU while it ran, contexts and libraries included.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub device_mib: Option<f64>,
@@ -143,11 +145,11 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
         init_std: 0.02,
     };
     config.validate()?;
-    let (kind, rates) = match index_of(&shape.device)? {
-        None => (DeviceKind::Cpu, calibration::cpu(shape.threads)?.rates),
+    let (kind, device_model, rates) = match index_of(&shape.device)? {
+        None => (DeviceKind::Cpu, Cpu::read().model, calibration::cpu(shape.threads)?.rates),
         Some(index) => {
             let (here, card) = cuda::open::card(index)?;
-            (DeviceKind::Cuda, calibration::gpu(here, card)?.rates)
+            (DeviceKind::Cuda, card.name.clone(), calibration::gpu(here, card)?.rates)
         }
     };
     let device = DeviceSpec {
@@ -196,7 +198,7 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
     for number in 1..=timed + OBSERVED {
         if number == timed + 1 {
             peak = resident(process::peak_resident);
-            device_mib = engine.gpu().and_then(OnGpu::held).map(Bytes::as_mib);
+            device_mib = (kind == DeviceKind::Cuda).then(|| engine.held().as_mib());
             engine.observe(Box::new(stopwatch.clone()));
         }
         let mut rows = random_rows(shape, number);
@@ -219,6 +221,7 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
     Ok(StepBench {
         peer: concat!("plimsoll ", env!("CARGO_PKG_VERSION")).into(),
         device: shape.device.clone(),
+        device_model,
         device_mib,
         dtype: shape.dtype,
         compile: false,

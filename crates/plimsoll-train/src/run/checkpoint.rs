@@ -8,7 +8,7 @@ use crate::files::{FilesError, MAX_SHARD_BYTES, WeightFiles, WeightWriter, atomi
 use crate::run::engine::Engine;
 use crate::run::spaces::{Stored, Storing};
 use crate::run::trouble::Trouble;
-use plimsoll_core::{Bytes, DType, Failure, Recipe};
+use plimsoll_core::{Algorithms, Bytes, DType, Failure, Recipe};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs;
@@ -39,6 +39,9 @@ pub struct CheckpointInfo {
     /// What the plan took the process to hold outside its arena. Measured once for the whole run: the
     /// measure wavers, and a run must not be planned anew because of that.
     pub charges_bytes: Bytes,
+    /// What the products of a GPU are done with; used again, so that the bits stay the same.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub algorithms: Option<Algorithms>,
     /// The arithmetic.
     pub precision: DType,
     /// Rows of the data; another number is other data.
@@ -200,6 +203,7 @@ mod tests {
             recipe: Recipe::on_device(2, vec![RecomputeLevel::Nothing; 2]),
             threads: 2,
             charges_bytes: Bytes::mib(14),
+            algorithms: None,
             precision: DType::F32,
             rows: 96,
             labelled_tokens: 2859,

@@ -6,10 +6,9 @@ use super::spaces::stored;
 use crate::data::Rows;
 use crate::files::StoredTensor;
 use bytemuck::cast_slice;
-use plimsoll_core::{Bytes, DType, DeviceSpec, Recipe, Space};
+use plimsoll_core::{Algorithms, Bytes, DType, DeviceSpec, Recipe, Space};
 use plimsoll_device::cpu::executor::{real_bytes, real_values};
 use plimsoll_device::cuda::open::OnGpu;
-use plimsoll_device::cuda::products::Algorithms;
 use plimsoll_device::device::{Call, Device, DeviceError, FileSpace, NoFiles, Observer, Stats, Unobserved};
 use plimsoll_device::probe::Memory;
 use plimsoll_device::process;
@@ -223,6 +222,16 @@ impl Engine {
         self.device.adopt(answer.set, answer.layout.placement)?;
         (self.names, self.recipe) = (names, answer.plan.recipe);
         Ok(())
+    }
+
+    /// What its products are done with, where a library had to choose.
+    pub fn algorithms(&self) -> Option<Algorithms> {
+        self.device.algorithms()
+    }
+
+    /// Whether some of these were chosen when it was opened.
+    pub fn chose_anew(&self) -> bool {
+        self.gpu.as_ref().is_some_and(|gpu| gpu.chosen_anew)
     }
 
     /// The device refuses where this says.

@@ -1,6 +1,7 @@
 //! What is done with a finished model: its loss on data, and tokens from a prompt.
 
 use super::engine::{Engine, Evaluated};
+use super::open::settle_gpu;
 use super::prepare::{dataset, load_weights, settle_charges};
 use super::samples::{Sampling, generate};
 use super::training::evaluate;
@@ -73,7 +74,10 @@ impl Evaluation {
         let sequence = u64::from(file.data.sequence);
         file.train.batch_tokens = sequence * data.rows().clamp(1, AT_ONCE);
         settle_charges(&mut resolved.device, file.batch_sequences(), sequence);
-        let answer = search(&resolved.question(&file, Work::Evaluate)?);
+        let mut answer = search(&resolved.question(&file, Work::Evaluate)?);
+        if settle_gpu(&mut resolved.device, &answer)? {
+            answer = search(&resolved.question(&file, Work::Evaluate)?);
+        }
         Ok(Evaluation { file, resolved, data, answer })
     }
 
@@ -140,7 +144,11 @@ impl Continuation {
         }
         let capacity = wanted.next_multiple_of(CHUNK);
         settle_charges(&mut resolved.device, 1, 1);
-        let answer = search(&resolved.question(&file, Work::Generate(Generation { capacity, chunk: CHUNK }))?);
+        let work = || Work::Generate(Generation { capacity, chunk: CHUNK });
+        let mut answer = search(&resolved.question(&file, work())?);
+        if settle_gpu(&mut resolved.device, &answer)? {
+            answer = search(&resolved.question(&file, work())?);
+        }
         let prompt = prompt.to_owned();
         Ok(Continuation { file, resolved, tokenizer, prompt, tokens, most, capacity, answer })
     }

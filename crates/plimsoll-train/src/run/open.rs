@@ -1,13 +1,14 @@
 //! Opening the device of a plan: which executor runs what a [`DeviceSpec`] describes.
 
-use plimsoll_core::{DType, DeviceKind, DeviceSpec, HostSpec};
+use super::prepare::rounded;
+use plimsoll_core::{Algorithms, DType, DeviceKind, DeviceSpec, HostSpec};
 use plimsoll_device::cpu::executor;
 use plimsoll_device::cuda;
-use plimsoll_device::cuda::open::OnGpu;
-use plimsoll_device::cuda::products::Algorithms;
+use plimsoll_device::cuda::open::{OnGpu, Wish};
 use plimsoll_device::device::{Device, DeviceError};
 use plimsoll_device::virtual_device::{self, Virtual};
 use plimsoll_plan::price::Prices;
+use plimsoll_plan::search::Answer;
 use plimsoll_program::{Op, Placement, ProgramSet};
 
 /// Opens a device with the Programs of a plan; of a GPU comes what is seen of it beside them. `algorithms` are those that
@@ -29,12 +30,41 @@ pub fn open(
             Ok((virtual_device::open(virtual_of(spec, precision), set, placement, precision)?, None))
         }
         DeviceKind::Cuda => {
-            let index = spec.name.strip_prefix("cuda:").and_then(|index| index.parse().ok());
-            let index = index.expect("GPUs are named by the driver's numbers");
-            let (device, gpu) = cuda::open::open_for_run(index, threads, precision, algorithms, set, placement)?;
+            let (device, gpu) = cuda::open::open_for_run(&wish(spec, precision, algorithms), set, placement)?;
             Ok((device, Some(gpu)))
         }
         DeviceKind::Paper => Err(DeviceError::Unsupported { op: "a run", device: "a device on paper" }),
+    }
+}
+
+fn wish<'a>(spec: &DeviceSpec, precision: DType, algorithms: Option<&'a Algorithms>) -> Wish<'a> {
+    let index = spec.name.strip_prefix("cuda:").and_then(|index| index.parse().ok());
+    Wish {
+        index: index.expect("GPUs are named by the driver's numbers"),
+        threads: spec.threads as usize,
+        precision,
+        algorithms,
+        charges: spec.charges_measured.then_some(spec.charges),
+    }
+}
+
+/// Measures the charges of a GPU that nobody has measured yet, with the Programs of a plan that assumes them. Whether
+/// there is something new to plan with.
+///
+/// # Errors
+/// What the machine refuses, but for memory: then what was assumed stands.
+pub fn settle_gpu(spec: &mut DeviceSpec, answer: &Answer) -> Result<bool, DeviceError> {
+    if spec.kind != DeviceKind::Cuda || spec.charges_measured {
+        return Ok(false);
+    }
+    let wish = wish(spec, answer.precision, None);
+    match cuda::open::measure_charges(&wish, answer.set.clone(), answer.layout.placement.clone()) {
+        Ok(charges) => {
+            (spec.charges, spec.charges_measured) = (rounded(charges), true);
+            Ok(true)
+        }
+        Err(error) if error.is_refusal() => Ok(false),
+        Err(error) => Err(error),
     }
 }
 

@@ -1,6 +1,7 @@
 //! What a training run needs before its device is opened: model, data, and a plan with measured charges.
 
 use super::engine::Engine;
+use super::open::settle_gpu;
 use super::spaces::ModelSource;
 use super::trouble::Trouble;
 use crate::data::{self, DataSpec, Dataset, Loader};
@@ -63,11 +64,23 @@ pub fn prepare(mut run: RunFile, known: Option<&Known>) -> Result<Prepared, Fail
     settle_charges(&mut resolved.device, run.batch_sequences(), u64::from(run.data.sequence));
     let measured = resolved.device.charges;
     let before = known.map(|known| known.charges_bytes).filter(|&before| measured <= before + WAVER_BYTES);
-    resolved.device.charges = before.unwrap_or(measured);
-    let question = resolved.question(&run, Work::Train)?;
-    let again = known.map(|known| &known.recipe).filter(|recipe| is_of(recipe, &run, &resolved.model));
-    let again = again.map(|recipe| plan_of(&question, recipe)).filter(|answer| answer.plan.fits);
-    let mut answer = again.unwrap_or_else(|| search(&question));
+    match known {
+        // Nobody has measured that GPU here, but the run itself has.
+        Some(known) if resolved.device.kind == DeviceKind::Cuda && !resolved.device.charges_measured => {
+            (resolved.device.charges, resolved.device.charges_measured) = (known.charges_bytes, true);
+        }
+        _ => resolved.device.charges = before.unwrap_or(measured),
+    }
+    let ask = |resolved: &Resolved| -> Result<Answer, Failure> {
+        let question = resolved.question(&run, Work::Train)?;
+        let again = known.map(|known| &known.recipe).filter(|recipe| is_of(recipe, &run, &resolved.model));
+        let again = again.map(|recipe| plan_of(&question, recipe)).filter(|answer| answer.plan.fits);
+        Ok(again.unwrap_or_else(|| search(&question)))
+    };
+    let mut answer = ask(&resolved)?;
+    if settle_gpu(&mut resolved.device, &answer)? {
+        answer = ask(&resolved)?;
+    }
     // Programs of thousands of ops are a part of what the process holds. Fewer bytes for the arena may mean more ops.
     let of_process = resolved.device.kind != DeviceKind::Cuda && before.is_none();
     let mut counted = Bytes::ZERO;
@@ -140,8 +153,7 @@ pub(super) fn load_weights(engine: &mut Engine, model: &Model, run: &RunFile) ->
     Ok(engine.move_files("load", &mut ModelSource::new(model.weights(run).into_iter().chain(adapter)))?)
 }
 
-/// The charges of a device once data and tokenizer are open. Those of a GPU are not the process': they are known from
-/// an earlier run, or assumed until the GPU is open.
+/// The charges of a device once data and tokenizer are open. Those of a GPU are not the process': see [`settle_gpu`].
 pub fn settle_charges(device: &mut DeviceSpec, rows: u64, sequence: u64) {
     if device.kind != DeviceKind::Cuda {
         (device.charges, device.charges_measured) = (charges(rows, sequence), true);

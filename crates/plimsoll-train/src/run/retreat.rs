@@ -178,7 +178,9 @@ impl Trainer {
         answer.plan.host.budget_bytes = self.line.host;
         let plan = answer.plan.clone();
         self.engine.adopt(answer)?;
-        self.plan = plan;
+        // Products of other sizes have algorithms now that the next checkpoint has to know.
+        self.info.algorithms = self.engine.algorithms();
+        self.plan = Plan { algorithms: self.info.algorithms.clone(), ..plan };
         self.info.recipe = self.plan.recipe.clone();
         self.line.host_wanted = self.line.host_wanted.max(self.plan.host.arena_bytes);
         if self.plan.devices[0].peak_bytes > self.largest.peak_bytes {

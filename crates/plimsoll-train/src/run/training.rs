@@ -17,14 +17,14 @@ use crate::files::{WeightWriter, atomic, write_adapter_dir, write_model_dir};
 use crate::resolve::{Resolved, Work, lora, pace};
 use crate::run_file::{Length, Method, RunFile, Threads};
 use plimsoll_core::{
-    Budget, Bytes, DType, DeviceKind, DeviceMemory, DevicePlan, EvalResult, Event, Failure, LossSpan, Plan, Recipe,
-    Record, Retreat, RunResult, RunStatus, StepSeconds,
+    Algorithms, Budget, Bytes, DType, DeviceKind, DeviceMemory, DevicePlan, EvalResult, Event, Failure, LossSpan, Plan,
+    Recipe, Record, Retreat, RunResult, RunStatus, StepSeconds,
 };
-use plimsoll_device::cuda::products::Algorithms;
+use plimsoll_device::device::DeviceError;
 use plimsoll_device::probe::Cpu;
 use plimsoll_device::process;
 use plimsoll_plan::price::needed_product_flops;
-use plimsoll_plan::search::{Answer, search};
+use plimsoll_plan::search::{Answer, plan_of, search};
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -37,6 +37,8 @@ use std::time::Instant;
 pub struct Run {
     prepared: Prepared,
     checkpoint: Option<Checkpoint>,
+    /// What the products of a GPU were done with before.
+    algorithms: Option<Algorithms>,
     warnings: Vec<String>,
     injections: Vec<Injection>,
     saves: bool,
@@ -68,7 +70,14 @@ impl Run {
                 .hint("or start anew elsewhere: --set run.dir=runs/another"));
         }
         let prepared = prepare(run, None)?;
-        Ok(Run { prepared, checkpoint: None, warnings: Vec::new(), injections: Vec::new(), saves: true })
+        Ok(Run {
+            prepared,
+            checkpoint: None,
+            algorithms: None,
+            warnings: Vec::new(),
+            injections: Vec::new(),
+            saves: true,
+        })
     }
 
     /// Plans to go on with a run from its newest whole checkpoint; from the start, where there never was one.
@@ -88,11 +97,18 @@ impl Run {
                 run.run.threads = threads(Some(info.threads)).map_or(Threads::Auto, Threads::Count);
             }
         }
-        let known = match &checkpoint {
+        let (known, algorithms) = match &checkpoint {
             Some(Checkpoint { info, .. }) => {
-                Some(Known { recipe: info.recipe.clone(), charges_bytes: info.charges_bytes })
+                let known = Known { recipe: info.recipe.clone(), charges_bytes: info.charges_bytes };
+                (Some(known), info.algorithms.clone())
             }
-            None => planned_before(&folder),
+            None => match planned_before(&folder) {
+                Some(Plan { recipe, devices, algorithms, .. }) => {
+                    let charges = devices.first().map(|device| device.charges_bytes);
+                    (charges.map(|charges_bytes| Known { recipe, charges_bytes }), algorithms)
+                }
+                None => (None, None),
+            },
         };
         let prepared = prepare(run, known.as_ref())?;
         if let Some(Checkpoint { info, path, .. }) = &checkpoint {
@@ -119,7 +135,7 @@ impl Run {
                 ));
             }
         }
-        Ok(Run { prepared, checkpoint, warnings, injections: Vec::new(), saves: true })
+        Ok(Run { prepared, checkpoint, algorithms, warnings, injections: Vec::new(), saves: true })
     }
 
     /// The device shall refuse memory at these places.
@@ -206,14 +222,21 @@ pub(super) struct Trainer {
 
 impl Trainer {
     fn open(run: Run, folder: PathBuf, control: Option<Control>, log: &mut EventLog) -> Result<Trainer, Failure> {
-        let Run { prepared, checkpoint, injections, saves, .. } = run;
+        let Run { prepared, checkpoint, injections, algorithms: before, saves, .. } = run;
         let Prepared { run, mut resolved, train, eval, answer } = prepared;
         let precision = run.arithmetic(resolved.device.kind);
         let product_flops = needed_product_flops(&answer.set);
         let generates = answer.set.program("prefill").is_some();
         // From here on the peak is this run's: what the data took before has been given back or is a charge.
         let _ = process::reset_peak();
-        let (mut engine, plan) = open_engine(&run, &mut resolved, answer, &folder)?;
+        let (mut engine, plan) = open_engine(&run, &mut resolved, answer, before.as_ref())?;
+        if let (Some(before), Some(now)) = (&before, plan.algorithms.as_ref().filter(|_| engine.chose_anew())) {
+            let message = format!(
+                "some algorithms of products were chosen anew (now: {now}; before: {before}): last bits may differ from \
+                 an undisturbed run"
+            );
+            log.emit(Event::Warning { message })?;
+        }
         let recipe = plan.recipe.clone();
         let device = &resolved.device;
         let order = Order { seed: run.train.seed, rows: train.rows(), shuffle: run.data.shuffle };
@@ -236,6 +259,7 @@ impl Trainer {
             recipe,
             threads: device.threads,
             charges_bytes: device.charges,
+            algorithms: plan.algorithms.clone(),
             precision,
             rows: train.rows(),
             labelled_tokens: train.labelled_tokens(),
@@ -523,54 +547,49 @@ impl Trainer {
     }
 }
 
-/// The algorithms of a GPU's products, kept for the whole run: with others, last bits differ.
-const ALGORITHMS: &str = "algorithms.json";
+/// What a GPU holds beside the arena wavers: a plan that was made with a little less is made again.
+const PLANS_MAX: u32 = 3;
 
-/// Opens the device of a plan. Where a GPU turns out to hold more beside the arena than was planned for, the plan is
-/// made once more before anything is loaded, so that the load line holds.
+/// Opens the device of a plan. Where a GPU turns out to hold more beside the arena than was planned with, no arena was
+/// taken yet: the plan is made once more, so that the load line holds.
 fn open_engine(
     run: &RunFile,
     resolved: &mut Resolved,
     mut answer: Answer,
-    folder: &Path,
+    algorithms: Option<&Algorithms>,
 ) -> Result<(Engine, Plan), Failure> {
-    let path = folder.join(ALGORITHMS);
-    let stored: Option<Algorithms> = fs::read(&path).ok().and_then(|text| serde_json::from_slice(&text).ok());
     let (precision, sequence) = (run.arithmetic(resolved.device.kind), u64::from(run.data.sequence));
     let vocab = resolved.model.config.vocab;
-    let mut planned_anew = false;
+    let mut plans = 1;
     loop {
         let plan = answer.plan.clone();
-        let engine = Engine::open(answer, precision, &resolved.device, stored.as_ref(), sequence, vocab)?;
-        let Some(gpu) = engine.gpu() else { return Ok((engine, plan)) };
-        gpu.keep();
-        let measured = rounded(gpu.charges);
-        if measured > resolved.device.charges && !planned_anew {
-            planned_anew = true;
-            (resolved.device.charges, resolved.device.charges_measured) = (measured, true);
-            drop(engine);
-            answer = search(&resolved.question(run, Work::Train)?);
-            if answer.plan.fits {
-                continue;
+        let held = match Engine::open(answer, precision, &resolved.device, algorithms, sequence, vocab) {
+            Ok(engine) => {
+                let plan = Plan { algorithms: engine.algorithms(), ..plan };
+                return Ok((engine, plan));
             }
-            let name = &resolved.device.name;
-            let message = format!("{name} holds {measured} beside the arena, more than was planned for");
+            Err(DeviceError::MoreCharges { held, .. }) if plans < PLANS_MAX => held,
+            Err(error) => return Err(error.into()),
+        };
+        plans += 1;
+        resolved.device.charges = rounded(held);
+        let question = resolved.question(run, Work::Train)?;
+        answer = plan_of(&question, &plan.recipe);
+        if !answer.plan.fits {
+            answer = search(&question);
+        }
+        if !answer.plan.fits {
+            let message = format!("{} holds {held} beside the arena, more than was planned for", resolved.device.name);
             let least = answer.plan.needs.first().map(|need| need.budget_bytes);
             let hint = least.map(|least| format!("the least that would do: --budget {}", Budget::Amount(least)));
             return Err(hint.into_iter().fold(Failure::does_not_fit(message), Failure::hint));
         }
-        if gpu.chosen_anew || stored.is_none() {
-            let text = serde_json::to_vec_pretty(&gpu.algorithms).expect("plain data has a JSON form");
-            atomic::write_file(&path, &text)?;
-        }
-        return Ok((engine, plan));
     }
 }
 
 /// What a run that never reached a checkpoint was planned with: the same again gives the same bits.
-fn planned_before(folder: &Path) -> Option<Known> {
-    let plan: Plan = serde_json::from_slice(&fs::read(folder.join("plan.json")).ok()?).ok()?;
-    Some(Known { charges_bytes: plan.devices.first()?.charges_bytes, recipe: plan.recipe })
+fn planned_before(folder: &Path) -> Option<Plan> {
+    serde_json::from_slice(&fs::read(folder.join("plan.json")).ok()?).ok()
 }
 
 /// All rows of a data set once, in order.
