@@ -1,13 +1,14 @@
 //! Where cases run: on the CPU, on a GPU, or on a virtual device.
 
 use anyhow::bail;
-use plimsoll_core::{Bytes, DType, DeviceKind, HostSpec, Link};
+use plimsoll_core::{Algorithms, Bytes, DType, DeviceKind, HostSpec, Link};
 use plimsoll_device::device::{Device, DeviceError};
 use plimsoll_device::virtual_device::{self, Virtual};
 use plimsoll_device::{cpu, cuda};
 use plimsoll_program::{Placement, ProgramSet};
 use std::fmt;
 use std::str::FromStr;
+use std::sync::{Mutex, PoisonError};
 
 /// A device that runs cases.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,7 +76,11 @@ impl Place {
         match self {
             Place::Cpu => cpu::executor::open(set, placement, precision, threads as usize),
             Place::Cuda(number) => {
-                let opened = cuda::open::open(number, threads as usize, precision, set, placement)?;
+                // Recipes of one case are compared bit by bit: their products are done in one way, chosen once.
+                static CHOSEN: Mutex<Option<Algorithms>> = Mutex::new(None);
+                let mut chosen = CHOSEN.lock().unwrap_or_else(PoisonError::into_inner);
+                let opened = cuda::open::open(number, threads as usize, precision, chosen.as_ref(), set, placement)?;
+                chosen.get_or_insert_with(|| opened.algorithms.clone()).chosen.extend(opened.algorithms.chosen);
                 Ok(opened.device)
             }
             Place::Virtual => {

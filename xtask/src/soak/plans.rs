@@ -103,7 +103,7 @@ impl Gpu {
             let case = Size::Small.case(1, 1).on(Place::Cuda(number), precision);
             let device = case.device(Bytes(1 << 40), 1);
             let answer = plan_of(&case.question(&device, precision), &case.uniform(1, RecomputeLevel::Nothing));
-            let opened = open(number, 1, precision, answer.set, answer.layout.placement);
+            let opened = open(number, 1, precision, None, answer.set, answer.layout.placement);
             let opened = opened.map_err(|error| said(&error))?;
             gpu.charges = gpu.charges.max(opened.charges.libraries);
         }
@@ -158,7 +158,7 @@ fn steps(case: &Case, gpu: &Gpu, budget: Bytes, answer: Answer, tally: &mut Tall
     let (set, placement, recipe) = (answer.set.clone(), answer.layout.placement, answer.plan.recipe);
     let (planned, predicted) = (placement.arena_bytes, placement.arena_bytes + gpu.charges.0);
     let (empty, _) = gpu.context.memory()?;
-    let opened = open(number, 1, case.precision, answer.set, placement)?;
+    let opened = open(number, 1, case.precision, None, answer.set, placement)?;
     let (sequence, vocab) = (case.sequence, case.config.vocab);
     let mut engine = Engine::new(opened.device, &set, case.precision, recipe, sequence, vocab);
     let (mut seen, mut taken) = (Bytes::ZERO, Bytes::ZERO);

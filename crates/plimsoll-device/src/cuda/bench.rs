@@ -37,7 +37,7 @@ pub fn measure(
     let free = free_bytes(here, card)?;
     let before = here.condition(card);
     let open_card = |set: ProgramSet, placement: Placement, precision: DType| {
-        Ok(open(card.index, 1, precision, set, placement)?.device)
+        Ok(open(card.index, 1, precision, None, set, placement)?.device)
     };
     let subject = |precision, scale| Subject { kernels: Kernels::Cuda, precision, scale, open: &open_card };
     let (scale, forms) = size(card);
@@ -95,7 +95,7 @@ pub(crate) fn share(
     meeting: &Meeting,
 ) -> Result<Share, BenchError> {
     let open_card = |set: ProgramSet, placement: Placement, precision: DType| {
-        Ok(open(card.index, 1, precision, set, placement)?.device)
+        Ok(open(card.index, 1, precision, None, set, placement)?.device)
     };
     let (scale, forms) = size(card);
     let rate = |precision| {

@@ -123,7 +123,8 @@ impl Wish<'_> {
     }
 }
 
-/// Opens a GPU with the Programs of a plan to be measured: algorithms are chosen anew, and charges are what they are.
+/// Opens a GPU with the Programs of a plan to be measured: products have these algorithms, others are chosen anew, and
+/// charges are what they are.
 ///
 /// # Errors
 /// What is missing on this machine, or what the GPU refuses.
@@ -131,11 +132,12 @@ pub fn open(
     index: u32,
     threads: usize,
     precision: DType,
+    algorithms: Option<&Algorithms>,
     set: ProgramSet,
     placement: Placement,
 ) -> Result<Opened, DeviceError> {
-    let wish = Wish { index, threads, precision, algorithms: None, charges: None };
-    wish.opening(|opening, _, _| executor::open(&Opening { algorithms: None, ..*opening }, set, placement))
+    let wish = Wish { index, threads, precision, algorithms, charges: None };
+    wish.opening(|opening, _, _| executor::open(&Opening { algorithms, ..*opening }, set, placement))
 }
 
 /// Measures what a GPU holds beside the arena of these Programs, taking no more than the largest of their ops needs; tells
