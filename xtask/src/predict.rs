@@ -93,7 +93,12 @@ pub fn run(arguments: &[String]) -> Result<()> {
     }
     errors.sort_by(f64::total_cmp);
     let at = |share: f64| errors[((errors.len() - 1) as f64 * share).round() as usize] * 100.0;
-    println!("off by {:.1} % in the median, {:.1} % at most in nine of ten ({} recipes)", at(0.5), at(0.9), errors.len());
+    println!(
+        "off by {:.1} % in the median, {:.1} % at most in nine of ten ({} recipes)",
+        at(0.5),
+        at(0.9),
+        errors.len()
+    );
     ensure!(at(0.5) <= MEDIAN_MOST * 100.0, "the median is above {:.0} %", MEDIAN_MOST * 100.0);
     Ok(())
 }

@@ -164,12 +164,16 @@ pub struct Offload {
     pub embedding: bool,
     /// Whether the head and its gradient wait, and are on the device for the loss alone.
     pub head: bool,
+    /// Whether the host updates what belongs to the optimizer state that waits: gradients go there, and new weights come
+    /// back. Else the state comes to the device, a piece at a time.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub update: bool,
 }
 
 impl Offload {
     /// Everything stays on the device.
     pub const NOTHING: Offload =
-        Offload { optimizer: 0, gradients: 0, weights: 0, inputs: 0, embedding: false, head: false };
+        Offload { optimizer: 0, gradients: 0, weights: 0, inputs: 0, embedding: false, head: false, update: false };
 
     /// Whether everything stays on the device.
     pub fn is_nothing(&self) -> bool {
@@ -187,7 +191,7 @@ impl fmt::Display for Offload {
         ];
         let counted = counted.iter().filter(|(layers, _)| *layers > 0);
         let mut parts: Vec<String> = counted.map(|(layers, what)| format!("{what} of {layers}")).collect();
-        let whole = [(self.embedding, "embedding"), (self.head, "head")];
+        let whole = [(self.embedding, "embedding"), (self.head, "head"), (self.update, "the update")];
         parts.extend(whole.iter().filter(|(waits, _)| *waits).map(|(_, what)| (*what).to_owned()));
         f.pad(&if parts.is_empty() { "nothing".to_owned() } else { parts.join(", ") })
     }
@@ -258,6 +262,17 @@ pub enum Rung {
 impl Rung {
     /// Every rung, least loss first.
     pub const ALL: [Rung; 5] = [Rung::Bf16, Rung::Adam8bit, Rung::Lora, Rung::Int8, Rung::Nf4];
+
+    /// What is lost, in a few words.
+    pub fn loses(self) -> &'static str {
+        match self {
+            Rung::Bf16 => "16 of 24 bits a number",
+            Rung::Adam8bit => "state in 8 bit",
+            Rung::Lora => "all but adapters",
+            Rung::Int8 => "frozen base in 8 bit",
+            Rung::Nf4 => "frozen base in 4 bit",
+        }
+    }
 }
 
 impl fmt::Display for Rung {
@@ -344,6 +359,59 @@ pub struct Need {
     /// What it then takes on the host, where that is more than the host's load line.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host_bytes: Option<Bytes>,
+    /// What the plan then holds on the device, where the present load line is enough.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub peak_bytes: Option<Bytes>,
+}
+
+/// The last rung: a device that cannot hold the run by any rung that may be taken, and whose work the processor does.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fallback {
+    /// The device that was asked for.
+    pub device: String,
+    /// Its load line.
+    pub budget_bytes: Bytes,
+    /// The smallest load line that would have done there.
+    pub needs_bytes: Bytes,
+}
+
+impl fmt::Display for Fallback {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Fallback { device, budget_bytes, needs_bytes } = self;
+        write!(f, "fallback to CPU: {device} would have to hold {needs_bytes}, and its load line is {budget_bytes}")
+    }
+}
+
+/// A rung of the ladder: what it frees and costs. All figures are predicted.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RungPrice {
+    /// `micro_batch`, `recompute`, what waits on the host as `offload.optimizer`, or the name of a lossy rung.
+    pub rung: String,
+    /// What it does to the numbers.
+    pub class: Class,
+    /// What is lost, in words.
+    pub loses: String,
+    /// Whether the planner may take it.
+    pub allowed: bool,
+    /// As far as it goes and nothing else, against the plain recipe: one micro-batch, nothing computed again, nothing on
+    /// the host.
+    pub alone: Effect,
+    /// As far as the plan takes it, against the same plan without it; none where the plan does without.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub in_plan: Option<Effect>,
+}
+
+/// What taking a rung does. All figures are predicted.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Effect {
+    /// Bytes that the device holds less.
+    pub freed_bytes: i64,
+    /// Bytes that the host holds more.
+    pub host_bytes: i64,
+    /// Seconds that a step takes longer.
+    pub costs_seconds: f64,
+    /// Tokens (padding counted) a second with it.
+    pub tokens_per_second: f64,
 }
 
 /// A plan, or the word that there is none.
@@ -375,4 +443,10 @@ pub struct Plan {
     /// What the products of a GPU are done with, once it was opened.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub algorithms: Option<Algorithms>,
+    /// The device that was asked for, where the processor does its work.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fallback: Option<Fallback>,
+    /// What each rung frees and costs, where somebody asked (`--explain`).
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub ladder: Vec<RungPrice>,
 }

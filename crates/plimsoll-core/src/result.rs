@@ -1,6 +1,6 @@
 //! How a run ended: `result.json`. Other tools rely on these names.
 
-use crate::{Bytes, Class, Recipe};
+use crate::{Bytes, Class, Fallback, Recipe};
 use serde::{Deserialize, Serialize};
 
 /// `result.json`. All figures are measured unless their name says predicted.
@@ -27,6 +27,9 @@ pub struct RunResult {
     /// Seconds in which a device that was too warm rested, since the run was last started.
     #[serde(default)]
     pub rested_seconds: f64,
+    /// The device that was asked for, where the processor did its work.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fallback: Option<Fallback>,
 }
 
 /// How a run ended.

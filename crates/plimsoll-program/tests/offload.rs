@@ -52,7 +52,8 @@ fn choices() -> Vec<Offload> {
             for weights in [0, 1, optimizer] {
                 for inputs in [0, all] {
                     for (embedding, head) in [(false, false), (true, false), (false, true), (true, true)] {
-                        list.push(Offload { optimizer, gradients, weights, inputs, embedding, head });
+                        let update = list.len() % 2 == 0;
+                        list.push(Offload { optimizer, gradients, weights, inputs, embedding, head, update });
                     }
                 }
             }

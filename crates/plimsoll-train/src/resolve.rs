@@ -4,8 +4,8 @@
 use crate::data::sums;
 use crate::files::{AdapterDir, ModelDir, ModelWeights, read_config};
 use crate::run::prepare::{charges, rounded};
-use crate::run_file::{EXAMPLE_PREFIX, Init, Method, Optimizer, RunFile};
-use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Failure, HostSpec, Plan, Rates, Rung};
+use crate::run_file::{EXAMPLE_PREFIX, FallbackTo, Init, Method, Optimizer, RunFile};
+use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Failure, Fallback, HostSpec, Plan, Rates, Rung};
 use plimsoll_device::calibration;
 use plimsoll_device::cuda;
 use plimsoll_device::cuda::gpus::{Card, Here};
@@ -133,6 +133,8 @@ pub struct Resolved {
     pub others: Vec<DeviceSpec>,
     /// Whether the user has left it to us which of them is used.
     pub open: bool,
+    /// The device that was asked for, where the processor stands in for it.
+    pub fallback: Option<Fallback>,
 }
 
 impl Resolved {
@@ -146,7 +148,7 @@ impl Resolved {
         let others = devices.split_off(1);
         let open =
             !file.devices().devices.iter().any(|asked| !matches!(asked, DeviceRequest::Cuda { index: None, .. }));
-        Ok(Resolved { model, device: devices.remove(0), others, open })
+        Ok(Resolved { model, device: devices.remove(0), others, open, fallback: None })
     }
 
     /// The same, with the device that a run is to use: where it is left to us, the one that the planner prefers.
@@ -174,6 +176,37 @@ impl Resolved {
             }
         }
         Ok(answer)
+    }
+
+    /// The answer, or where it does not fit, the last rung: the processor does the work of an accelerator that cannot
+    /// hold it, if that fits under the host's load line. `plan` plans for the device that there then is; its charges
+    /// may be settled there. What belongs to the experiment stays what it would have been.
+    ///
+    /// # Errors
+    /// As planning.
+    pub fn or_on_cpu(
+        &mut self,
+        file: &RunFile,
+        answer: Answer,
+        plan: impl FnOnce(&mut Resolved, &RunFile) -> Result<Answer, Failure>,
+    ) -> Result<Answer, Failure> {
+        let accelerator = matches!(self.device.kind, DeviceKind::Cuda | DeviceKind::Virtual);
+        if answer.plan.fits || !accelerator || file.run.fallback == FallbackTo::None {
+            return Ok(answer);
+        }
+        let mut decided = file.clone();
+        decided.decide_precision(self.device.kind);
+        let left = std::mem::replace(&mut self.device, cpu(file, Some(file.host()))?);
+        let mut on_cpu = plan(self, &decided)?;
+        if !on_cpu.plan.fits {
+            self.device = left;
+            return Ok(answer);
+        }
+        let needs_bytes = answer.plan.devices[0].peak_bytes;
+        let fallback = Fallback { device: left.name, budget_bytes: left.budget, needs_bytes };
+        on_cpu.plan.fallback = Some(fallback.clone());
+        self.fallback = Some(fallback);
+        Ok(on_cpu)
     }
 
     /// The devices that are left out, in a line; none where none is.
@@ -327,8 +360,7 @@ const PAPER_HOST_BYTES_PER_SECOND: f64 = 30e9;
 
 /// The host beside a device. The processor is its own; on paper there is what the user says.
 fn host(file: &RunFile, device: &DeviceSpec) -> Result<HostSpec, Failure> {
-    let given = file.devices().host;
-    let budget = given.unwrap_or(file.memory.host);
+    let (given, budget) = (file.devices().host, file.host());
     match device.kind {
         DeviceKind::Cpu => Ok(HostSpec::NONE),
         DeviceKind::Paper => Ok(HostSpec {
@@ -339,7 +371,9 @@ fn host(file: &RunFile, device: &DeviceSpec) -> Result<HostSpec, Failure> {
             // A virtual device's own bytes are this machine's, too.
             let taken = if device.kind == DeviceKind::Virtual { device.budget } else { Bytes::ZERO };
             let free = Memory::read().free.saturating_sub(taken);
-            let rates = calibration::cpu(device.threads.max(1))?.rates;
+            // Beside a virtual device, a thread does what the host does.
+            let threads = if device.kind == DeviceKind::Virtual { 1 } else { device.threads.max(1) };
+            let rates = calibration::cpu(threads)?.rates;
             Ok(HostSpec { budget: budget.of(free), memory_bytes_per_second: rates.memory_bytes_per_second })
         }
     }
@@ -510,13 +544,15 @@ fn virtual_device(
 }
 
 /// Plans a training run on each device that the run file names and takes the fastest that fits; where
-/// none does, the one that lacks the least. The others are left out.
+/// none does, the one that lacks the least, or the processor in its place. The others are left out.
 ///
 /// # Errors
 /// As [`Resolved::new`].
 pub fn plan(file: &RunFile) -> Result<(Resolved, Answer), Failure> {
     let mut resolved = Resolved::new(file)?;
-    let mut answer = resolved.prefer(file, Work::Train)?;
+    let answer = resolved.prefer(file, Work::Train)?;
+    let mut answer =
+        resolved.or_on_cpu(file, answer, |resolved, file| Ok(search(&resolved.question(file, Work::Train)?)))?;
     answer.plan.learned = learned(&resolved.device);
     Ok((resolved, answer))
 }

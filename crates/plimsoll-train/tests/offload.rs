@@ -229,7 +229,19 @@ fn choices(layers: u32) -> Vec<Offload> {
         Offload { embedding: true, ..none },
         Offload { head: true, ..none },
         Offload { optimizer: layers, embedding: true, head: true, ..none },
-        Offload { optimizer: layers, gradients: layers, weights: layers, inputs: layers, embedding: true, head: true },
+        Offload {
+            optimizer: layers,
+            gradients: layers,
+            weights: layers,
+            inputs: layers,
+            embedding: true,
+            head: true,
+            update: false,
+        },
+        Offload { optimizer: some, update: true, ..none },
+        Offload { optimizer: layers, update: true, ..none },
+        Offload { optimizer: layers, gradients: some, weights: some, update: true, ..none },
+        Offload { optimizer: layers, gradients: layers, weights: layers, embedding: true, update: true, ..none },
     ]
 }
 
@@ -270,5 +282,8 @@ fn pieces_of_a_large_tensor_change_no_bit() {
         let plain = run(&config, DType::F32, numbers, 4, Offload::NOTHING);
         let choice = Offload { optimizer: 1, gradients: 1, head: true, ..Offload::NOTHING };
         assert_eq!(plain.differs(&run(&config, DType::F32, numbers, 4, choice)), None, "{numbers:?}");
+        // The same by the host, with gradients that come to it and weights that go back.
+        let choice = Offload { optimizer: 1, update: true, ..Offload::NOTHING };
+        assert_eq!(plain.differs(&run(&config, DType::F32, numbers, 4, choice)), None, "{numbers:?} on the host");
     }
 }

@@ -2,7 +2,10 @@
 //! does not. Pure: data to text.
 
 use crate::text::{columns, count, percent, seconds, wrapped};
-use plimsoll_core::{Bytes, Category, Class, DevicePlan, DeviceSpec, Failure, Need, Plan, Recipe, Rung, WorkName};
+use plimsoll_core::{
+    Bytes, Category, Class, DevicePlan, DeviceSpec, Effect, Failure, Fallback, Need, Plan, Recipe, Rung, RungPrice,
+    WorkName,
+};
 use plimsoll_plan::search::Tried;
 
 /// The narrowest terminal that shows everything.
@@ -30,6 +33,9 @@ pub struct PlanView<'a> {
 pub fn table(view: &PlanView) -> String {
     let PlanView { plan, specs, .. } = view;
     let mut text = wrapped(&format!("plan for {}", view.title), WIDTH, "  ");
+    if let Some(fallback) = &plan.fallback {
+        text += &wrapped(&fell_back(plan, fallback), WIDTH, "  ");
+    }
     text += &wrapped(&format!("recipe: {} ({})", plan.recipe, class(plan.class)), WIDTH, "  ");
     text += &wrapped(&format!("why: {}", why(view)), WIDTH, "  ");
 
@@ -61,6 +67,11 @@ pub fn table(view: &PlanView) -> String {
         text += &wrapped(&note, WIDTH, "  ");
     }
     text
+}
+
+/// That the processor does the work, and at which price.
+fn fell_back(plan: &Plan, fallback: &Fallback) -> String {
+    format!("{fallback}; predicted on the CPU {} tokens/s", count(plan.predicted.tokens_per_second))
 }
 
 /// What is lost under a class of rungs.
@@ -211,9 +222,50 @@ fn rungs_taken(view: &PlanView) -> Option<String> {
     }
 }
 
-/// The recipes that were tried, fastest first, with what the search made of each. Ends with a line
-/// break.
+/// What each rung frees and costs, and the recipes that were tried, fastest first, with what the search made of each.
+/// Ends with a line break.
 pub fn explain(view: &PlanView) -> String {
+    rungs(view) + &recipes_tried(view)
+}
+
+/// Each rung alone, and those that the plan takes. Ends with an empty line where there are any.
+fn rungs(view: &PlanView) -> String {
+    let ladder = &view.plan.ladder;
+    if ladder.is_empty() {
+        return String::new();
+    }
+    let header = || vec![["rung", "frees", "costs", "tokens/s", "loses"].map(str::to_owned).to_vec()];
+    let row = |rung: &RungPrice, effect: &Effect| {
+        let allowed = if rung.allowed { "" } else { " (not allowed)" };
+        vec![
+            rung.rung.clone() + allowed,
+            signed(effect.freed_bytes, |bytes| Bytes(bytes).to_string()),
+            signed_seconds(effect.costs_seconds),
+            count(effect.tokens_per_second),
+            rung.loses.clone(),
+        ]
+    };
+    let (mut alone, mut taken) = (header(), header());
+    alone.extend(ladder.iter().map(|rung| row(rung, &rung.alone)));
+    taken.extend(ladder.iter().filter_map(|rung| Some(row(rung, rung.in_plan.as_ref()?))));
+    let mut text = wrapped("each rung alone, as far as it goes, against the plain recipe (predicted)", WIDTH, "  ");
+    text += &columns(&alone, "");
+    text += "\nthose that this plan takes, each against the same plan without it (predicted)\n";
+    text += &if taken.len() > 1 { columns(&taken, "") } else { "none: this is the plain recipe\n".to_owned() };
+    text + "\n"
+}
+
+fn signed(number: i64, text: impl Fn(u64) -> String) -> String {
+    format!("{}{}", if number < 0 { "-" } else { "" }, text(number.unsigned_abs()))
+}
+
+fn signed_seconds(number: f64) -> String {
+    // Rounding leaves less than this.
+    let sign = if number < -5e-7 { "-" } else { "+" };
+    format!("{sign}{}", seconds(number.abs()))
+}
+
+fn recipes_tried(view: &PlanView) -> String {
     let header = ["recipe", "peak", "step", "verdict"].map(str::to_owned).to_vec();
     let mut rows = vec![header];
     let mut found = false;
@@ -243,12 +295,20 @@ fn short(recipe: &Recipe) -> String {
     }
 }
 
-/// What to say where a plan does not fit: each budget that would, cheapest loss first, with the
-/// ready command. `command` is the one that was given, without budget and permissions; `budget_flag`
-/// says how a budget, a whole number of MiB, is written after it.
-///
-/// `has` is the memory that the device really has: where no budget within it is enough, that is said instead.
-pub fn does_not_fit(plan: &Plan, command: &str, budget_flag: impl Fn(Bytes) -> String, has: Option<Bytes>) -> Failure {
+/// A way to make it fit, with the command that takes it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Way {
+    /// What it takes.
+    pub need: Need,
+    /// The load line that the command gives the device.
+    pub line_bytes: Bytes,
+    /// The command, ready to be copied.
+    pub command: String,
+}
+
+/// What to say where a plan does not fit: each way to make it fit, cheapest loss first, and numbered where somebody is
+/// asked which one to take. `has` is the memory that the device really has: where there is no way, that is said.
+pub fn does_not_fit(plan: &Plan, ways: &[Way], has: Option<Bytes>, numbered: bool) -> Failure {
     let over = plan.devices.iter().find(|device| device.peak_bytes > device.budget_bytes);
     let message = match over {
         Some(device) => format!(
@@ -257,40 +317,34 @@ pub fn does_not_fit(plan: &Plan, command: &str, budget_flag: impl Fn(Bytes) -> S
         ),
         None => "does not fit under the load lines".to_owned(),
     };
-    let budget = over.map_or(Bytes::ZERO, |device| device.budget_bytes);
-    if let (Some(device), Some(has)) = (over, has)
-        && plan.needs.iter().all(|need| need.budget_bytes > has)
-    {
-        return Failure::does_not_fit(message)
+    let failure = Failure::does_not_fit(message);
+    if let (Some(device), Some(has), []) = (over, has, ways) {
+        return failure
             .hint(format!("no load line is enough: {} has {has}", device.name))
             .hint("take a larger device, a smaller model, or a shorter data.sequence");
     }
-    plan.needs.iter().fold(Failure::does_not_fit(message), |failure, need| {
-        failure.hint(way_out(need, budget, command, &budget_flag))
+    ways.iter().enumerate().fold(failure, |failure, (number, way)| {
+        let number = if numbered { format!("{}: ", number + 1) } else { String::new() };
+        failure.hint(number + &way_out(way))
     })
 }
 
-/// One way to make it fit, as a command.
-fn way_out(need: &Need, budget: Bytes, command: &str, budget_flag: impl Fn(Bytes) -> String) -> String {
-    let mut ready = command.to_owned();
+/// One way to make it fit.
+fn way_out(Way { need, line_bytes, command }: &Way) -> String {
     let names: Vec<String> = need.allow.iter().map(Rung::to_string).collect();
-    if !names.is_empty() {
-        ready += &format!(" --allow {}", names.join(","));
-    }
-    if need.budget_bytes > budget {
-        ready += &format!(" {}", budget_flag(Bytes::mib(need.budget_bytes.0.div_ceil(1 << 20))));
-    }
     let with = if names.is_empty() { String::new() } else { format!(" with {}", names.join(" and ")) };
-    if let Some(host) = need.host_bytes {
-        return format!("it fits{with} with {host} on the host, fast: give it that much (memory.host, host= on paper)");
-    }
-    format!("it fits{with} from {}: {ready}", need.budget_bytes)
+    let host = need.host_bytes.map_or(String::new(), |host| format!(", {host} on the host"));
+    let holds = match need.peak_bytes {
+        Some(peak) => format!(", predicted {peak} of {line_bytes}"),
+        None => format!(" from {}", need.budget_bytes),
+    };
+    format!("it fits{with}{holds}{host}: {command}")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use plimsoll_core::{Budget, DeviceKind, Link, Predicted, Rates, RecomputeLevel};
+    use plimsoll_core::{DeviceKind, Link, Predicted, Rates, RecomputeLevel};
     use std::collections::BTreeMap;
 
     fn spec(name: &str, kind: DeviceKind, charges_measured: bool) -> DeviceSpec {
@@ -344,6 +398,8 @@ mod tests {
             needs: vec![],
             learned: None,
             algorithms: None,
+            fallback: None,
+            ladder: vec![],
         }
     }
 
@@ -411,6 +467,48 @@ recipe                            peak     step         verdict
     }
 
     #[test]
+    fn each_rung_says_what_it_frees_costs_and_loses() {
+        let effect = |freed: i64, costs_seconds| Effect {
+            freed_bytes: freed << 20,
+            host_bytes: 0,
+            costs_seconds,
+            tokens_per_second: 1234.0,
+        };
+        let rung = |rung: &str, class, loses: &str, allowed, in_plan| RungPrice {
+            rung: rung.into(),
+            class,
+            loses: loses.into(),
+            allowed,
+            alone: effect(2048, 0.25),
+            in_plan,
+        };
+        let ladder = vec![
+            rung("micro_batch", Class::Reordered, "the order of sums", true, Some(effect(-3, -0.004))),
+            rung("offload.optimizer", Class::Identical, "nothing", true, None),
+            rung("nf4", Class::Lossy, Rung::Nf4.loses(), false, None),
+        ];
+        let plan = Plan { ladder, ..plan() };
+        let text = explain(&PlanView { title: "sums", plan: &plan, specs: &[], tried: &[], allow: &[] });
+        assert!(
+            text.starts_with(
+                "\
+each rung alone, as far as it goes, against the plain recipe (predicted)
+rung                   frees      costs  tokens/s                 loses
+micro_batch         2.00 GiB  +250.0 ms    1.23 k     the order of sums
+offload.optimizer   2.00 GiB  +250.0 ms    1.23 k               nothing
+nf4 (not allowed)   2.00 GiB  +250.0 ms    1.23 k  frozen base in 4 bit
+
+those that this plan takes, each against the same plan without it (predicted)
+rung             frees    costs  tokens/s              loses
+micro_batch  -3.00 MiB  -4.0 ms    1.23 k  the order of sums
+
+"
+            ),
+            "{text}"
+        );
+    }
+
+    #[test]
     fn many_devices_stay_within_eighty_columns_and_simulated_ones_say_so() {
         let plan = Plan {
             devices: ["virtual:a", "virtual:b", "virtual:c", "virtual:d", "virtual:e"]
@@ -448,28 +546,33 @@ recipe                            peak     step         verdict
         let mut small = plan();
         small.fits = false;
         small.devices[0].budget_bytes = Bytes::mib(32);
-        small.needs = vec![
-            Need { allow: vec![], budget_bytes: Bytes(Bytes::mib(40).0 + 1), host_bytes: None },
-            Need { allow: vec![Rung::Adam8bit], budget_bytes: Bytes::mib(38), host_bytes: None },
-            Need { allow: vec![Rung::Bf16, Rung::Adam8bit], budget_bytes: Bytes::mib(30), host_bytes: None },
+        let need = |allow: &[Rung], bytes, host_bytes| Need {
+            allow: allow.to_vec(),
+            budget_bytes: bytes,
+            host_bytes,
+            peak_bytes: (bytes < Bytes::mib(40)).then_some(bytes),
+        };
+        let way = |need: Need, line_bytes, flags: &str| Way {
+            need,
+            line_bytes,
+            command: format!("plimsoll train run.toml {flags}"),
+        };
+        let ways = [
+            way(need(&[], Bytes::mib(40), None), Bytes::mib(41), "--budget 41MiB"),
+            way(need(&[], Bytes::mib(31), Some(Bytes::mib(9))), Bytes::mib(32), "--devices virtual:a=32MiB,host=9MiB"),
+            way(need(&[Rung::Bf16, Rung::Adam8bit], Bytes::mib(30), None), Bytes::mib(32), "--allow bf16,adam8bit"),
         ];
         assert_eq!(
-            does_not_fit(
-                &small,
-                "plimsoll train run.toml",
-                |bytes| format!("--budget {}", Budget::Amount(bytes)),
-                None
-            )
-            .to_string(),
+            does_not_fit(&small, &ways, None, false).to_string(),
             "\
 does not fit: the smallest recipe holds 40.00 MiB on cpu, the load line is 32.00 MiB
   hint: it fits from 40.00 MiB: plimsoll train run.toml --budget 41MiB
-  hint: it fits with adam8bit from 38.00 MiB: plimsoll train run.toml --allow adam8bit --budget 38MiB
-  hint: it fits with bf16 and adam8bit from 30.00 MiB: plimsoll train run.toml --allow bf16,adam8bit"
+  hint: it fits, predicted 31.00 MiB of 32.00 MiB, 9.00 MiB on the host: plimsoll train run.toml --devices virtual:a=32MiB,host=9MiB
+  hint: it fits with bf16 and adam8bit, predicted 30.00 MiB of 32.00 MiB: plimsoll train run.toml --allow bf16,adam8bit"
         );
-        let flag = |bytes| format!("--budget {}", Budget::Amount(bytes));
+        assert!(does_not_fit(&small, &ways, None, true).hints[2].starts_with("3: it fits with bf16"));
         assert_eq!(
-            does_not_fit(&small, "plimsoll train run.toml", flag, Some(Bytes::mib(28))).to_string(),
+            does_not_fit(&small, &[], Some(Bytes::mib(28)), false).to_string(),
             "\
 does not fit: the smallest recipe holds 40.00 MiB on cpu, the load line is 32.00 MiB
   hint: no load line is enough: cpu has 28.00 MiB

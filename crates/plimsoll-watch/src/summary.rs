@@ -43,6 +43,9 @@ pub fn summary(result: &RunResult, samples: &[Sample], folder: &str, model: Opti
         count(result.tokens_per_second),
         if simulated { ", simulated devices" } else { "" }
     );
+    if let Some(fallback) = &result.fallback {
+        text += &format!("{fallback}\n");
+    }
     for retreat in &result.retreats {
         text += &format!("{}\n", retreat_line(retreat));
     }
@@ -125,6 +128,7 @@ mod tests {
             recipe: Recipe::on_device(64, vec![RecomputeLevel::Nothing; 3]),
             retreats: vec![],
             rested_seconds: 0.0,
+            fallback: None,
         }
     }
 

@@ -1,16 +1,54 @@
-//! The command that was typed, written down once more with another budget: for hints that can be
-//! copied as they are.
+//! The command that was typed, written down once more with other load lines or permissions: for hints that can be
+//! copied as they are, and taken where somebody says so.
 
-use plimsoll_core::{Budget, Bytes};
+use plimsoll_core::{Budget, Bytes, Rung};
 use plimsoll_plan::request::{DeviceRequest, DevicesRequest};
 use plimsoll_watch::text::shell_word;
 
-/// The command's words without the flags that a hint gives anew, quoted for a shell. `--set` of the same
-/// keys goes too: it would win over the flag.
-pub fn command(words: impl Iterator<Item = String>, devices_have_budgets: bool) -> String {
-    const ANEW: [(&str, &str); 3] =
-        [("--budget", "memory.budget"), ("--allow", "memory.allow"), ("--devices", "run.devices")];
-    let anew = if devices_have_budgets { &ANEW[..] } else { &ANEW[..2] };
+/// What is other in the command.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Change {
+    /// The rungs that are allowed.
+    pub allow: Vec<Rung>,
+    /// The load line of every device.
+    pub budget: Option<Bytes>,
+    /// The load line of the host.
+    pub host: Option<Bytes>,
+}
+
+/// The words of a command with a change. `request` is what the command's devices come to.
+pub fn changed(words: impl Iterator<Item = String>, request: &DevicesRequest, change: &Change) -> Vec<String> {
+    let Change { allow, budget, host } = change;
+    let in_devices = devices_have_budgets(request);
+    let mut flags: Vec<(&str, &str, String)> = Vec::new();
+    if !allow.is_empty() {
+        let names: Vec<String> = allow.iter().map(Rung::to_string).collect();
+        flags.push(("--allow", "memory.allow", names.join(",")));
+    }
+    if let (Some(bytes), false) = (*budget, in_devices) {
+        flags.push(("--budget", "memory.budget", Budget::Amount(bytes).to_string()));
+    }
+    if host.is_some() || budget.is_some() && in_devices {
+        let mut request = request.clone();
+        if let (Some(bytes), true) = (*budget, in_devices) {
+            give(&mut request, bytes);
+        }
+        request.host = host.map(Budget::Amount).or(request.host);
+        flags.push(("--devices", "run.devices", request.to_string()));
+    }
+    let mut command = without(words, &flags.iter().map(|(flag, key, _)| (*flag, *key)).collect::<Vec<_>>());
+    command.extend(flags.into_iter().flat_map(|(flag, _, value)| [flag.to_owned(), value]));
+    command
+}
+
+/// Words as a shell reads them.
+pub fn quoted(words: &[String]) -> String {
+    words.iter().map(|word| shell_word(word)).collect::<Vec<_>>().join(" ")
+}
+
+/// The command's words without the flags that are given anew. `--set` of the same keys goes too: it would win over the
+/// flag.
+fn without(words: impl Iterator<Item = String>, anew: &[(&str, &str)]) -> Vec<String> {
     let key = |setting: &str| setting.split('=').next().unwrap_or_default().trim().to_owned();
     let mut command = vec!["plimsoll".to_owned()];
     let mut words = words.skip(1);
@@ -21,7 +59,7 @@ pub fn command(words: impl Iterator<Item = String>, devices_have_budgets: bool) 
         };
         let of_flag = anew.iter().any(|&(known, _)| known == flag);
         if !of_flag && flag != "--set" {
-            command.push(shell_word(&word));
+            command.push(word);
             continue;
         }
         let apart = joined.is_none();
@@ -29,12 +67,10 @@ pub fn command(words: impl Iterator<Item = String>, devices_have_budgets: bool) 
         if of_flag || anew.iter().any(|&(_, known)| known == key(&value)) {
             continue;
         }
-        match apart {
-            true => command.extend([shell_word(&word), shell_word(&value)]),
-            false => command.push(shell_word(&word)),
-        }
+        command.push(word);
+        command.extend(apart.then_some(value));
     }
-    command.join(" ")
+    command
 }
 
 /// Whether a device has a load line of its own, which `--budget` does not move.
@@ -47,13 +83,9 @@ pub fn devices_have_budgets(request: &DevicesRequest) -> bool {
     })
 }
 
-/// The flag that gives every device this budget.
-pub fn budget_flag(request: &DevicesRequest, bytes: Bytes) -> String {
+/// Gives every device this load line.
+fn give(request: &mut DevicesRequest, bytes: Bytes) {
     let amount = Budget::Amount(bytes);
-    if !devices_have_budgets(request) {
-        return format!("--budget {amount}");
-    }
-    let mut request = request.clone();
     for device in &mut request.devices {
         match device {
             DeviceRequest::Cpu { budget }
@@ -62,46 +94,58 @@ pub fn budget_flag(request: &DevicesRequest, bytes: Bytes) -> String {
             DeviceRequest::Virtual { budget, .. } => *budget = amount,
         }
     }
-    format!("--devices {request}")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn again(line: &[&str], with_devices: bool) -> String {
-        command(line.iter().map(|word| (*word).to_owned()), with_devices)
+    const RUNGS: &[Rung] = &[Rung::Lora, Rung::Nf4];
+
+    fn again(line: &[&str], devices: &str, change: &Change) -> String {
+        quoted(&changed(line.iter().map(|word| (*word).to_owned()), &devices.parse().unwrap(), change))
     }
 
     #[test]
-    fn a_command_is_written_again_without_what_the_hint_gives() {
+    fn a_command_is_written_again_with_what_is_other_and_nothing_else() {
+        let budget = Change { budget: Some(Bytes::mib(41)), ..Change::default() };
+        let allow = Change { allow: RUNGS.to_vec(), ..Change::default() };
         let line =
             ["/bin/plimsoll", "plan", "my run.toml", "--budget", "1GiB", "--allow=bf16", "--set", "train.steps=2"];
-        assert_eq!(again(&line, false), "plimsoll plan 'my run.toml' --set train.steps=2");
+        let same = "plimsoll plan 'my run.toml'";
+        assert_eq!(again(&line, "cpu", &budget), format!("{same} --allow=bf16 --set train.steps=2 --budget 41MiB"));
+        assert_eq!(again(&line, "cpu", &allow), format!("{same} --budget 1GiB --set train.steps=2 --allow lora,nf4"));
         let line = ["plimsoll", "train", "--devices", "cpu=1GiB", "it's"];
-        assert_eq!(again(&line, false), r"plimsoll train --devices cpu=1GiB 'it'\''s'");
-        assert_eq!(again(&line, true), r"plimsoll train 'it'\''s'");
+        assert_eq!(again(&line, "cpu=1GiB", &allow), r"plimsoll train --devices cpu=1GiB 'it'\''s' --allow lora,nf4");
+        assert_eq!(again(&line, "cpu=1GiB", &budget), r"plimsoll train 'it'\''s' --devices cpu=41MiB");
     }
 
     #[test]
-    fn settings_that_would_win_over_the_hint_are_left_out() {
+    fn settings_that_would_win_over_the_change_are_left_out() {
+        let change = Change { allow: RUNGS.to_vec(), budget: Some(Bytes::mib(41)), host: None };
         let line = ["plimsoll", "plan", "--set", "memory.budget=1GiB", "--set=memory.allow=[]", "--set", "run.dir=a b"];
-        assert_eq!(again(&line, false), "plimsoll plan --set 'run.dir=a b'");
+        assert_eq!(again(&line, "cpu", &change), "plimsoll plan --set 'run.dir=a b' --allow lora,nf4 --budget 41MiB");
         let line =
             ["plimsoll", "plan", "--set=run.devices=cpu=1GiB", "--set=train.steps=2", "--set", " run.devices = cpu"];
         assert_eq!(
-            again(&line, false),
-            "plimsoll plan --set=run.devices=cpu=1GiB --set=train.steps=2 --set ' run.devices = cpu'"
+            again(&line, "cpu=1GiB", &change),
+            "plimsoll plan --set=train.steps=2 --allow lora,nf4 --devices cpu=41MiB"
         );
-        assert_eq!(again(&line, true), "plimsoll plan --set=train.steps=2");
     }
 
     #[test]
-    fn a_budget_is_given_where_the_device_takes_it_from() {
-        let flag = |devices: &str| budget_flag(&devices.parse().unwrap(), Bytes::mib(41));
-        assert_eq!(flag("auto"), "--budget 41MiB");
-        assert_eq!(flag("cpu"), "--budget 41MiB");
-        assert_eq!(flag("cpu=1GiB"), "--devices cpu=41MiB");
-        assert_eq!(flag("virtual:a=600MiB@0.5,host=1GiB"), "--devices virtual:a=41MiB@0.5,host=1GiB");
+    fn load_lines_are_given_where_they_are_taken_from() {
+        let line = ["plimsoll", "plan"];
+        let (budget, host) = (Some(Bytes::mib(41)), Some(Bytes::gib(3)));
+        let both = Change { allow: vec![], budget, host };
+        let flags = |devices: &str, change: &Change| again(&line, devices, change)["plimsoll plan ".len()..].to_owned();
+        let line = Change { host: None, ..both.clone() };
+        assert_eq!(flags("auto", &line), "--budget 41MiB");
+        assert_eq!(flags("cpu", &line), "--budget 41MiB");
+        assert_eq!(flags("cpu=1GiB", &line), "--devices cpu=41MiB");
+        assert_eq!(flags("virtual:a=600MiB@0.5,host=1GiB", &line), "--devices virtual:a=41MiB@0.5,host=1GiB");
+        assert_eq!(flags("rtx3070", &both), "--budget 41MiB --devices rtx3070,host=3GiB");
+        let host = Change { budget: None, ..both };
+        assert_eq!(flags("virtual:a=600MiB@0.5,host=1GiB", &host), "--devices virtual:a=600MiB@0.5,host=3GiB");
     }
 }

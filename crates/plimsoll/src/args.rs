@@ -214,8 +214,8 @@ pub struct PlanArgs {
     /// Print the plan as JSON
     #[arg(long)]
     pub json: bool,
-    /// Show every recipe that was tried, with its predicted bytes and seconds
-    #[arg(long, conflicts_with = "json")]
+    /// Show what each rung frees and costs (with --json, too), and every recipe that was tried
+    #[arg(long)]
     pub explain: bool,
 }
 
@@ -379,6 +379,8 @@ impl BenchModelsArgs {
         settings.extend(fixed.iter().map(|(key, value)| format!("{key}={value}")));
         settings.push(setting("data.train", &data.to_string_lossy()));
         settings.push(setting("run.dir", &run_dir.to_string_lossy()));
+        // What a device cannot hold is a row of its own, not one of the processor's.
+        settings.push(setting("run.fallback", "none"));
         settings.extend(self.settings.settings());
         RunFile::from_settings(&settings)
     }

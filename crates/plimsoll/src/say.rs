@@ -31,6 +31,30 @@ pub fn complain(failure: &Failure) {
     let _ = writeln!(io::stderr(), "{word} {failure}");
 }
 
+/// Whether a person can be asked: one who reads what is complained, and types.
+pub fn is_somebody_there() -> bool {
+    io::stdin().is_terminal() && io::stderr().is_terminal()
+}
+
+/// Asks which of so many, counted from 1, is to be taken; answers with its place. Nothing is taken unless it is named.
+pub fn ask_which(count: usize) -> Option<usize> {
+    let all = if count == 1 { "1".to_owned() } else { format!("1 to {count}") };
+    let _ = write!(io::stderr(), "take one? {all}, or enter for none: ");
+    let mut line = String::new();
+    io::stdin().read_line(&mut line).ok()?;
+    chosen(&line, count)
+}
+
+fn chosen(line: &str, count: usize) -> Option<usize> {
+    let number: usize = line.trim().parse().ok()?;
+    (1..=count).contains(&number).then(|| number - 1)
+}
+
+/// Says on stderr what should be known beside the answer.
+pub fn note(what: &str) {
+    let _ = writeln!(io::stderr(), "note: {what}");
+}
+
 /// Tells a person what takes a while.
 pub fn stage(what: &str) {
     if io::stderr().is_terminal() {
@@ -74,6 +98,14 @@ mod tests {
     use super::*;
     use std::panic;
     use std::sync::{Arc, Mutex};
+
+    #[test]
+    fn what_is_not_named_is_not_taken() {
+        assert_eq!((chosen("2\n", 3), chosen(" 1 \n", 1)), (Some(1), Some(0)));
+        for line in ["", "\n", "y\n", "0\n", "4\n", "1 2\n", "-1\n"] {
+            assert_eq!(chosen(line, 3), None, "{line:?}");
+        }
+    }
 
     #[test]
     fn a_panic_is_owned_as_our_bug_with_its_place_and_where_to_report_it() {

@@ -221,6 +221,7 @@ fn overlooked(ladder: &Ladder, tally: &mut Tally) {
             inputs: if trained { upto(&mut draw, layers) } else { 0 },
             embedding: draw.chance(0.5),
             head: draw.chance(0.5),
+            update: optimizer > 0 && draw.chance(0.5),
         };
         let recipe = Recipe { offload: if host { offload } else { Offload::NOTHING }, ..plain };
         let layout = plan_of(&question, &recipe).layout;

@@ -168,7 +168,16 @@ impl<'q> Measurer<'q> {
         let again = if count > 1.0 { gradients } else { 0.0 };
         let copied_in = count * (2.0 * weights + again + inputs as f64);
         let copied_out = count * (gradients + inputs as f64);
-        let update = ((gradients + stays.state) / rate).max((stays.state + weights) / rate);
+        let update = if offload.update {
+            // Masters and moments are read and written, gradients read, weights written; what is not there is copied.
+            let weight = question.precision.bytes() as f64;
+            let trained = stays.state / if question.precision == question.precision.wide() { 8.0 } else { 12.0 };
+            let over_link = ((trained * 4.0 - gradients).max(0.0)).max((trained * weight - weights).max(0.0));
+            let moved = 2.0 * stays.state + trained * (4.0 + 2.0 * weight);
+            (over_link / rate).max(moved / question.host.memory_bytes_per_second)
+        } else {
+            ((gradients + stays.state) / rate).max((stays.state + weights) / rate)
+        };
         let once = if question.optimizer.is_some() { gradients / rate + update } else { 0.0 };
         // Two slots in each ring, of a layer each.
         let of_layer = |bytes: f64, layers: u32| if layers > 0 { 2.0 * bytes / f64::from(layers) } else { 0.0 };

@@ -5,6 +5,7 @@
 //! predicted time, and the first whose packed arenas fit is the plan. Where none does, lossy rungs are taken as far as
 //! they are allowed (`rungs`), and at last the plan says what it would need.
 
+mod ladder;
 mod measure;
 mod offload;
 mod profile;
@@ -24,6 +25,7 @@ use plimsoll_program::workspace::Kernels;
 use plimsoll_program::{Op, OpKind, ProgramSet, Schedule, passes};
 use profile::{Profile, choose, profile};
 
+pub use ladder::ladder;
 pub use rungs::under;
 
 /// Finalists that are packed before the search gives up on packing luck.
@@ -262,8 +264,7 @@ pub fn search(question: &Question) -> Answer {
     let mut tried = Vec::new();
     for rungs in rungs::sets(question, &question.lossy.allow) {
         let under = rungs::under(question, &rungs);
-        // Before anything is lost, the leanest is given its chance, however slow.
-        if let Some(laid) = fastest(&under, &mut tried).or_else(|| leanest_that_fits(&under)) {
+        if let Some(laid) = fits_under(&under, &mut tried) {
             return laid.answer(&under, tried);
         }
     }
@@ -274,6 +275,12 @@ pub fn search(question: &Question) -> Answer {
         answer.plan.needs = rungs::needs(question, &answer.plan);
     }
     answer
+}
+
+/// The fastest recipe that fits under the present rungs. Before more is lost, the leanest is given its chance, however
+/// slow.
+fn fits_under(question: &Question, tried: &mut Vec<Tried>) -> Option<Laid> {
+    fastest(question, tried).or_else(|| leanest_that_fits(question))
 }
 
 /// The recipe that needs the least memory on the device, where it fits.
@@ -339,7 +346,8 @@ fn write_down(question: &Question, fits: bool, recipe: Recipe, set: &ProgramSet,
     let device = question.device;
     let peak = Bytes(layout.device.bytes) + device.charges;
     let step_seconds = question.seconds(set, &recipe);
-    let needs = if fits { vec![] } else { vec![Need { allow: vec![], budget_bytes: peak, host_bytes: None }] };
+    let need = Need { allow: vec![], budget_bytes: peak, host_bytes: None, peak_bytes: None };
+    let needs = if fits { vec![] } else { vec![need] };
     let in_order = u64::from(recipe.micro_batch) >= question.sequences && !host_sums_for_gpu(question, set);
     Plan {
         fits,
@@ -380,5 +388,7 @@ fn write_down(question: &Question, fits: bool, recipe: Recipe, set: &ProgramSet,
         needs,
         learned: None,
         algorithms: None,
+        fallback: None,
+        ladder: vec![],
     }
 }

@@ -60,7 +60,10 @@ pub(super) fn add(measurer: &Measurer, profiles: &[(u32, Profile)], list: &mut V
     let host_budget = measurer.question.host.budget.0;
     let best = fastest(measurer, list).map_or(f64::INFINITY, |best| best.seconds);
     let mut looks = Vec::new();
-    let choices = choices(measurer).into_iter().filter(|choice| !choice.is_nothing());
+    let choices = choices(measurer).into_iter().filter(|choice| !choice.is_nothing()).flat_map(|choice| {
+        let by_host = (choice.optimizer > 0).then_some(Offload { update: true, ..choice });
+        std::iter::once(choice).chain(by_host)
+    });
     for choice in choices.filter(|choice| measurer.persistent(*choice).host <= host_budget) {
         for (micro_batch, profile) in profiles {
             match measurer.about(profile, *micro_batch, choice) {
@@ -98,6 +101,7 @@ fn tune(measurer: &Measurer, list: &mut Vec<Candidate>) {
         while low < high {
             let middle = low + (high - low) / 2;
             *field(&mut recipe.offload) = middle;
+            recipe.offload.update &= recipe.offload.optimizer > 0;
             let found = measurer.candidate(recipe.clone());
             if measurer.fits(&found) {
                 high = middle
@@ -138,10 +142,19 @@ pub(super) fn leanest(measurer: &Measurer, bound: Option<u64>) -> Option<Candida
         if at_least >= least(&leanest) {
             continue;
         }
+        // Where the host does the update, its pieces need no room on the device, but some on the host.
+        let by_host = (offload.optimizer > 0).then_some(Offload { update: true, ..offload });
         for recompute in levels.iter().take(1).chain(levels.iter().skip(1 + all_but)) {
-            let found = measurer.candidate(question.recipe(micro_batch, recompute.clone(), offload));
-            if found.device < least(&leanest) && measurer.packs_on_host(&found) {
-                leanest = Some(found);
+            for offload in by_host.into_iter().chain([offload]) {
+                let found = measurer.candidate(question.recipe(micro_batch, recompute.clone(), offload));
+                let leaner = found.device < least(&leanest);
+                if leaner && measurer.packs_on_host(&found) {
+                    leanest = Some(found);
+                }
+                // The update by the device needs no less of it: only where the host is short of what its own takes.
+                if !leaner || leanest.as_ref().is_some_and(|leanest| leanest.recipe.offload == offload) {
+                    break;
+                }
             }
         }
     }

@@ -5,8 +5,8 @@
 //! is taken, with the fastest recipe that then fits.
 
 use super::measure::{Candidate, Measurer};
-use super::{Laid, Lossy, Question, fastest, offload};
-use plimsoll_core::{Bytes, DType, HostSpec, Need, Plan, Rung};
+use super::{Laid, Lossy, Question, fits_under, offload};
+use plimsoll_core::{Bytes, DType, DevicePlan, HostSpec, Need, Plan, Rung};
 use plimsoll_program::models::decoder::{AdamState, Base, Method, Optimizer};
 
 /// The sets of allowed rungs that change something, least loss first; the first is empty. Matrices that are trained
@@ -79,12 +79,27 @@ pub(super) fn leanest(question: &Question, allow: &[Rung]) -> Candidate {
     least.expect("the first set is looked at without a bound")
 }
 
-/// The smallest budgets that would do: as allowed, with each further rung alone, with all of them; and how much of the
-/// host would do where that is what is missing.
+/// The smallest budgets that would do, least loss first: as allowed, as allowed with more of the host where that is
+/// what is missing, with each further rung alone, with all of them.
 pub(super) fn needs(question: &Question, refused: &Plan) -> Vec<Need> {
     let Lossy { allow, offer, .. } = &question.lossy;
-    let as_allowed = refused.devices[0].peak_bytes;
-    let mut needs = vec![Need { allow: allow.clone(), budget_bytes: as_allowed, host_bytes: None }];
+    let DevicePlan { budget_bytes: line, peak_bytes: as_allowed, .. } = refused.devices[0];
+    let mut needs = vec![Need { allow: allow.clone(), budget_bytes: as_allowed, host_bytes: None, peak_bytes: None }];
+    let peak = |laid: &Laid| Bytes(laid.layout.device.bytes) + question.device.charges;
+    if question.host != HostSpec::NONE {
+        let with = |budget: Bytes| {
+            let host = HostSpec { budget, ..question.host };
+            first(&Question { host, ..question.clone() }, allow)
+        };
+        // What is then planned under just that much of the host may be another recipe.
+        let enough = with(Bytes(u64::MAX)).map(|laid| Bytes::mib(laid.layout.host.bytes.div_ceil(1 << 20)));
+        needs.extend(enough.and_then(|host| Some((host, with(host)?))).map(|(host, laid)| Need {
+            allow: laid.recipe.rungs.iter().copied().filter(|rung| allow.contains(rung)).collect(),
+            budget_bytes: line,
+            host_bytes: Some(host),
+            peak_bytes: Some(peak(&laid)),
+        }));
+    }
     let every: Vec<Rung> = Rung::ALL.into_iter().filter(|rung| allow.contains(rung) || offer.contains(rung)).collect();
     let further = every.iter().filter(|rung| !allow.contains(rung));
     let alone = further.map(|rung| allow.iter().chain([rung]).copied().collect::<Vec<_>>());
@@ -95,21 +110,27 @@ pub(super) fn needs(question: &Question, refused: &Plan) -> Vec<Need> {
         if needs.iter().any(|need| need.allow == wanted) {
             continue;
         }
-        let laid = Laid::new(&under(question, &found.rungs), found);
-        let budget_bytes = Bytes(laid.layout.device.bytes) + question.device.charges;
+        let budget_bytes = peak(&Laid::new(&under(question, &found.rungs), found));
         if budget_bytes < as_allowed {
-            needs.push(Need { allow: wanted, budget_bytes, host_bytes: None });
+            // Where less loss is enough, a search finds that one.
+            let less =
+                |need: &Need| need.peak_bytes.filter(|_| need.host_bytes.is_none() && covers(&wanted, &need.allow));
+            let under_the_line = match needs.iter().find_map(less) {
+                None if budget_bytes <= line => first(question, &wanted).map(|laid| peak(&laid)),
+                less => less,
+            };
+            needs.push(Need { allow: wanted, budget_bytes, host_bytes: None, peak_bytes: under_the_line });
         }
     }
-    if question.host != HostSpec::NONE {
-        let host = HostSpec { budget: Bytes(u64::MAX), ..question.host };
-        let roomy = Question { host, ..question.clone() };
-        let found = sets(&roomy, allow).iter().find_map(|rungs| fastest(&under(&roomy, rungs), &mut vec![]));
-        needs.extend(found.map(|laid| Need {
-            allow: allow.clone(),
-            budget_bytes: question.device.budget,
-            host_bytes: Some(Bytes(laid.layout.host.bytes)),
-        }));
-    }
     needs
+}
+
+/// Whether all of `less` is in `more`.
+fn covers(more: &[Rung], less: &[Rung]) -> bool {
+    less.iter().all(|rung| more.contains(rung))
+}
+
+/// What a search would find with these rungs.
+fn first(question: &Question, allow: &[Rung]) -> Option<Laid> {
+    sets(question, allow).iter().find_map(|rungs| fits_under(&under(question, rungs), &mut vec![]))
 }

@@ -6,8 +6,12 @@
 //! that needs no arithmetic of the device (fills, draws, casts between files and homes, rows of the embedding) is
 //! done by the host where the tensor is.
 //!
+//! Where the host does the update of what waits there, it is the other way round: gradients come to it, new weights go
+//! back, through a ring on the host.
+//!
 //! The same ops run on the same numbers, and every sum is taken in the same order, so no bit changes; but for rows of
-//! the embedding's gradient, which the host adds up in the order of its own kernel.
+//! the embedding's gradient, which the host adds up in the order of its own kernel. An update is element by element: it
+//! has the same bits wherever it is done by kernels that round alike.
 //!
 //! The pass unrolls the Programs that it changes: which slot of which tensor is where, is then plain.
 
@@ -60,7 +64,8 @@ pub fn offload_only(
     one_micro_batch: bool,
     wanted: &dyn Fn(&Program) -> bool,
 ) -> ProgramSet {
-    let mut pass = Pass { set, homes: HashMap::new(), staging: HashMap::new(), begun: HashSet::new(), piece: 0 };
+    let (homes, staging, begun) = (HashMap::new(), HashMap::new(), HashSet::new());
+    let mut pass = Pass { set, homes, staging, begun, piece: 0, host_updates: offload.update };
     if !offload.is_nothing() {
         pass.piece = pass.piece_of(layers);
         pass.move_homes(layers, offload);
@@ -95,6 +100,8 @@ struct Pass {
     begun: HashSet<TensorId>,
     /// Elements of a piece.
     piece: u64,
+    /// Whether the host does the update of what waits there.
+    host_updates: bool,
 }
 
 impl Pass {
@@ -291,11 +298,11 @@ impl Pass {
         op
     }
 
-    /// How ops of the device use what waits on the host: each part of a slot once, by tensor.
-    fn uses(&self, ops: &[Op]) -> Vec<Use> {
+    /// How ops use what has its home in a space that is not theirs: each part of a slot once, by tensor.
+    fn uses(&self, ops: &[Op], home: Space) -> Vec<Use> {
         let mut uses: Vec<Use> = Vec::new();
         let accesses = ops.iter().flat_map(|op| self.accesses(op));
-        for access in accesses.filter(|access| self.space(access.operand) == Space::Host) {
+        for access in accesses.filter(|access| self.space(access.operand) == home) {
             let (region, written) = (Region::of(access.operand, access.elements), access.mode != Mode::Read);
             let known = uses.iter_mut().find(|u| (u.region.tensor, u.region.slot) == (region.tensor, region.slot));
             match known {
@@ -346,7 +353,7 @@ impl Region {
     }
 }
 
-/// How a unit of work uses a region whose home is on the host.
+/// How a unit of work uses a region whose home is elsewhere.
 #[derive(Clone, Copy)]
 struct Use {
     region: Region,
@@ -355,15 +362,26 @@ struct Use {
     written: bool,
 }
 
-/// Ops that are done together: an iteration of a block, a piece of a tensor. All of them by the host, or none.
+/// Who does a unit of work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum By {
+    /// The device: what waits on the host comes to it.
+    Device,
+    /// The host, where all or nearly all of it is.
+    Host,
+    /// The host, to which what is on the device comes.
+    HostUpdate,
+}
+
+/// Ops that are done together: an iteration of a block, a piece of a tensor.
 struct Unit {
     name: String,
     ops: Vec<Op>,
-    by_host: bool,
+    by: By,
     uses: Vec<Use>,
 }
 
-/// A buffer on the device and what it holds.
+/// A buffer beside whom works, and what it holds.
 #[derive(Clone, Copy)]
 struct Slot {
     region: Region,
@@ -407,10 +425,9 @@ impl Rewrite<'_> {
         rewrite.make_rings(&units);
         let mut blocks = Vec::new();
         for at in 0..units.len() {
-            if units[at].by_host {
-                rewrite.by_host(&units[at]);
-            } else {
-                rewrite.on_device(&units, at);
+            match units[at].by {
+                By::Host => rewrite.by_host(&units[at]),
+                By::Device | By::HostUpdate => rewrite.with_rings(&units, at),
             }
             if at + 1 == units.len() {
                 rewrite.await_all();
@@ -440,7 +457,7 @@ impl Rewrite<'_> {
     fn in_pieces(&self, ops: Vec<Op>) -> Vec<Vec<Op>> {
         let whole = ops.first().and_then(by_element).unwrap_or(0);
         let alike = ops.iter().all(|op| by_element(op) == Some(whole));
-        if whole <= self.pass.piece || !alike || self.pass.uses(&ops).is_empty() {
+        if whole <= self.pass.piece || !alike || self.pass.uses(&ops, Space::Host).is_empty() {
             return vec![ops];
         }
         let piece = whole.div_ceil(whole.div_ceil(self.pass.piece)).next_multiple_of(PIECE_STEP);
@@ -472,13 +489,17 @@ impl Rewrite<'_> {
             ops = ops.iter().map(|op| op.with_tensors(&|id| if id == staging { twin } else { id })).collect();
         }
         ops.retain(|op| !self.begun_elsewhere(op));
-        for ops in ops.chunk_by(|a, b| self.host_does(a) == self.host_does(b)) {
-            let (mut ops, by_host) = (ops.to_vec(), self.host_does(&ops[0]));
-            for op in ops.iter_mut().filter(|op| by_host && op.queue == Queue::Compute) {
+        for ops in ops.chunk_by(|a, b| self.done_by(a) == self.done_by(b)) {
+            let (mut ops, by) = (ops.to_vec(), self.done_by(&ops[0]));
+            for op in ops.iter_mut().filter(|op| by != By::Device && op.queue == Queue::Compute) {
                 op.queue = Queue::Host;
             }
-            let uses = if by_host { vec![] } else { self.pass.uses(&ops) };
-            units.push(Unit { name: name.to_owned(), ops, by_host, uses });
+            let uses = match by {
+                By::Device => self.pass.uses(&ops, Space::Host),
+                By::Host => vec![],
+                By::HostUpdate => self.pass.uses(&ops, Space::Device),
+            };
+            units.push(Unit { name: name.to_owned(), ops, by, uses });
         }
     }
 
@@ -505,11 +526,12 @@ impl Rewrite<'_> {
         }
     }
 
-    /// Whether the host does an op: what it needs is there, or little of it is not.
-    fn host_does(&self, op: &Op) -> bool {
-        match &op.kind {
-            OpKind::Embed { table, .. } => self.pass.space(*table) == Space::Host,
-            OpKind::EmbedGrad { dtable, .. } => self.pass.space(*dtable) == Space::Host,
+    /// Who does an op: the host, where what it needs is there, or little of it is not, or its update is the host's.
+    fn done_by(&self, op: &Op) -> By {
+        let at_home = |operand: Operand| self.pass.space(operand) == Space::Host;
+        let host = match &op.kind {
+            OpKind::Embed { table, .. } => at_home(*table),
+            OpKind::EmbedGrad { dtable, .. } => at_home(*dtable),
             OpKind::Fill { .. }
             | OpKind::InitNormal { .. }
             | OpKind::InitUniform { .. }
@@ -517,17 +539,40 @@ impl Rewrite<'_> {
             | OpKind::TransferStart { .. }
             | OpKind::TransferWait { .. } => operands(op).all(|operand| self.pass.space(operand) != Space::Device),
             _ => false,
+        };
+        match host {
+            true => By::Host,
+            false if self.work == WorkName::Update && self.pass.host_updates && self.state_is_there(op) => {
+                By::HostUpdate
+            }
+            false => By::Device,
+        }
+    }
+
+    /// Whether an op of the update works on state that waits on the host.
+    fn state_is_there(&self, op: &Op) -> bool {
+        let at_home = |operand: Operand| self.pass.space(operand) == Space::Host;
+        match &op.kind {
+            // Masters are state: weights are made of them where they are.
+            OpKind::Cast { from, .. } => at_home(*from),
+            OpKind::AdamW { first, .. } | OpKind::AdamW8 { first, .. } => at_home(*first),
+            OpKind::Sgd { weight, momentum_buffer, .. } => at_home(momentum_buffer.unwrap_or(*weight)),
+            _ => false,
         }
     }
 
     // ---- rings ----
 
-    /// Buffers for a region: those of an update are shared by all that has the same type.
+    /// Buffers for a region: those of an update are shared by all that has the same type, but for the few numbers that
+    /// every piece needs.
     fn kind(&self, region: Region) -> String {
         let tensor = self.pass.set.tensor(region.tensor);
+        let ring = if tensor.space == Space::Host { "ring" } else { "host_ring" };
         match self.work {
-            WorkName::Update => format!("{}.ring.{}", self.program, tensor.dtype),
-            _ => format!("{}.ring.{}", self.program, tensor.name),
+            WorkName::Update if tensor.lifetime == Lifetime::Persistent && tensor.category != Category::Staging => {
+                format!("{}.{ring}.{}", self.program, tensor.dtype)
+            }
+            _ => format!("{}.{ring}.{}", self.program, tensor.name),
         }
     }
 
@@ -557,7 +602,11 @@ impl Rewrite<'_> {
         }
         for (kind, (largest, count)) in needs {
             let (name, elements) = (kind.clone(), largest.elements);
-            let tensor = self.pass.buffer(name, largest.tensor, elements, Space::Device, count as u32);
+            let elsewhere = match self.pass.set.tensor(largest.tensor).space {
+                Space::Host => Space::Device,
+                _ => Space::Host,
+            };
+            let tensor = self.pass.buffer(name, largest.tensor, elements, elsewhere, count as u32);
             self.rings.insert(kind, Ring { tensor, slots: vec![None; count] });
         }
     }
@@ -599,7 +648,8 @@ impl Rewrite<'_> {
         } else if wanted.read {
             self.sequence += 1;
             coming = Some(self.sequence);
-            self.transfer(true, region.at(), place, region.elements, self.sequence, Queue::CopyIn);
+            let (from_home, _) = self.queues(region);
+            self.transfer(true, region.at(), place, region.elements, self.sequence, from_home);
         }
         let ring = self.rings.get_mut(&self.kind(region)).expect("every region has its ring");
         ring.slots[slot] = Some(Slot { region, used, coming, leaving: None });
@@ -634,9 +684,18 @@ impl Rewrite<'_> {
         self.ops.push(Op { kind, queue });
     }
 
+    /// The queues of copies from a region's home and back.
+    fn queues(&self, region: Region) -> (Queue, Queue) {
+        match self.pass.set.tensor(region.tensor).space {
+            Space::Host => (Queue::CopyIn, Queue::CopyOut),
+            _ => (Queue::CopyOut, Queue::CopyIn),
+        }
+    }
+
     fn await_leaving(&mut self, held: Slot, place: Operand) {
         if let Some(sequence) = held.leaving {
-            self.transfer(false, place, held.region.at(), held.region.elements, sequence, Queue::CopyOut);
+            let (_, home) = self.queues(held.region);
+            self.transfer(false, place, held.region.at(), held.region.elements, sequence, home);
         }
     }
 
@@ -646,7 +705,8 @@ impl Rewrite<'_> {
 
     // ---- the work itself ----
 
-    fn on_device(&mut self, units: &[Unit], at: usize) {
+    /// Work on what comes from elsewhere: one unit ahead, through rings.
+    fn with_rings(&mut self, units: &[Unit], at: usize) {
         let unit = &units[at];
         let missing: Vec<Use> = unit.uses.iter().copied().filter(|u| self.holds(u.region).is_none()).collect();
         for u in &unit.uses {
@@ -661,15 +721,16 @@ impl Rewrite<'_> {
             let place = self.buffer_of(u.region);
             let slot = self.holds(u.region).expect("it has been brought");
             let (coming, leaving) = (slot.coming.take(), slot.leaving.take_if(|_| u.written));
+            let (from_home, home) = self.queues(u.region);
             for (sequence, from, to, queue) in
-                [(coming, u.region.at(), place, Queue::CopyIn), (leaving, place, u.region.at(), Queue::CopyOut)]
+                [(coming, u.region.at(), place, from_home), (leaving, place, u.region.at(), home)]
             {
                 if let Some(sequence) = sequence {
                     self.transfer(false, from, to, u.region.elements, sequence, queue);
                 }
             }
         }
-        let next = units.get(at + 1);
+        let next = units.get(at + 1).filter(|next| next.by == unit.by);
         for wanted in next.iter().flat_map(|next| &next.uses) {
             if let Some(slot) = self.holds(wanted.region) {
                 slot.used = at + 1;
@@ -682,6 +743,7 @@ impl Rewrite<'_> {
             for access in self.pass.accesses(&op).iter().filter(|access| access.mode != Mode::Read) {
                 self.copies.retain(|region, _| region.tensor != access.operand.tensor);
             }
+            self.make_way(&op, unit);
             for operand in operands_mut(&mut op.kind) {
                 let first = operand.offset.base;
                 let within = |u: &&Use| {
@@ -707,7 +769,35 @@ impl Rewrite<'_> {
         self.sequence += 1;
         let sequence = self.sequence;
         self.holds(region).expect("what was written is in its ring").leaving = Some(sequence);
-        self.transfer(true, place, region.at(), region.elements, sequence, Queue::CopyOut);
+        let (_, home) = self.queues(region);
+        self.transfer(true, place, region.at(), region.elements, sequence, home);
+    }
+
+    /// Ends what the rings of others still have to do with what an op touches in its own space.
+    fn make_way(&mut self, op: &Op, unit: &Unit) {
+        if self.work != WorkName::Update || !self.pass.host_updates {
+            return;
+        }
+        for access in self.pass.accesses(op) {
+            let region = Region::of(access.operand, access.elements);
+            if !unit.uses.iter().any(|u| u.region.overlaps(region)) {
+                self.make_way_for(region, access.mode);
+            }
+        }
+    }
+
+    /// A slot that is only read here may stay; the copy out of it must be over.
+    fn make_way_for(&mut self, region: Region, mode: Mode) {
+        let held: Vec<Region> = self.slots().map(|slot| slot.region).filter(|r| r.overlaps(region)).collect();
+        for held in held {
+            let place = self.buffer_of(held);
+            let slot = self.holds(held).expect("it was just there");
+            let before = std::mem::replace(slot, Slot { leaving: None, ..*slot });
+            self.await_leaving(before, place);
+            if mode != Mode::Read {
+                self.forget(|r| r == held);
+            }
+        }
     }
 
     /// What the host does is done at home; the little that it shares with the device is copied for it.
@@ -719,17 +809,7 @@ impl Rewrite<'_> {
             let touched: Vec<(Region, Mode)> =
                 accesses.iter().filter(at_home).map(|a| (Region::of(a.operand, a.elements), a.mode)).collect();
             for (region, mode) in touched {
-                // A slot that is only read here may stay; the copy out of it must be over.
-                let held: Vec<Region> = self.slots().map(|slot| slot.region).filter(|r| r.overlaps(region)).collect();
-                for held in held {
-                    let place = self.buffer_of(held);
-                    let slot = self.holds(held).expect("it was just there");
-                    let before = std::mem::replace(slot, Slot { leaving: None, ..*slot });
-                    self.await_leaving(before, place);
-                    if mode != Mode::Read {
-                        self.forget(|r| r == held);
-                    }
-                }
+                self.make_way_for(region, mode);
             }
             let mut back = Vec::new();
             let on_device: Vec<Access> =

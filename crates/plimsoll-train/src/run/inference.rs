@@ -73,11 +73,16 @@ impl Evaluation {
         let data = dataset(&file, &resolved.model, &file.data.eval, resolved.device.threads as usize)?;
         let sequence = u64::from(file.data.sequence);
         file.train.batch_tokens = sequence * data.rows().clamp(1, AT_ONCE);
-        settle_charges(&mut resolved.device, file.batch_sequences(), sequence);
-        let mut answer = search(&resolved.question(&file, Work::Evaluate)?);
-        if settle_gpu(&mut resolved.device, &answer)? {
-            answer = search(&resolved.question(&file, Work::Evaluate)?);
-        }
+        let plan = |resolved: &mut Resolved, file: &RunFile| {
+            settle_charges(&mut resolved.device, file.batch_sequences(), sequence);
+            let answer = search(&resolved.question(file, Work::Evaluate)?);
+            match settle_gpu(&mut resolved.device, &answer)? {
+                true => Ok(search(&resolved.question(file, Work::Evaluate)?)),
+                false => Ok(answer),
+            }
+        };
+        let answer = plan(&mut resolved, &file)?;
+        let answer = resolved.or_on_cpu(&file, answer, plan)?;
         Ok(Evaluation { file, resolved, data, answer })
     }
 
@@ -143,12 +148,17 @@ impl Continuation {
             return Err(Failure::input(message).hint("ask for fewer with --max-tokens, or shorten the prompt"));
         }
         let capacity = wanted.next_multiple_of(CHUNK);
-        settle_charges(&mut resolved.device, 1, 1);
         let work = || Work::Generate(Generation { capacity, chunk: CHUNK });
-        let mut answer = search(&resolved.question(&file, work())?);
-        if settle_gpu(&mut resolved.device, &answer)? {
-            answer = search(&resolved.question(&file, work())?);
-        }
+        let plan = |resolved: &mut Resolved, file: &RunFile| {
+            settle_charges(&mut resolved.device, 1, 1);
+            let answer = search(&resolved.question(file, work())?);
+            match settle_gpu(&mut resolved.device, &answer)? {
+                true => Ok(search(&resolved.question(file, work())?)),
+                false => Ok(answer),
+            }
+        };
+        let answer = plan(&mut resolved, &file)?;
+        let answer = resolved.or_on_cpu(&file, answer, plan)?;
         let prompt = prompt.to_owned();
         Ok(Continuation { file, resolved, tokenizer, prompt, tokens, most, capacity, answer })
     }

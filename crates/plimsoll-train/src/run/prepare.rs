@@ -61,6 +61,19 @@ pub fn prepare(mut run: RunFile, known: Option<&Known>) -> Result<Prepared, Fail
     let open = |patterns: &[String]| dataset(&run, &resolved.model, patterns, resolved.device.threads as usize);
     let train = open(&run.data.train)?;
     let eval = if run.data.eval.is_empty() { None } else { Some(open(&run.data.eval)?) };
+    let answer = planned(&mut resolved, &run, known)?;
+    let answer = resolved.or_on_cpu(&run, answer, |resolved, run| planned(resolved, run, known))?;
+    if answer.plan.fits {
+        run.decide_rungs(&answer.plan.rungs);
+    }
+    if let Some(adapter) = &resolved.model.adapter {
+        run.lora = LoraSection { dropout: run.lora.dropout, ..adapter_section(adapter) };
+    }
+    Ok(Prepared { run, resolved, train, eval, answer })
+}
+
+/// The plan for the device that there is, whose charges are measured now.
+fn planned(resolved: &mut Resolved, run: &RunFile, known: Option<&Known>) -> Result<Answer, Failure> {
     settle_charges(&mut resolved.device, run.batch_sequences(), u64::from(run.data.sequence));
     let measured = resolved.device.charges;
     let before = known.map(|known| known.charges_bytes).filter(|&before| measured <= before + WAVER_BYTES);
@@ -72,14 +85,14 @@ pub fn prepare(mut run: RunFile, known: Option<&Known>) -> Result<Prepared, Fail
         _ => resolved.device.charges = before.unwrap_or(measured),
     }
     let ask = |resolved: &Resolved| -> Result<Answer, Failure> {
-        let question = resolved.question(&run, Work::Train)?;
-        let again = known.map(|known| &known.recipe).filter(|recipe| is_of(recipe, &run, &resolved.model));
+        let question = resolved.question(run, Work::Train)?;
+        let again = known.map(|known| &known.recipe).filter(|recipe| is_of(recipe, run, &resolved.model));
         let again = again.map(|recipe| plan_of(&question, recipe)).filter(|answer| answer.plan.fits);
         Ok(again.unwrap_or_else(|| search(&question)))
     };
-    let mut answer = ask(&resolved)?;
+    let mut answer = ask(resolved)?;
     if settle_gpu(&mut resolved.device, &answer)? {
-        answer = ask(&resolved)?;
+        answer = ask(resolved)?;
     }
     // Programs of thousands of ops are a part of what the process holds. Fewer bytes for the arena may mean more ops.
     let of_process = resolved.device.kind != DeviceKind::Cuda && before.is_none();
@@ -87,16 +100,10 @@ pub fn prepare(mut run: RunFile, known: Option<&Known>) -> Result<Prepared, Fail
     while of_process && answer.plan.fits && programs_bytes(&answer.set) > counted {
         counted = programs_bytes(&answer.set);
         resolved.device.charges = measured + counted;
-        answer = search(&resolved.question(&run, Work::Train)?);
+        answer = search(&resolved.question(run, Work::Train)?);
     }
     answer.plan.learned = learned(&resolved.device);
-    if answer.plan.fits {
-        run.decide_rungs(&answer.plan.rungs);
-    }
-    if let Some(adapter) = &resolved.model.adapter {
-        run.lora = LoraSection { dropout: run.lora.dropout, ..adapter_section(adapter) };
-    }
-    Ok(Prepared { run, resolved, train, eval, answer })
+    Ok(answer)
 }
 
 /// Adapters that are trained on are what they were.

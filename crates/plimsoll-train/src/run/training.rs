@@ -167,6 +167,7 @@ impl Run {
         make_folder(&folder)?;
         let mut log = EventLog::open(&folder, watch)?;
         let mut warnings = self.warnings.clone();
+        warnings.extend(self.prepared.resolved.fallback.as_ref().map(ToString::to_string));
         let control = Control::listen(&folder)
             .map_err(|error| {
                 warnings.push(format!("{}: the load line cannot be moved while it runs: {error}", folder.display()));
@@ -287,7 +288,7 @@ impl Trainer {
             product_flops: product_flops * batches.rows.div_ceil(u64::from(info.recipe.micro_batch)) as f64,
             peak_flops: if precision == DType::Bf16 { device.rates.bf16_flops } else { device.rates.f32_flops },
             last_saved: (info.step, Instant::now()),
-            line: Line::new(run.memory.budget, &plan),
+            line: Line::new(if resolved.fallback.is_some() { run.host() } else { run.memory.budget }, &plan),
             largest: plan.devices[0].clone(),
             run,
             resolved,
@@ -529,6 +530,7 @@ impl Trainer {
             recipe: self.info.recipe.clone(),
             retreats: self.retreats,
             rested_seconds: self.cooling.seconds,
+            fallback: self.resolved.fallback.clone(),
         };
         let text = serde_json::to_vec_pretty(&result).expect("plain data has a JSON form");
         atomic::write_file(&path, &text)?;

@@ -54,6 +54,7 @@ pub(super) const KEYS: &[(&str, &str)] = &[
     ("run.devices", "\"auto\", or devices such as \"cpu=6GiB\" or \"virtual:a=600MiB@1.0,virtual:b=200MiB@0.5\""),
     ("run.max_temperature", "degrees Celsius, from 30 to 120"),
     ("run.threads", "\"auto\" or a whole number from 1 to 1024"),
+    ("run.fallback", "\"cpu\" or \"none\""),
 ];
 
 /// What a known key expects.

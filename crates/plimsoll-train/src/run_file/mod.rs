@@ -327,12 +327,30 @@ pub struct RunSection {
     /// A device that is as warm as that, in degrees Celsius, rests between two steps.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_temperature: Option<f64>,
+    /// What does the work where a device cannot hold it by any rung that may be taken.
+    pub fallback: FallbackTo,
 }
 
 impl Default for RunSection {
     fn default() -> RunSection {
-        RunSection { dir: "runs/run".into(), devices: "auto".into(), threads: Threads::Auto, max_temperature: None }
+        RunSection {
+            dir: "runs/run".into(),
+            devices: "auto".into(),
+            threads: Threads::Auto,
+            max_temperature: None,
+            fallback: FallbackTo::Cpu,
+        }
     }
+}
+
+/// What does the work of a device that cannot hold it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum FallbackTo {
+    /// The processor, under the host's load line: slowly, and it says so.
+    Cpu,
+    /// Nothing: the run is refused.
+    None,
 }
 
 /// Threads that compute.
@@ -406,6 +424,11 @@ impl RunFile {
     /// The devices asked for.
     pub fn devices(&self) -> DevicesRequest {
         self.run.devices.parse().expect("a loaded run file has devices that can be read")
+    }
+
+    /// The load line of the host.
+    pub fn host(&self) -> Budget {
+        self.devices().host.unwrap_or(self.memory.host)
     }
 
     /// The model as the user named it: its path or its preset.

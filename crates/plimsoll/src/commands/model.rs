@@ -1,13 +1,12 @@
 //! `plimsoll eval` and `plimsoll generate`: what a finished model says; `plimsoll merge`: what adapters make of it.
 
-use super::plan::refusal;
+use super::plan::refuse;
 use crate::args::{EvalArgs, GenerateArgs, MergeArgs};
 use crate::say;
 use plimsoll_core::{Exit, Failure};
-use plimsoll_plan::search::Answer;
+use plimsoll_train::resolve::Resolved;
 use plimsoll_train::run::inference::{Continuation, Evaluation};
 use plimsoll_train::run::samples::Sampling;
-use plimsoll_train::run_file::RunFile;
 use serde::Serialize;
 
 /// Prints the loss of a model on data.
@@ -16,8 +15,11 @@ use serde::Serialize;
 /// What is wrong with model or data, or does not fit.
 pub fn eval(args: &EvalArgs) -> Result<Exit, Failure> {
     let evaluation = Evaluation::new(args.resolve()?, args.sequence)?;
-    let (file, _, answer) = evaluation.plan();
-    check_fits(file, answer)?;
+    let (file, resolved, answer) = evaluation.plan();
+    if !answer.plan.fits {
+        return refuse(file, &answer.plan, !args.json);
+    }
+    note_fallback(resolved);
     let loss = evaluation.run()?;
     if args.json {
         say::answer(&line(&loss));
@@ -36,8 +38,11 @@ pub fn eval(args: &EvalArgs) -> Result<Exit, Failure> {
 /// What is wrong with model or prompt, or does not fit.
 pub fn generate(args: &GenerateArgs) -> Result<Exit, Failure> {
     let continuation = Continuation::new(args.resolve()?, &args.prompt, args.max_tokens as usize)?;
-    let (file, _, answer) = continuation.plan();
-    check_fits(file, answer)?;
+    let (file, resolved, answer) = continuation.plan();
+    if !answer.plan.fits {
+        return refuse(file, &answer.plan, !args.json);
+    }
+    note_fallback(resolved);
     let text = continuation.run(&Sampling {
         temperature: f64::from(args.temperature),
         top_k: args.top_k.unwrap_or(0) as usize,
@@ -58,8 +63,11 @@ pub fn merge(args: &MergeArgs) -> Result<Exit, Failure> {
     Ok(Exit::Done)
 }
 
-fn check_fits(file: &RunFile, answer: &Answer) -> Result<(), Failure> {
-    if answer.plan.fits { Ok(()) } else { Err(refusal(file, &answer.plan)) }
+/// Another device than the one that was asked for is never taken silently.
+fn note_fallback(resolved: &Resolved) {
+    if let Some(fallback) = &resolved.fallback {
+        say::note(&fallback.to_string());
+    }
 }
 
 /// An answer for a program, on a line.

@@ -2,17 +2,20 @@
 
 use crate::args::PlanArgs;
 use crate::{again, say};
-use plimsoll_core::{Bytes, Exit, Failure, Plan};
+use plimsoll_core::{Bytes, Exit, Failure, Need, Plan};
 use plimsoll_device::cuda;
 use plimsoll_device::probe::Memory;
 use plimsoll_plan::paper;
-use plimsoll_plan::search::Answer;
+use plimsoll_plan::request::DevicesRequest;
+use plimsoll_plan::search::{Answer, ladder};
 use plimsoll_program::models::ModelConfig;
-use plimsoll_train::resolve::{Resolved, plan};
+use plimsoll_train::resolve::{Resolved, Work, plan};
 use plimsoll_train::run_file::RunFile;
-use plimsoll_watch::plan::{PlanView, does_not_fit, explain, table};
+use plimsoll_watch::plan::{PlanView, Way, does_not_fit, explain, table};
 use plimsoll_watch::text::count;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
+use std::process::Command;
 
 /// Prints the plan. One that does not fit is an answer with the exit code of a failure.
 ///
@@ -20,7 +23,10 @@ use std::path::Path;
 /// What is wrong with the run file, the model or the devices.
 pub fn run(args: &PlanArgs) -> Result<Exit, Failure> {
     let file = args.resolve()?;
-    let (resolved, answer) = plan(&file)?;
+    let (resolved, mut answer) = plan(&file)?;
+    if args.explain {
+        (_, _, answer.plan.ladder) = ladder(&resolved.question(&file, Work::Train)?, &answer.plan.recipe);
+    }
     if args.json {
         let json = serde_json::to_string_pretty(&answer.plan).expect("a plan is plain data");
         say::answer(&format!("{json}\n"));
@@ -48,21 +54,83 @@ pub fn shown(file: &RunFile, resolved: &Resolved, answer: &Answer, with_tried: b
     table(&view) + &tried
 }
 
-/// What is said where a plan does not fit, with the command that was typed made ready.
+/// What is said where a plan does not fit, with the commands that would.
 pub fn refusal(file: &RunFile, plan: &Plan) -> Failure {
-    let devices = file.devices();
-    let command = again::command(std::env::args(), again::devices_have_budgets(&devices));
-    // What the process holds beside its arena wavers from start to start: the ready command has room for that.
-    let device = plan.devices.first().map(|device| device.name.as_str()).unwrap_or_default();
-    let has = paper::usable(device).or_else(|| memory_of_gpu(device)).unwrap_or_else(|| Memory::read().total);
-    let refusal = does_not_fit(plan, &command, |bytes| again::budget_flag(&devices, bytes + Bytes::mib(1)), Some(has));
+    refusal_with(plan, &ways(file, plan), false)
+}
+
+/// Says that a plan does not fit. On a terminal it asks which way to take, and takes that one alone.
+///
+/// # Errors
+/// The refusal, where there is nobody to ask, or nobody wants any of it; and what comes of the command that is taken.
+pub fn refuse(file: &RunFile, plan: &Plan, may_ask: bool) -> Result<Exit, Failure> {
+    let ways = ways(file, plan);
+    if !may_ask || ways.is_empty() || !say::is_somebody_there() {
+        return Err(refusal(file, plan));
+    }
+    let failure = refusal_with(plan, &ways, true);
+    say::complain(&failure);
+    let Some(number) = say::ask_which(ways.len()) else { return Ok(failure.exit) };
+    // A process of its own, as if it had been typed: what this one holds by now would be charged.
+    let program = std::env::current_exe().map_err(|error| Failure::bug(format!("where the program is: {error}")))?;
+    let error = Command::new(program).args(&ways[number].1[1..]).exec();
+    Err(Failure::bug(format!("the command cannot be started: {error}")))
+}
+
+fn refusal_with(plan: &Plan, ways: &[(Way, Vec<String>)], numbered: bool) -> Failure {
+    let shown: Vec<Way> = ways.iter().map(|(way, _)| way.clone()).collect();
+    let refusal = does_not_fit(plan, &shown, Some(memory_of(plan).1), numbered);
     plan.learned.iter().cloned().fold(refusal, Failure::hint)
 }
 
-/// The memory of a GPU of this machine, by its name.
-fn memory_of_gpu(device: &str) -> Option<Bytes> {
+/// What would make a plan fit on this machine, cheapest loss first: as a person reads it, and as words to run.
+fn ways(file: &RunFile, plan: &Plan) -> Vec<(Way, Vec<String>)> {
+    let devices = file.devices();
+    let Some(line) = plan.devices.first().map(|device| device.budget_bytes) else { return Vec::new() };
+    let (free, _) = memory_of(plan);
+    let mut ways: Vec<(Way, Vec<String>)> = Vec::new();
+    for need in &plan.needs {
+        // Where less loss is enough, more is not taken.
+        let enough = |(before, _): &(Way, Vec<String>)| {
+            let fewer = before.need.allow.iter().all(|rung| need.allow.contains(rung));
+            fewer && before.need.host_bytes.is_none() && before.line_bytes == line
+        };
+        if !ways.iter().any(enough) {
+            ways.extend(way(need, &devices, line, free));
+        }
+    }
+    ways
+}
+
+fn way(need: &Need, devices: &DevicesRequest, line: Bytes, free: Bytes) -> Option<(Way, Vec<String>)> {
+    let whole = |bytes: Bytes| Bytes::mib(bytes.0.div_ceil(1 << 20));
+    // What the process holds beside its arena wavers from start to start: the ready command has room for that.
+    let budget = (need.budget_bytes > line).then(|| whole(need.budget_bytes) + Bytes::mib(1));
+    let host = need.host_bytes.map(whole);
+    // On paper there is as much of the host as one writes down.
+    let host_has = if devices.on_paper() { Bytes(u64::MAX) } else { Memory::read().free };
+    if budget.is_some_and(|bytes| bytes > free) || host.is_some_and(|bytes| bytes > host_has) {
+        return None;
+    }
+    let change = again::Change { allow: need.allow.clone(), budget, host };
+    let words = again::changed(std::env::args(), devices, &change);
+    let way = Way { need: need.clone(), line_bytes: budget.unwrap_or(line), command: again::quoted(&words) };
+    Some((way, words))
+}
+
+/// What is free of the memory of a plan's device, and how much it has.
+fn memory_of(plan: &Plan) -> (Bytes, Bytes) {
+    let device = plan.devices.first().map(|device| device.name.as_str()).unwrap_or_default();
+    let alone = paper::usable(device).map(|bytes| (bytes, bytes));
+    let memory = Memory::read();
+    alone.or_else(|| memory_of_gpu(device)).unwrap_or((memory.free, memory.total))
+}
+
+/// What is free of the memory of a GPU of this machine, by its name, and how much it has.
+fn memory_of_gpu(device: &str) -> Option<(Bytes, Bytes)> {
     let index = device.strip_prefix("cuda:")?.parse().ok()?;
-    Some(cuda::open::card(index).ok()?.1.memory_bytes)
+    let (here, card) = cuda::open::card(index).ok()?;
+    Some((cuda::open::free_bytes(here, card).ok()?, card.memory_bytes))
 }
 
 /// What is planned, in one line.

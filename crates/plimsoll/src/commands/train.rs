@@ -1,6 +1,6 @@
 //! `plimsoll train`: a run from its plan to its summary.
 
-use super::plan::{refusal, shown};
+use super::plan::{refuse, shown};
 use crate::args::TrainArgs;
 use crate::{say, signals};
 use plimsoll_core::{DeviceKind, Exit, Failure, RunStatus};
@@ -35,7 +35,7 @@ pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
         say::answer(&format!("{}{threads}{table}{left_out}\n", data_line("train", &prepared.train)));
     }
     if !prepared.answer.plan.fits {
-        return Err(refusal(&prepared.run, &prepared.answer.plan));
+        return refuse(&prepared.run, &prepared.answer.plan, !args.json && !args.quiet);
     }
     let simulated = prepared.resolved.device.simulated();
     // Not earlier: until here nothing is lost when a signal ends the program at once.

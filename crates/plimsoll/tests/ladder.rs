@@ -1,0 +1,186 @@
+//! What does not fit is told with commands that all do what they say, is asked about where somebody is there to be
+//! asked, and goes to the processor at last: never silently.
+
+mod common;
+
+use common::{Place, SMALL, Shape};
+use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
+use serde_json::Value;
+use std::fs::{File, OpenOptions};
+use std::io::{Read, Write};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// A model whose weights and state are most of what a run holds.
+const WIDE: Shape = Shape { hidden: 256, steps: 1, ..SMALL };
+
+/// What a hint says and the words of its command.
+struct Ready {
+    /// Predicted bytes and the load line, where the present one is enough.
+    predicted: Option<(String, String)>,
+    rungs: bool,
+    host: bool,
+    words: Vec<String>,
+}
+
+fn ready(refusal: &str) -> Vec<Ready> {
+    let hint = |line: &str| {
+        let (said, command) = line.trim().strip_prefix("hint: it fits")?.split_once(": plimsoll ")?;
+        let figures = said.split_once(", predicted ").and_then(|(_, figures)| figures.split_once(" of "));
+        let of = |line: &str| line.split(", ").next().unwrap().to_owned();
+        Some(Ready {
+            predicted: figures.map(|(predicted, line)| (predicted.to_owned(), of(line))),
+            rungs: said.starts_with(" with "),
+            host: said.ends_with(" on the host"),
+            words: command.split(' ').map(str::to_owned).collect(),
+        })
+    };
+    refusal.lines().filter_map(hint).collect()
+}
+
+/// Bytes as they are printed.
+fn shown(value: &Value) -> String {
+    plimsoll_core::Bytes(value.as_u64().unwrap()).to_string()
+}
+
+#[test]
+fn every_command_of_a_refusal_plans_what_it_says() {
+    let place = Place::new(&SMALL);
+    let model = ["--model", "smollm2-135m", "--sequence", "512", "--batch-tokens", "4096"];
+    let mut seen = [0; 3];
+    for devices in [
+        &["--devices", "rtx3090", "--budget", "1GiB"][..],
+        &["--devices=rtx3090=1GiB,host=300MiB", "--allow", "adam8bit"],
+        &["--set", "run.devices=rtx3070", "--set", "memory.budget=900MiB"],
+        &["--devices", "rtx3070=1GiB", "--set", "train.precision=f32", "--set", "memory.allow=[\"lora\"]"],
+    ] {
+        let args = [&["plan"][..], &model, devices].concat();
+        let refusal = place.run(&args);
+        assert_eq!(refusal.code, Some(3), "{devices:?}: {}", refusal.stderr);
+        for Ready { predicted, rungs, host, words } in ready(&refusal.stderr) {
+            let words: Vec<&str> = words.iter().map(|word| word.trim_matches('\'')).chain(["--json"]).collect();
+            let done = place.succeed(&words);
+            let plan = done.json();
+            let device = &plan["devices"][0];
+            let found = (shown(&device["peak_bytes"]), shown(&device["budget_bytes"]));
+            assert!(predicted.is_none_or(|predicted| predicted == found), "{words:?}, {found:?}: {}", refusal.stderr);
+            assert_eq!(plan["rungs"] != Value::Array(vec![]), rungs, "{words:?}");
+            seen = [seen[0] + usize::from(!rungs && !host), seen[1] + usize::from(rungs), seen[2] + usize::from(host)];
+        }
+    }
+    assert!(seen.into_iter().all(|count| count > 1), "budgets, rungs, more of the host: {seen:?}");
+}
+
+#[test]
+fn every_command_of_a_refusal_trains() {
+    let place = Place::new(&WIDE);
+    let refused = place.run(&["train", "run.toml", "--budget", "27MiB"]);
+    let refusal = refused.refusal(3);
+    let ways = ready(&refusal);
+    assert!(ways.iter().any(|way| way.rungs) && ways.iter().any(|way| !way.rungs), "{refusal}");
+    for (number, way) in ways.iter().enumerate() {
+        let folder = format!("run.dir=run-{number}");
+        let words: Vec<&str> = way.words.iter().map(String::as_str).chain(["--json", "--set", &folder]).collect();
+        let done = place.succeed(&words);
+        let result: Value = serde_json::from_str(done.stdout.lines().last().unwrap()).unwrap();
+        assert_eq!((&result["status"], &result["steps"]), (&"done".into(), &1.into()), "{words:?}");
+        let memory = &result["memory"][0];
+        assert_eq!(memory["arena_measured_bytes"], memory["arena_bytes"], "{words:?}");
+    }
+}
+
+/// The binary on a terminal where somebody types an answer: exit code, and what stood on the screen.
+fn on_a_terminal(place: &Place, args: &[&str], answer: &str) -> (Option<i32>, String) {
+    let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
+    grantpt(&master).unwrap();
+    unlockpt(&master).unwrap();
+    let name = ptsname(&master, Vec::new()).unwrap();
+    let terminal = OpenOptions::new().read(true).write(true).open(name.to_str().unwrap()).unwrap();
+    let end = || Stdio::from(terminal.try_clone().unwrap());
+    let mut child = Command::new(env!("CARGO_BIN_EXE_plimsoll"))
+        .args(args)
+        .current_dir(place.path(""))
+        .env("PLIMSOLL_CACHE", place.path("cache"))
+        .env("NO_COLOR", "1")
+        .env("TERM", "dumb")
+        .stdin(end())
+        .stdout(end())
+        .stderr(end())
+        .spawn()
+        .unwrap();
+    drop(terminal);
+    let mut screen = File::from(master);
+    screen.write_all(answer.as_bytes()).unwrap();
+    let mut reads = screen.try_clone().unwrap();
+    let reader = std::thread::spawn(move || {
+        let mut seen = Vec::new();
+        let mut some = [0; 4096];
+        // A terminal that nobody holds any more ends with an error.
+        while let Ok(count @ 1..) = reads.read(&mut some) {
+            seen.extend_from_slice(&some[..count]);
+        }
+        String::from_utf8_lossy(&seen).into_owned()
+    });
+    let began = Instant::now();
+    let status = loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            break status;
+        }
+        if began.elapsed() > Duration::from_secs(120) {
+            let _ = child.kill();
+            let _ = child.wait();
+            panic!("{args:?} hangs: {}", reader.join().unwrap());
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    };
+    (status.code(), reader.join().unwrap())
+}
+
+#[test]
+fn on_a_terminal_it_asks_and_takes_nothing_that_was_not_named() {
+    let place = Place::new(&WIDE);
+    let args = ["train", "run.toml", "--budget", "27MiB"];
+    let (code, screen) = on_a_terminal(&place, &args, "\n");
+    assert!(screen.contains("hint: 1: it fits") && screen.contains("take one? 1 to "), "{screen}");
+    assert_eq!((code, place.names("run")), (Some(3), vec![]), "{screen}");
+    let lora = screen.lines().find(|line| line.contains(" with lora, ")).expect("adapters would do").trim();
+    let number = lora.strip_prefix("hint: ").and_then(|rest| rest.split(':').next()).unwrap();
+    let (code, screen) = on_a_terminal(&place, &args, &format!("{number}\n"));
+    assert_eq!(code, Some(0), "{screen}");
+    assert_eq!(place.json("run/result.json")["recipe"]["rungs"], serde_json::json!(["lora"]));
+    // Who reads JSON, and who is not there, is not asked.
+    std::fs::remove_dir_all(place.path("run")).unwrap();
+    let (code, screen) = on_a_terminal(&place, &[&args[..], &["--quiet"]].concat(), "1\n");
+    assert_eq!((code, screen.contains("take one?")), (Some(3), false), "{screen}");
+    assert!(!place.run(&args).stderr.contains("take one?"));
+}
+
+#[test]
+fn what_no_rung_brings_under_the_line_of_a_device_is_done_by_the_processor_and_says_so() {
+    let place = Place::new(&Shape { steps: 4, ..SMALL });
+    let small = ["--devices", "virtual:a=2MiB@0.5"];
+    let train = |more: &[&str]| place.run(&[&["train", "run.toml"], more].concat());
+    let refused = train(&[&small[..], &["--set", "run.fallback=none"]].concat());
+    assert_eq!(refused.code, Some(3));
+    let done = train(&small);
+    assert_eq!(done.code, Some(0), "{}", done.stderr);
+    let says = "fallback to CPU: virtual:a would have to hold ";
+    assert!(done.stdout.contains(says) && done.stdout.contains("tokens/s"), "{}", done.stdout);
+    for file in ["run/plan.json", "run/result.json"] {
+        assert_eq!(place.json(file)["fallback"]["device"], "virtual:a", "{file}");
+    }
+    assert_eq!(place.json("run/result.json")["memory"][0]["device"], "cpu");
+    let warned = |event: &Value| event["event"] == "warning" && event["message"].as_str().unwrap().starts_with(says);
+    assert_eq!(place.events("run").iter().filter(|event| warned(event)).count(), 1);
+    // It is the run that the processor would have done.
+    place.succeed(&["train", "run.toml", "--devices", "cpu", "--set", "run.dir=on-cpu"]);
+    assert!(!place.read("on-cpu/result.json").contains("fallback"));
+    let weights = |run: &str| std::fs::read(place.path(run).join("model/model.safetensors")).unwrap();
+    assert!(weights("run") == weights("on-cpu"));
+
+    let planned = place.succeed(&[&["plan", "run.toml", "--json"][..], &small].concat()).json();
+    assert_eq!(planned["fallback"]["device"], "virtual:a");
+    let generate = ["generate", "run/model", "--prompt", "abc", "--max-tokens", "3"];
+    let done = place.succeed(&[&generate[..], &small].concat());
+    assert!(done.stderr.starts_with(&format!("note: {says}")), "{}", done.stderr);
+}
