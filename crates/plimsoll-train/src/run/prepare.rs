@@ -144,7 +144,7 @@ pub fn dataset(run: &RunFile, model: &Model, patterns: &[String], threads: usize
 
 /// What Programs hold beyond what a process is charged with anyway: about so many bytes an op, with the order of its
 /// queues and the names of its tensors, as it was measured.
-fn programs_bytes(set: &ProgramSet) -> Bytes {
+pub(super) fn programs_bytes(set: &ProgramSet) -> Bytes {
     const FREE_OPS: u64 = 4096;
     const OP_BYTES: u64 = 1792;
     let ops = set.programs.iter().flat_map(|program| &program.blocks).map(|block| block.ops.len() as u64).sum::<u64>();

@@ -7,16 +7,18 @@
 //! any finished work end the run, resumable.
 
 use super::events::EventLog;
+use super::prepare::programs_bytes;
 use super::pressure::{Felt, Held, Pressure};
 use super::training::Trainer;
 use super::trouble::Trouble;
 use crate::files::atomic;
 use crate::resolve::{Work, question};
-use plimsoll_core::{Budget, Bytes, DeviceSpec, Event, Failure, Plan, Recipe, Retreat};
+use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Event, Failure, Plan, Recipe, Retreat};
 use plimsoll_device::calibration;
 use plimsoll_device::device::DeviceError;
 use plimsoll_device::probe::Memory;
 use plimsoll_plan::search::{Answer, Question, plan_of, search};
+use plimsoll_program::ProgramSet;
 use std::time::Instant;
 
 /// Refusals in a row, without any finished work between them, after which the run ends.
@@ -41,6 +43,8 @@ pub struct Line {
     host_budget: Bytes,
     /// The most that has waited there.
     host_wanted: Bytes,
+    /// The charges of the device without those of the Programs.
+    bare_charges: Bytes,
     /// The recipe that the planner chose under the budget: where the run goes back to.
     home: Recipe,
     /// Refusals since work was last finished.
@@ -56,8 +60,9 @@ pub struct Line {
 }
 
 impl Line {
-    /// A run that starts with this plan, under what `budget` means for its device.
-    pub fn new(budget: Budget, plan: &Plan) -> Line {
+    /// A run that starts with this plan, under what `budget` means for its device; `programs` of its charges are those of
+    /// its Programs.
+    pub fn new(budget: Budget, plan: &Plan, programs: Bytes) -> Line {
         let pressure = Pressure::new(Instant::now());
         Line {
             budget,
@@ -65,6 +70,7 @@ impl Line {
             host: plan.host.budget_bytes,
             host_budget: plan.host.budget_bytes,
             host_wanted: plan.host.arena_bytes,
+            bare_charges: plan.devices[0].charges_bytes.saturating_sub(programs),
             home: plan.recipe.clone(),
             refused: 0,
             up: None,
@@ -74,6 +80,11 @@ impl Line {
             told: false,
         }
     }
+}
+
+/// What the Programs of a plan add to the charges: those of a GPU are measured with them.
+pub(super) fn charged_programs(device: &DeviceSpec, set: &ProgramSet) -> Bytes {
+    if device.kind == DeviceKind::Cuda { Bytes::ZERO } else { programs_bytes(set) }
 }
 
 impl Trainer {
@@ -148,20 +159,35 @@ impl Trainer {
         Err(Failure::stopped(message).hint("the newest checkpoint stands"))
     }
 
-    /// Asks the planner something about this run under load lines of its device and its host.
-    fn ask<T>(&self, line: Bytes, host: Bytes, ask: impl FnOnce(Question) -> T) -> Result<T, Failure> {
-        let device = DeviceSpec { budget: line, ..self.resolved.device.clone() };
-        let mut question = question(&self.run, &self.resolved.model, &device, Work::Train)?;
+    /// Asks the planner something about this run on its device as `device` has it, beside such a host.
+    fn ask<T>(&self, device: &DeviceSpec, host: Bytes, ask: impl FnOnce(Question) -> T) -> Result<T, Failure> {
+        let mut question = question(&self.run, &self.resolved.model, device, Work::Train)?;
         // What is free now is what this run leaves.
         question.host.budget = host;
         Ok(ask(question))
+    }
+
+    /// A plan of this run under load lines of its device and its host.
+    fn plan_under(&self, line: Bytes, host: Bytes, plan: impl Fn(Question) -> Answer) -> Result<Answer, Failure> {
+        let mut counted = Bytes::ZERO;
+        loop {
+            let charges = self.line.bare_charges + counted;
+            let device = DeviceSpec { budget: line, charges, ..self.resolved.device.clone() };
+            let answer = self.ask(&device, host, &plan)?;
+            let programs = charged_programs(&device, &answer.set);
+            if !answer.plan.fits || programs <= counted {
+                return Ok(answer);
+            }
+            // A plan of more ops holds more beside its arena.
+            counted = programs;
+        }
     }
 
     /// The fastest plan under the load lines of device and host, if there is one; with `same_bits` first among those
     /// that change no bit.
     fn under(&self, line: Bytes, host: Bytes, same_bits: bool) -> Option<Answer> {
         let fastest = |pin: Option<u32>| {
-            let answer = self.ask(line, host, |mut question| {
+            let answer = self.plan_under(line, host, |mut question| {
                 question.pins.micro_batch = pin.or(question.pins.micro_batch);
                 search(&question)
             });
@@ -182,6 +208,8 @@ impl Trainer {
         self.info.algorithms = self.engine.algorithms();
         self.plan = Plan { algorithms: self.info.algorithms.clone(), ..plan };
         self.info.recipe = self.plan.recipe.clone();
+        self.resolved.device.charges = self.plan.devices[0].charges_bytes;
+        self.info.charges_bytes = self.resolved.device.charges;
         self.line.host_wanted = self.line.host_wanted.max(self.plan.host.arena_bytes);
         if self.plan.devices[0].peak_bytes > self.largest.peak_bytes {
             self.largest = self.plan.devices[0].clone();
@@ -193,7 +221,8 @@ impl Trainer {
 
     fn tell(&mut self, left: Left, why: String, start: Instant, log: &mut EventLog) -> Result<(), Failure> {
         let to = self.plan.recipe.clone();
-        let class = self.ask(self.line.bytes, self.line.host, |question| question.class_between(&left.recipe, &to))?;
+        let device = &self.resolved.device;
+        let class = self.ask(device, self.line.host, |question| question.class_between(&left.recipe, &to))?;
         let retreat = Retreat {
             step: self.step_now(),
             why,
@@ -263,7 +292,8 @@ impl Trainer {
     }
 
     fn smallest(&self) -> Bytes {
-        let needs = self.ask(Bytes(1), self.line.host, |question| search(&question).plan.needs).unwrap_or_default();
+        let leanest = self.plan_under(Bytes(1), self.line.host, |question| search(&question));
+        let needs = leanest.map(|answer| answer.plan.needs).unwrap_or_default();
         needs.first().map(|need| need.budget_bytes).unwrap_or_default()
     }
 
@@ -272,7 +302,7 @@ impl Trainer {
     fn go_home(&mut self, why: &str, log: &mut EventLog) -> Result<(), Failure> {
         let start = Instant::now();
         let (line, host) = (self.line.bytes, self.line.host);
-        let home = self.ask(line, host, |question| plan_of(&question, &self.line.home))?;
+        let home = self.plan_under(line, host, |question| plan_of(&question, &self.line.home))?;
         let there = self.plan.recipe == self.line.home;
         let best = if home.plan.fits && !there { Some(home) } else { self.under(line, host, false) };
         let worth = |plan: &Plan| plan.predicted.step_seconds < self.plan.predicted.step_seconds * WORTH;

@@ -8,7 +8,7 @@ use super::events::EventLog;
 use super::prepare::{Known, Prepared, load_weights, prepare, rounded};
 use super::rate::learning_rate;
 use super::rehearsal::{Injection, Rehearsal};
-use super::retreat::Line;
+use super::retreat::{Line, charged_programs};
 use super::samples::{Sample, readable, samples};
 use super::spaces::Storing;
 use super::trouble::Trouble;
@@ -228,6 +228,7 @@ impl Trainer {
         let precision = run.arithmetic(resolved.device.kind);
         let product_flops = needed_product_flops(&answer.set);
         let generates = answer.set.program("prefill").is_some();
+        let programs = charged_programs(&resolved.device, &answer.set);
         // From here on the peak is this run's: what the data took before has been given back or is a charge.
         let _ = process::reset_peak();
         let (mut engine, plan) = open_engine(&run, &mut resolved, answer, before.as_ref())?;
@@ -288,7 +289,10 @@ impl Trainer {
             product_flops: product_flops * batches.rows.div_ceil(u64::from(info.recipe.micro_batch)) as f64,
             peak_flops: if precision == DType::Bf16 { device.rates.bf16_flops } else { device.rates.f32_flops },
             last_saved: (info.step, Instant::now()),
-            line: Line::new(if resolved.fallback.is_some() { run.host() } else { run.memory.budget }, &plan),
+            line: {
+                let budget = if resolved.fallback.is_some() { run.host() } else { run.memory.budget };
+                Line::new(budget, &plan, programs)
+            },
             largest: plan.devices[0].clone(),
             run,
             resolved,
