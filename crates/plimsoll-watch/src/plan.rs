@@ -493,10 +493,10 @@ recipe                            peak     step         verdict
             text.starts_with(
                 "\
 each rung alone, as far as it goes, against the plain recipe (predicted)
-rung                   frees      costs  tokens/s                 loses
-micro_batch         2.00 GiB  +250.0 ms    1.23 k     the order of sums
-offload.optimizer   2.00 GiB  +250.0 ms    1.23 k               nothing
-nf4 (not allowed)   2.00 GiB  +250.0 ms    1.23 k  frozen base in 4 bit
+rung                  frees      costs  tokens/s                 loses
+micro_batch        2.00 GiB  +250.0 ms    1.23 k     the order of sums
+offload.optimizer  2.00 GiB  +250.0 ms    1.23 k               nothing
+nf4 (not allowed)  2.00 GiB  +250.0 ms    1.23 k  frozen base in 4 bit
 
 those that this plan takes, each against the same plan without it (predicted)
 rung             frees    costs  tokens/s              loses
