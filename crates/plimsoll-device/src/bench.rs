@@ -546,21 +546,13 @@ mod tests {
     #[test]
     fn rates_of_all_devices_are_added_up_in_the_types_that_all_compute_in() {
         let rate = |dtype, sustained_flops| ProductRate { dtype, median_flops: 0.0, best_flops: 0.0, sustained_flops };
-        let device = |name: &str, products: Vec<ProductRate>, triad: f64| DeviceBench {
-            device: name.to_owned(),
-            simulated: false,
-            model: "Example".to_owned(),
-            threads: 0,
-            products,
-            memory: MemoryRate { array_bytes: Bytes::mib(1), read: 0.0, write: 0.0, copy: 0.0, triad },
-            op_seconds: 1e-6,
-            ops: OpRates::default(),
-            contention: 0.0,
-            gpu: None,
+        let device = |name: &str, products: Vec<ProductRate>, triad: f64| {
+            let memory = MemoryRate { array_bytes: Bytes::mib(1), read: 0.0, write: 0.0, copy: 0.0, triad };
+            (name.to_owned(), products, memory)
         };
         let cpu = device("cpu", vec![rate(DType::F32, 1.0), rate(DType::F64, 2.0)], 4.0);
         let gpu = device("cuda:0", vec![rate(DType::F32, 16.0), rate(DType::Bf16, 32.0)], 64.0);
-        let all = sum(&cpu, &[gpu]);
+        let all = sum(vec![cpu, gpu]);
         assert_eq!(all.devices, ["cpu", "cuda:0"]);
         assert_eq!(all.products, [SumRate { dtype: DType::F32, sustained_flops: 17.0 }]);
         assert_eq!(all.memory_bytes_per_second, 68.0);

@@ -669,7 +669,7 @@ mod tests {
         assert_eq!(from_hex("12"), None);
         assert_eq!(from_hex(&"x".repeat(128)), None);
         let chosen = BTreeMap::from([(shape(2, 3, 4, false, true).name(), to_hex(words))]);
-        let algorithms = Algorithms { library: 130_200, gpu: "a gpu".into(), chosen };
+        let algorithms = Algorithms { library: 130_200, gpu: "a gpu".into(), driver: 13_000, chosen };
         let text = serde_json::to_string(&algorithms).unwrap();
         assert_eq!(serde_json::from_str::<Algorithms>(&text).unwrap(), algorithms);
     }

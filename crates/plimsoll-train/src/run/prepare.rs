@@ -160,7 +160,7 @@ pub(super) fn load_weights(engine: &mut Engine, model: &Model, run: &RunFile) ->
     Ok(engine.move_files("load", &mut ModelSource::new(model.weights(run).into_iter().chain(adapter)))?)
 }
 
-/// The charges of a device once data and tokenizer are open. Those of a GPU are not the process': see [`settle_gpu`].
+/// The charges of a device once data and tokenizer are open. Those of a GPU are not the process': see `settle_gpu`.
 pub fn settle_charges(device: &mut DeviceSpec, rows: u64, sequence: u64) {
     if device.kind != DeviceKind::Cuda {
         (device.charges, device.charges_measured) = (charges(rows, sequence), true);
