@@ -143,7 +143,8 @@ fn on_a_terminal_it_asks_and_takes_nothing_that_was_not_named() {
     let (code, screen) = on_a_terminal(&place, &args, "\n");
     assert!(screen.contains("hint: 1: it fits") && screen.contains("take one? 1 to "), "{screen}");
     assert_eq!((code, place.names("run")), (Some(3), vec![]), "{screen}");
-    let lora = screen.lines().find(|line| line.contains(" with lora, ")).expect("adapters would do").trim();
+    let adapters = |line: &&str| line.contains(" with lora, ") || line.contains(" with lora from ");
+    let lora = screen.lines().find(adapters).expect("adapters would do").trim();
     let number = lora.strip_prefix("hint: ").and_then(|rest| rest.split(':').next()).unwrap();
     let (code, screen) = on_a_terminal(&place, &args, &format!("{number}\n"));
     assert_eq!(code, Some(0), "{screen}");

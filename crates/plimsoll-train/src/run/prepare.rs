@@ -23,6 +23,9 @@ const HEAP_BYTES: Bytes = Bytes::mib(6);
 /// file are in memory, and counters that the kernel brings up to date late. Measured: 0.3 MiB.
 const WAVER_BYTES: Bytes = Bytes::mib(2);
 
+/// So much more may the next process hold when what it was told to be enough is tried.
+const NEAR_BYTES: Bytes = Bytes::mib(1);
+
 /// Charges are rounded up to a multiple of this.
 const ROUNDING_BYTES: Bytes = Bytes::mib(4);
 
@@ -76,6 +79,7 @@ pub fn prepare(mut run: RunFile, known: Option<&Known>) -> Result<Prepared, Fail
 fn planned(resolved: &mut Resolved, run: &RunFile, known: Option<&Known>) -> Result<Answer, Failure> {
     settle_charges(&mut resolved.device, run.batch_sequences(), u64::from(run.data.sequence));
     let measured = resolved.device.charges;
+    let wary = charges_with(NEAR_BYTES, run.batch_sequences(), u64::from(run.data.sequence));
     let before = known.map(|known| known.charges_bytes).filter(|&before| measured <= before + WAVER_BYTES);
     match known {
         // Nobody has measured that GPU here, but the run itself has.
@@ -100,6 +104,11 @@ fn planned(resolved: &mut Resolved, run: &RunFile, known: Option<&Known>) -> Res
     while of_process && answer.plan.fits && programs_bytes(&answer.set) > counted {
         counted = programs_bytes(&answer.set);
         resolved.device.charges = measured + counted;
+        answer = search(&resolved.question(run, Work::Train)?);
+    }
+    if !answer.plan.fits && of_process && wary > resolved.device.charges {
+        // What a refusal names as enough has to be enough for the next process, which may be charged a step more.
+        resolved.device.charges = wary;
         answer = search(&resolved.question(run, Work::Train)?);
     }
     answer.plan.learned = learned(&resolved.device);
@@ -179,8 +188,13 @@ pub fn rounded(charges: Bytes) -> Bytes {
 /// What the process holds wavers by some hundred KiB from start to start; it is rounded up, so that the
 /// same run has the same plan, and a budget that was named as enough is enough.
 pub fn charges(rows: u64, sequence: u64) -> Bytes {
+    charges_with(Bytes::ZERO, rows, sequence)
+}
+
+/// The same of a process that holds `more`.
+fn charges_with(more: Bytes, rows: u64, sequence: u64) -> Bytes {
     process::give_back();
-    let held = process::resident().unwrap_or(Bytes::mib(16)) + HEAP_BYTES;
+    let held = process::resident().unwrap_or(Bytes::mib(16)) + HEAP_BYTES + more;
     Bytes(held.0.next_multiple_of(ROUNDING_BYTES.0)) + Loader::bytes(rows, sequence)
 }
 
