@@ -60,12 +60,19 @@ struct Copy {
     unsigned bytes;
 };
 
+// Both sides of a product as the lanes gave them; put together once for all lanes of the warp that meet.
+struct Sides {
+    unsigned long long meeting;
+    float a[16][16], b[16][8];
+};
+
 struct Block {
     Fibre fibres[THREADS_MAX];
     Gift exchanged[THREADS_MAX];
     std::vector<Copy> copies[THREADS_MAX];
     bool copies_are_late;
     unsigned long long meetings;  // of the lanes of any warp
+    Sides sides;
     int any;
     unsigned current;
     jmp_buf scheduler;
@@ -378,14 +385,9 @@ inline void begin_copy(void* to, const void* from, unsigned bytes, bool real) {
 
 namespace shim {
 
-// Both sides of a product as the lanes gave them; put together once for all lanes of the warp that meet.
-struct Sides {
-    unsigned long long meeting;
-    float a[16][16], b[16][8];
-};
-
 inline const Sides& sides(const Gift* all) {
-    static thread_local Sides sides;
+    // Of this block's own: units have libraries of their own, whose blocks count their meetings from the beginning.
+    Sides& sides = block->sides;
     if (sides.meeting == block->meetings) return sides;
     sides.meeting = block->meetings;
     for (unsigned lane = 0; lane < WARP; lane++) {
