@@ -250,7 +250,14 @@ mod tests {
     #[test]
     fn what_spills_or_is_missing_is_named() {
         let unit: Vec<Unit> = Unit::all(&[64]).into_iter().filter(|unit| unit.name() == "init").collect();
-        let all = |spilled| ARCHS.map(|arch| needs("init_normal", arch, if arch == "86" { spilled } else { 0 }));
+        let kernels = unit[0].family().kernels();
+        let all = |spilled| -> Vec<Needs> {
+            let of = |kernel: &&str, arch: &&str| {
+                let here = *kernel == "init_normal" && *arch == "86";
+                needs(kernel, arch, if here { spilled } else { 0 })
+            };
+            kernels.iter().flat_map(|kernel| ARCHS.iter().map(move |arch| of(kernel, arch))).collect()
+        };
         assert!(check(&unit, &all(0)).is_ok());
         let error = check(&unit, &all(8)).unwrap_err().to_string();
         assert!(error.contains("init_normal of init on sm_86: 8 bytes"), "{error}");
