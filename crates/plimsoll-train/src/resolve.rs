@@ -407,6 +407,8 @@ fn open_devices(file: &RunFile) -> Result<Vec<DeviceSpec>, Failure> {
         // What is there is used: the GPUs, else the processor.
         return match gpus(file, None) {
             Ok(gpus) if !gpus.is_empty() => Ok(gpus),
+            // Nobody who has a GPU shall wonder why it idles.
+            Err(failure) if a_gpu_could_be_used() => Err(failure.hint("or leave it alone: --devices cpu")),
             _ => Ok(vec![cpu(file, None)?]),
         };
     }
@@ -430,6 +432,11 @@ fn gpus(file: &RunFile, budget: Option<Budget>) -> Result<Vec<DeviceSpec>, Failu
         Some(card) if gpus.is_empty() => Err(unusable(card)),
         _ => Ok(gpus),
     }
+}
+
+/// Whether there is a GPU that Plimsoll has kernels for, whatever else is missing.
+fn a_gpu_could_be_used() -> bool {
+    cuda::gpus::here().is_ok_and(|here| here.cards.iter().any(|card| card.architecture.check().is_ok()))
 }
 
 fn unusable(card: &Card) -> Failure {

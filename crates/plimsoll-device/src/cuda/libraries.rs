@@ -345,10 +345,11 @@ const SYSTEM: [&str; 10] = [
     "usr/lib",
     "usr/local/lib",
     "usr/lib/wsl/lib",
-    "usr/local/cuda/compat",
     "usr/local/nvidia/lib64",
     "usr/local/nvidia/lib",
     "run/opengl-driver/lib",
+    // Stands in for a driver that is older than the toolkit, and is refused by one that is newer.
+    "usr/local/cuda/compat",
 ];
 
 /// A folder's entries in order of their names; none where it cannot be read.
