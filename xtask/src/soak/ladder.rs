@@ -301,12 +301,15 @@ fn steps(ladder: &Ladder, answer: &Answer, tally: &mut Tally) -> Result<(), Devi
     ] {
         let placement = &answer.layout.placement;
         let top = standing_at(&answer.set, placement, space, planned.saturating_sub(1)).join(", ");
-        // All slots of a ring are as large as its largest piece, which need not come through the topmost one.
-        let ring = planned != used && top.contains(".ring.");
-        if ring {
-            tally.cover("whose topmost slot of a ring is not filled");
-        }
-        tally.figure(kind, planned as f64 - used as f64, planned == used || ring, || {
+        // All slots of a ring are as large as its largest piece, which need not come through the topmost one; and scratch
+        // is for all threads, of which ops of the host have one.
+        let explained = [
+            (".ring.", "whose topmost slot of a ring is not filled"),
+            ("embed_sums", "whose topmost scratch is for more threads"),
+        ];
+        let explained = explained.into_iter().find(|(name, _)| planned != used && top.contains(name));
+        explained.iter().for_each(|(_, sort)| tally.cover(sort));
+        tally.figure(kind, planned as f64 - used as f64, planned == used || explained.is_some(), || {
             let recipe = &answer.plan.recipe;
             format!("{}: {recipe}: planned {planned}, used {used}; on top stands {top}", ladder.label())
         });
