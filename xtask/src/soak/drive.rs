@@ -6,11 +6,11 @@ use super::twin::values;
 use super::watch::{Look, Watched, standing_at};
 use plimsoll_core::{Category, DType, Recipe, Space};
 use plimsoll_device::device::{Device, DeviceError, FileSpace};
-use plimsoll_device::heap;
+use plimsoll_device::heap::{self, Grown};
 use plimsoll_plan::search::Answer;
 use plimsoll_program::models::decoder::Generation;
 use plimsoll_program::{Lifetime, Placement, ProgramSet, TensorId};
-use plimsoll_train::run::engine::{Engine, StepInput};
+use plimsoll_train::run::engine::{Engine, StepInput, StepLoss};
 use plimsoll_train::run::samples::Sampling;
 use std::collections::BTreeMap;
 use std::io;
@@ -200,6 +200,29 @@ pub fn generated(case: &Case, generation: Generation, engine: &mut Engine) -> Re
     Ok(all)
 }
 
+/// One step on the case's rows: its loss, and what the heap gave meanwhile.
+///
+/// # Errors
+/// What the device says.
+pub fn trained(
+    case: &Case,
+    engine: &mut Engine,
+    step: u64,
+    learning_rate: f64,
+) -> Result<(StepLoss, Grown), DeviceError> {
+    let mut rows = case.rows(case.sequences, step);
+    let labelled_tokens = rows.labelled_tokens();
+    let input = StepInput { step, learning_rate, betas: [0.9, 0.95], clip_norm: case.clip_norm, labelled_tokens };
+    // Rows are filled up to whole micro-batches: that is the loader's memory, not the step's.
+    rows.tokens.reserve(1 << 12);
+    let (loss, grown) = heap::grown(|| {
+        let loss = engine.gradients(&mut rows, &input)?;
+        engine.update()?;
+        Ok::<_, DeviceError>(loss)
+    });
+    Ok((loss?, grown))
+}
+
 /// Runs every Program of a plan.
 ///
 /// # Errors
@@ -222,18 +245,7 @@ pub fn drive(case: &Case, answer: &Answer, how: How, tally: &mut Tally) -> Resul
     if case.optimizer.is_some() {
         engine.run("fresh")?;
         for step in 1..=2 {
-            let mut rows = case.rows(case.sequences, step);
-            let labelled_tokens = rows.labelled_tokens();
-            let input =
-                StepInput { step, learning_rate: 1e-2, betas: [0.9, 0.95], clip_norm: case.clip_norm, labelled_tokens };
-            // Rows are filled up to whole micro-batches: that is the loader's memory, not the step's.
-            rows.tokens.reserve(1 << 12);
-            let (result, grown) = heap::grown(|| {
-                let loss = engine.gradients(&mut rows, &input)?;
-                engine.update()?;
-                Ok::<_, DeviceError>(loss)
-            });
-            let loss = result?;
+            let (loss, grown) = trained(case, &mut engine, step, 1e-2)?;
             numbers.losses.push([loss.loss, loss.norm]);
             if look == Look::Beside && step == 2 {
                 let kept = grown.kept_bytes;

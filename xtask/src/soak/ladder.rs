@@ -3,19 +3,18 @@
 //! fits is overlooked.
 
 use super::case::{Case, Draw};
-use super::drive::{Memory, generated};
+use super::drive::{Memory, generated, trained};
 use super::tally::Tally;
 use super::watch::standing_at;
 use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, HostSpec, Link, Need, Offload, Recipe, Rung, Space};
 use plimsoll_device::device::DeviceError;
-use plimsoll_device::heap;
 use plimsoll_device::virtual_device::{self, Virtual};
 use plimsoll_plan::price::Prices;
 use plimsoll_plan::search::{Answer, Lossy, Question, plan_of, search};
 use plimsoll_program::models::Target;
 use plimsoll_program::models::decoder::{AdamState, Base, Lora, Method, Optimizer, Source};
 use plimsoll_program::passes::check::check;
-use plimsoll_train::run::engine::{Engine, StepInput};
+use plimsoll_train::run::engine::Engine;
 
 /// One in so many plans is run; every third case runs the plan that it was given, whatever it is.
 const RUN_EVERY: u64 = 3;
@@ -264,17 +263,7 @@ fn steps(ladder: &Ladder, answer: &Answer, tally: &mut Tally) -> Result<(), Devi
     if case.optimizer.is_some() {
         engine.run("fresh")?;
         for step in 1..=2 {
-            let mut rows = case.rows(case.sequences, step);
-            let labelled_tokens = rows.labelled_tokens();
-            let input =
-                StepInput { step, learning_rate: 1e-3, betas: [0.9, 0.95], clip_norm: case.clip_norm, labelled_tokens };
-            rows.tokens.reserve(1 << 12);
-            let (loss, grown) = heap::grown(|| {
-                let loss = engine.gradients(&mut rows, &input)?;
-                engine.update()?;
-                Ok::<_, DeviceError>(loss)
-            });
-            let loss = loss?;
+            let (loss, grown) = trained(case, &mut engine, step, 1e-3)?;
             numbers.extend([loss.loss, loss.norm]);
             let most = grown.largest_bytes;
             tally.figure("heap: largest piece in a step, bytes", most as f64, most <= 64 << 10, || {
@@ -304,11 +293,12 @@ fn steps(ladder: &Ladder, answer: &Answer, tally: &mut Tally) -> Result<(), Devi
         // All slots of a ring are as large as its largest piece, which need not come through the topmost one; and scratch
         // is for all threads, of which ops of the host have one.
         let explained = [
-            (".ring.", "whose topmost slot of a ring is not filled"),
-            ("embed_sums", "whose topmost scratch is for more threads"),
+            (".ring.", space, "whose topmost slot of a ring is not filled"),
+            ("embed_sums", Space::Host, "whose topmost scratch is for more threads"),
         ];
-        let explained = explained.into_iter().find(|(name, _)| planned != used && top.contains(name));
-        explained.iter().for_each(|(_, sort)| tally.cover(sort));
+        let explained =
+            explained.into_iter().find(|(name, of, _)| planned != used && space == *of && top.contains(name));
+        explained.iter().for_each(|(.., sort)| tally.cover(sort));
         tally.figure(kind, planned as f64 - used as f64, planned == used || explained.is_some(), || {
             let recipe = &answer.plan.recipe;
             format!("{}: {recipe}: planned {planned}, used {used}; on top stands {top}", ladder.label())
