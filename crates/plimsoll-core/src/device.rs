@@ -27,6 +27,11 @@ pub struct Link {
     pub latency_seconds: f64,
 }
 
+impl Link {
+    /// Through the memory of one machine: what devices of this processor have between them.
+    pub const MEMORY: Link = Link { bytes_per_second: 10e9, latency_seconds: 10e-6 };
+}
+
 /// What a device can do: measured by `plimsoll bench devices`, or published for paper devices.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Rates {
@@ -109,6 +114,8 @@ pub struct DeviceSpec {
     pub threads: u32,
     /// What it can do.
     pub rates: Rates,
+    /// The link to the other devices of a team.
+    pub team_link: Link,
 }
 
 /// The host beside a device: where tensors wait while no op needs them.

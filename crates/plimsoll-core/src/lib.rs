@@ -23,7 +23,7 @@ pub use event::{EVENTS_VERSION, Event, Record};
 pub use failure::{Exit, Failure};
 pub use models_bench::{ModelRow, ModelStatus, ModelsBench};
 pub use plan::{
-    Algorithms, Category, Class, DevicePlan, Effect, Fallback, Need, Offload, Plan, Predicted, Recipe, RecomputeLevel,
-    Rung, RungPrice, Space, WorkName, describe_levels,
+    Algorithms, Alternative, Category, Class, DevicePlan, Effect, Fallback, LeftOut, Member, Need, Offload, Plan,
+    Predicted, Recipe, RecomputeLevel, Rung, RungPrice, Sharing, Space, WorkName, describe_levels,
 };
 pub use result::{DeviceMemory, EvalResult, LossSpan, Retreat, RunResult, RunStatus, StepSeconds};

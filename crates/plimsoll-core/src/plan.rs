@@ -414,6 +414,82 @@ pub struct Effect {
     pub tokens_per_second: f64,
 }
 
+/// How the work of a step is shared out among the devices of a team.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Sharing {
+    /// Every device has the whole model and computes some of the sequences.
+    Batch,
+    /// The same, and weights, gradients and optimizer state stand in parts of unequal size on all of them.
+    State,
+    /// Every device has some of the layers, one after the other: a pipeline.
+    Layers,
+}
+
+impl fmt::Display for Sharing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Sharing::Batch => "batch",
+            Sharing::State => "state",
+            Sharing::Layers => "layers",
+        })
+    }
+}
+
+/// What one device of a team is given. All figures are predicted.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Member {
+    /// Its name.
+    pub device: String,
+    /// Its own choices.
+    pub recipe: Recipe,
+    /// Sequences of each optimizer step that it computes; under shared layers all of them.
+    pub sequences: u64,
+    /// The first of its layers and the one after its last, where layers are shared out.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub layers: Option<[u64; 2]>,
+    /// Its part of the state in parts of 1024, where state is shared out.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub state: Option<u64>,
+    /// Seconds of a step in which it computes.
+    pub busy_seconds: f64,
+    /// Seconds of a step in which it does nothing but exchange with the others, or waits for them.
+    pub idle_seconds: f64,
+}
+
+/// A device that was named, or found, and takes no part.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct LeftOut {
+    /// Its name.
+    pub device: String,
+    /// Why.
+    pub why: String,
+    /// What would use it, as settings for the command line.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub used_by: Option<String>,
+    /// Tokens (padding counted) a second of the team with it, predicted; none where it cannot take part.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tokens_per_second: Option<f64>,
+}
+
+/// A way to share out that was looked at, where somebody asked (`--explain`).
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Alternative {
+    /// How; none for one device alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sharing: Option<Sharing>,
+    /// The devices that take part.
+    pub devices: Vec<String>,
+    /// What each computes and holds, in words.
+    pub shares: Vec<String>,
+    /// Whether it fits under every load line.
+    pub fits: bool,
+    /// Predicted bytes of each device, charges included.
+    pub peak_bytes: Vec<Bytes>,
+    /// Predicted speed.
+    pub predicted: Predicted,
+}
+
 /// A plan, or the word that there is none.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Plan {
@@ -429,8 +505,20 @@ pub struct Plan {
     /// The tensors of a checkpoint, in a file.
     #[serde(default)]
     pub checkpoint_bytes: Bytes,
-    /// Every device that takes part.
+    /// Every device that takes part, in the order of ranks.
     pub devices: Vec<DevicePlan>,
+    /// How they share the work; none where there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sharing: Option<Sharing>,
+    /// What each of them is given, in the same order; empty where there is one. The recipe of the plan is the first one's.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub team: Vec<Member>,
+    /// The devices that take no part.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub left_out: Vec<LeftOut>,
+    /// Other ways to share out, fastest first, where somebody asked (`--explain`).
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub alternatives: Vec<Alternative>,
     /// The host.
     pub host: DevicePlan,
     /// Predicted speed.

@@ -64,6 +64,7 @@ pub fn paper(name: &str, budget: Budget) -> Option<DeviceSpec> {
         budget: budget.of(usable(name)?).min(usable(name)?),
         charges: ASSUMED_CHARGES,
         charges_measured: false,
+        team_link: Link::MEMORY,
         threads: 1,
         rates: Rates {
             f32_flops: sheet.f32_tflops * 1e12,

@@ -7,7 +7,7 @@ use plimsoll_core::{
 use plimsoll_plan::search::{Lossy, Pins, Question, plan_of, search};
 use plimsoll_program::models::decoder::{AdamState, Generation, Optimizer, Source};
 use plimsoll_program::models::{preset, preset_names};
-use plimsoll_program::{Lifetime, Tensor};
+use plimsoll_program::{Lifetime, Share, Tensor};
 
 fn device(budget: Bytes) -> DeviceSpec {
     DeviceSpec {
@@ -16,6 +16,7 @@ fn device(budget: Bytes) -> DeviceSpec {
         budget,
         charges: Bytes::mib(10),
         charges_measured: false,
+        team_link: Link::MEMORY,
         threads: 2,
         rates: Rates {
             f32_flops: 200e9,
@@ -44,6 +45,7 @@ fn question<'a>(config: &'a plimsoll_program::models::ModelConfig, device: &'a D
         lossy: Lossy::default(),
         pins: Pins::default(),
         rungs: vec![],
+        share: Share::ALONE,
     }
 }
 

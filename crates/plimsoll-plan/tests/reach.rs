@@ -6,6 +6,7 @@ use plimsoll_core::{
 };
 use plimsoll_plan::paper::paper;
 use plimsoll_plan::search::{Answer, Lossy, Pins, Question, plan_of, search};
+use plimsoll_program::Share;
 use plimsoll_program::models::decoder::{AdamState, Base, Method, Optimizer, Source};
 use plimsoll_program::models::preset;
 use plimsoll_program::passes::check::check;
@@ -46,6 +47,7 @@ impl Case {
             lossy: Lossy { allow: self.allow.clone(), offer: Rung::ALL.to_vec(), ..self.lossy.clone() },
             pins: Pins::default(),
             rungs: vec![],
+            share: Share::ALONE,
         });
         let plan = &answer.plan;
         println!(
@@ -192,6 +194,7 @@ fn what_the_host_adds_up_for_a_gpu_has_another_order_and_for_a_part_of_itself_ha
             lossy: Lossy::default(),
             pins: Pins::default(),
             rungs: vec![],
+            share: Share::ALONE,
         };
         let on_device = Recipe::on_device(2, vec![RecomputeLevel::Nothing; config.layers as usize]);
         let recipe = Recipe { offload: Offload { embedding, ..Offload::NOTHING }, ..on_device.clone() };
@@ -221,6 +224,7 @@ fn who_does_the_update_is_a_matter_of_price() {
             lossy: Lossy::default(),
             pins: Pins::default(),
             rungs: vec![],
+            share: Share::ALONE,
         };
         let plan = search(&question).plan;
         assert!(plan.fits && plan.recipe.offload.optimizer > 0, "{}", plan.recipe);

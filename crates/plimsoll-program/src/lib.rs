@@ -18,6 +18,7 @@ pub mod placement;
 pub mod program;
 pub mod scalars;
 pub mod schedule;
+pub mod share;
 pub mod tensor;
 pub mod workspace;
 
@@ -25,4 +26,5 @@ pub use op::{Access, Mode, Op, OpKind};
 pub use placement::Placement;
 pub use program::{Block, Phase, Program, ProgramSet};
 pub use schedule::{Call, Schedule};
+pub use share::Share;
 pub use tensor::{Index, Lifetime, Operand, Tensor, TensorId};

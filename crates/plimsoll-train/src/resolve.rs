@@ -5,7 +5,7 @@ use crate::data::sums;
 use crate::files::{AdapterDir, ModelDir, ModelWeights, read_config};
 use crate::run::prepare::{charges, rounded};
 use crate::run_file::{EXAMPLE_PREFIX, FallbackTo, Init, Method, Optimizer, RunFile};
-use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Failure, Fallback, HostSpec, Plan, Rates, Rung};
+use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Failure, Fallback, HostSpec, Link, Plan, Rates, Rung};
 use plimsoll_device::calibration;
 use plimsoll_device::cuda;
 use plimsoll_device::cuda::gpus::{Card, Here};
@@ -13,6 +13,7 @@ use plimsoll_device::probe::{Cpu, Memory, auto_pace};
 use plimsoll_plan::paper;
 use plimsoll_plan::request::{DeviceRequest, LinkRequest};
 use plimsoll_plan::search::{Answer, Lossy, Pins, Question, search, under};
+use plimsoll_program::Share;
 use plimsoll_program::models::decoder::{self, Base, Generation, Lora, Source};
 use plimsoll_program::models::{ModelConfig, Target, closest_preset, preset, preset_names, supported};
 use plimsoll_program::workspace::Kernels;
@@ -283,6 +284,7 @@ pub(crate) fn question<'a>(
         lossy: lossy(file, model, work),
         pins: pins(file, model.config.layers as usize)?,
         rungs: vec![],
+        share: Share::ALONE,
     };
     Ok(under(&question, rungs))
 }
@@ -462,6 +464,7 @@ fn gpu(file: &RunFile, here: &'static Here, card: &Card, budget: Option<Budget>)
         budget: budget.unwrap_or(file.memory.budget).of(free),
         charges: charges.unwrap_or(paper::ASSUMED_CHARGES),
         charges_measured: charges.is_some(),
+        team_link: Link::MEMORY,
         // For what the processor does beside it.
         threads: Cpu::read().threads_for(file.run.threads.asked())?,
         rates: calibration::gpu(here, card)?.rates,
@@ -519,6 +522,7 @@ fn cpu(file: &RunFile, budget: Option<Budget>) -> Result<DeviceSpec, Failure> {
         budget: budget.unwrap_or(file.memory.budget).of(Memory::read().free),
         charges: assumed_charges(file),
         charges_measured: false,
+        team_link: Link::MEMORY,
         threads,
         rates: rates.paced(pace),
     })
@@ -545,6 +549,7 @@ fn virtual_device(
         budget: budget.of(Memory::read().free),
         charges: assumed_charges(file),
         charges_measured: false,
+        team_link: Link::MEMORY,
         threads: pace.ceil().max(1.0) as u32,
         rates: Rates { host_link: link.link(), measured: false, ..core.paced(pace) },
     })

@@ -10,7 +10,7 @@ use plimsoll_plan::search::{Lossy, Pins, Question, plan_of};
 use plimsoll_program::models::decoder::{AdamState, Base, Generation, Lora, Method, Optimizer, Source};
 use plimsoll_program::models::{ModelConfig, preset};
 use plimsoll_program::passes::check::check;
-use plimsoll_program::{Lifetime, TensorId};
+use plimsoll_program::{Lifetime, Share, TensorId};
 use plimsoll_train::data::Rows;
 use plimsoll_train::run::engine::{Engine, StepInput};
 use std::collections::BTreeMap;
@@ -37,6 +37,7 @@ fn device() -> DeviceSpec {
         budget: Bytes::gib(2),
         charges: Bytes::ZERO,
         charges_measured: false,
+        team_link: Link::MEMORY,
         threads: 2,
         rates: Rates {
             f32_flops: 1e11,
@@ -159,6 +160,7 @@ fn run(config: &ModelConfig, precision: DType, numbers: Numbers, micro_batch: u3
         lossy,
         pins: Pins::default(),
         rungs: vec![],
+        share: Share::ALONE,
     };
     let levels = RecomputeLevel::ALL.iter().rev().cycle().take(config.layers as usize).copied().collect();
     let recipe = Recipe { micro_batch, recompute: levels, offload, rungs: vec![] };

@@ -4,9 +4,9 @@
 use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, HostSpec, Link, Rates, Recipe, RecomputeLevel};
 use plimsoll_device::cpu::executor::{open, real_values};
 use plimsoll_plan::search::{Lossy, Pins, Question, plan_of};
-use plimsoll_program::ProgramSet;
 use plimsoll_program::models::Parameter;
 use plimsoll_program::models::decoder::{AdamState, Generation, Method, Optimizer};
+use plimsoll_program::{ProgramSet, Share};
 use plimsoll_train::data::{DataSpec, Dataset, Format, Long, Rows};
 use plimsoll_train::files::{AdapterDir, ModelDir, StoredTensor, WeightFiles, write_adapter_dir};
 use plimsoll_train::run::engine::{Engine, StepInput};
@@ -108,6 +108,7 @@ impl Case {
             budget: Bytes::gib(1),
             charges: Bytes::ZERO,
             charges_measured: false,
+            team_link: Link::MEMORY,
             threads: 2,
             rates,
         };
@@ -136,6 +137,7 @@ impl Case {
             },
             pins: Pins::default(),
             rungs: vec![],
+            share: Share::ALONE,
         };
         let recipe = Recipe::on_device(micro_batch, vec![level; self.dir.config.layers as usize]);
         let answer = plan_of(&question, &recipe);

@@ -354,6 +354,7 @@ mod tests {
             budget: Bytes::mib(48),
             charges: Bytes::mib(4),
             charges_measured,
+            team_link: Link::MEMORY,
             threads: 2,
             rates: Rates {
                 f32_flops: 2e11,
@@ -400,6 +401,10 @@ mod tests {
             algorithms: None,
             fallback: None,
             ladder: vec![],
+            sharing: None,
+            team: vec![],
+            left_out: vec![],
+            alternatives: vec![],
         }
     }
 

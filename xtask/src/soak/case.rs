@@ -3,6 +3,7 @@
 use super::place::Place;
 use plimsoll_core::{Bytes, DType, DeviceSpec, Link, Rates, Recipe, RecomputeLevel};
 use plimsoll_plan::search::{Lossy, Pins, Question};
+use plimsoll_program::Share;
 use plimsoll_program::models::decoder::{AdamState, Generation, Optimizer, Source};
 use plimsoll_program::models::{ModelConfig, ModelType, RopeScaling};
 use plimsoll_train::data::Rows;
@@ -230,6 +231,7 @@ impl Case {
             budget,
             charges: Bytes::ZERO,
             charges_measured: false,
+            team_link: Link::MEMORY,
             threads,
             rates: Rates {
                 f32_flops: 1e11,
@@ -259,6 +261,7 @@ impl Case {
             lossy: Lossy::default(),
             pins: Pins::default(),
             rungs: vec![],
+            share: Share::ALONE,
         }
     }
 

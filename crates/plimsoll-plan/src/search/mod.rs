@@ -22,7 +22,7 @@ use plimsoll_program::models::decoder::{Base, Build, Generation, Lora, Method, O
 use plimsoll_program::models::{ModelConfig, Target};
 use plimsoll_program::op::Queue;
 use plimsoll_program::workspace::Kernels;
-use plimsoll_program::{Op, OpKind, ProgramSet, Schedule, passes};
+use plimsoll_program::{Op, OpKind, ProgramSet, Schedule, Share, passes};
 use profile::{Profile, choose, profile};
 
 pub use ladder::ladder;
@@ -60,6 +60,8 @@ pub struct Question<'a> {
     pub pins: Pins,
     /// The lossy rungs that are in all this already.
     pub rungs: Vec<Rung>,
+    /// The part of the step that this device computes; `sequences` are its own.
+    pub share: Share,
 }
 
 /// What is trained, how the rest is stored, and what may become coarser where nothing else fits.
@@ -390,5 +392,9 @@ fn write_down(question: &Question, fits: bool, recipe: Recipe, set: &ProgramSet,
         algorithms: None,
         fallback: None,
         ladder: vec![],
+        sharing: None,
+        team: vec![],
+        left_out: vec![],
+        alternatives: vec![],
     }
 }

@@ -3,16 +3,16 @@
 
 use super::engine::{Engine, StepInput};
 use crate::data::Rows;
-use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, Failure, HostSpec, Recipe, RecomputeLevel};
+use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, Failure, HostSpec, Link, Recipe, RecomputeLevel};
 use plimsoll_device::cuda;
 use plimsoll_device::device::{DeviceError, Memory, Observer};
 use plimsoll_device::probe::Cpu;
 use plimsoll_device::{calibration, process};
 use plimsoll_plan::price::needed_product_flops;
 use plimsoll_plan::search::{Lossy, Pins, Question, plan_of};
-use plimsoll_program::Op;
 use plimsoll_program::models::decoder::{AdamState, Optimizer, Source};
 use plimsoll_program::models::{ModelConfig, ModelType, RopeScaling};
+use plimsoll_program::{Op, Share};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -158,6 +158,7 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
         budget: Bytes(u64::MAX),
         charges: Bytes::ZERO,
         charges_measured: false,
+        team_link: Link::MEMORY,
         threads: shape.threads,
         rates,
     };
@@ -177,6 +178,7 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
         lossy: Lossy::default(),
         pins: Pins::default(),
         rungs: vec![],
+        share: Share::ALONE,
     };
     let level = if shape.checkpoint { RecomputeLevel::Block } else { RecomputeLevel::Nothing };
     let recipe = Recipe::on_device(shape.batch as u32, vec![level; shape.layers as usize]);
