@@ -10,3 +10,4 @@ pub mod paper;
 pub mod price;
 pub mod request;
 pub mod search;
+pub mod team;

@@ -10,7 +10,7 @@ use std::collections::HashMap;
 
 /// A recipe with its bounds and its time.
 #[derive(Clone, Debug)]
-pub(super) struct Candidate {
+pub(crate) struct Candidate {
     pub recipe: Recipe,
     /// No packing of the device's arena is smaller.
     pub device: u64,
@@ -18,6 +18,10 @@ pub(super) struct Candidate {
     pub host: u64,
     /// Of a step.
     pub seconds: f64,
+    /// Of what happens once a step.
+    pub once: f64,
+    /// Of the passes of one micro-batch.
+    pub passes: f64,
 }
 
 /// Bounds of both arenas, and seconds.
@@ -65,6 +69,13 @@ fn depends_on_all(program: &Program) -> bool {
     matches!(program.name.as_str(), "forward" | "backward" | "evaluate" | "prefill" | "decode")
 }
 
+/// Tensors that stay, without Programs.
+pub(crate) fn bare(question: &Question) -> ProgramSet {
+    let recipe = question.uniform(1, RecomputeLevel::Nothing);
+    let set = question.build(question.config, &recipe, false);
+    ProgramSet { programs: vec![], phases: vec![], ..set }
+}
+
 impl<'q> Measurer<'q> {
     pub fn new(question: &'q Question<'q>) -> Measurer<'q> {
         Measurer { question, once_a_step: RefCell::default(), plain: RefCell::default(), bare: OnceCell::new() }
@@ -108,6 +119,8 @@ impl<'q> Measurer<'q> {
             device: update.device.max(passes.device),
             host: update.host.max(passes.host),
             seconds: update.seconds + f64::from(question.micro_batches_of(&recipe)) * passes.seconds,
+            once: update.seconds,
+            passes: passes.seconds,
             recipe,
         }
     }
@@ -124,11 +137,7 @@ impl<'q> Measurer<'q> {
 
     /// What stays for the whole run, on the device and on the host.
     pub fn persistent(&self, offload: Offload) -> Stays {
-        let set = self.bare.get_or_init(|| {
-            let recipe = self.question.uniform(1, RecomputeLevel::Nothing);
-            let set = self.question.build(self.question.config, &recipe, false);
-            ProgramSet { programs: vec![], phases: vec![], ..set }
-        });
+        let set = self.bare.get_or_init(|| bare(self.question));
         let bare = offload_only(set.clone(), self.layers(), &offload, false, &|_| false);
         let on_host = |category: Category| {
             let of_layers = bare.tensors.iter().filter(|t| t.space == Space::Host && t.category == category);

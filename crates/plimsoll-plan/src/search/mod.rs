@@ -7,6 +7,7 @@
 
 mod ladder;
 mod measure;
+mod menu;
 mod offload;
 mod profile;
 mod rungs;
@@ -26,7 +27,10 @@ use plimsoll_program::{Op, OpKind, ProgramSet, Schedule, Share, passes};
 use profile::{Profile, choose, profile};
 
 pub use ladder::ladder;
+pub(crate) use measure::bare;
+pub(crate) use menu::Menu;
 pub use rungs::under;
+pub(crate) use rungs::{leanest, sets};
 
 /// Finalists that are packed before the search gives up on packing luck.
 const FINALISTS: usize = 20;
@@ -208,35 +212,41 @@ impl Question<'_> {
     }
 }
 
-/// All recipes worth looking at.
-fn candidates(measurer: &Measurer) -> Vec<Candidate> {
+/// All recipes of some micro-batches that are worth looking at.
+fn candidates(measurer: &Measurer, micro_batches: &[u32]) -> Vec<Candidate> {
     let question = measurer.question;
     let waits = question.pins.offload.unwrap_or_default();
-    let mut list = Vec::new();
-    let mut profiles: Vec<(u32, Profile)> = Vec::new();
-    for micro_batch in question.micro_batches() {
-        let pinned = match (&question.optimizer, &question.pins.recompute) {
-            (None, _) => Some(vec![RecomputeLevel::Nothing; question.layers()]),
-            (_, pinned) => pinned.clone(),
-        };
-        if let Some(recompute) = pinned {
-            list.push(measurer.candidate(question.recipe(micro_batch, recompute, waits)));
-            continue;
-        }
-        let profile = profile(question, micro_batch);
-        let plain = question.uniform(micro_batch, RecomputeLevel::Nothing);
-        let plain = measurer.candidate(Recipe { offload: waits, ..plain });
-        let plain_fits = measurer.fits(&plain);
-        list.push(plain);
-        if !plain_fits {
-            list.extend(measurer.recomputed(&profile, micro_batch, waits));
-        }
-        profiles.push((micro_batch, profile));
+    let (mut list, mut profiles) = (Vec::new(), Vec::new());
+    for &micro_batch in micro_batches {
+        let (found, profile) = candidates_of(measurer, micro_batch, waits);
+        list.extend(found);
+        profiles.extend(profile.map(|profile| (micro_batch, profile)));
     }
     if question.pins.offload.is_none() {
         offload::add(measurer, &profiles, &mut list);
     }
     list
+}
+
+/// The recipes of one micro-batch under one choice of what waits, with the profile where levels are open.
+fn candidates_of(measurer: &Measurer, micro_batch: u32, waits: Offload) -> (Vec<Candidate>, Option<Profile>) {
+    let question = measurer.question;
+    let pinned = match (&question.optimizer, &question.pins.recompute) {
+        (None, _) => Some(vec![RecomputeLevel::Nothing; question.layers()]),
+        (_, pinned) => pinned.clone(),
+    };
+    if let Some(recompute) = pinned {
+        return (vec![measurer.candidate(question.recipe(micro_batch, recompute, waits))], None);
+    }
+    let profile = profile(question, micro_batch);
+    let plain = question.uniform(micro_batch, RecomputeLevel::Nothing);
+    let plain = measurer.candidate(Recipe { offload: waits, ..plain });
+    let plain_fits = measurer.fits(&plain);
+    let mut list = vec![plain];
+    if !plain_fits {
+        list.extend(measurer.recomputed(&profile, micro_batch, waits));
+    }
+    (list, Some(profile))
 }
 
 /// A recipe with everything that follows from it.
@@ -296,7 +306,7 @@ fn leanest_that_fits(question: &Question) -> Option<Laid> {
 /// The fastest recipe that fits, by its packed arenas. What is looked at is added to `tried`, fastest first.
 fn fastest(question: &Question, tried: &mut Vec<Tried>) -> Option<Laid> {
     let measurer = Measurer::new(question);
-    let mut list = candidates(&measurer);
+    let mut list = candidates(&measurer, &question.micro_batches());
     list.sort_by(|a, b| a.seconds.total_cmp(&b.seconds).then(a.device.cmp(&b.device)));
     let mut looks: Vec<Tried> = list
         .iter()
@@ -328,6 +338,14 @@ fn fastest(question: &Question, tried: &mut Vec<Tried>) -> Option<Laid> {
 pub fn plan_of(question: &Question, recipe: &Recipe) -> Answer {
     let question = rungs::under(question, &recipe.rungs);
     Laid::new(&question, recipe.clone()).answer(&question, Vec::new())
+}
+
+/// The same, where another device has the same recipe: what stands where its tensors stand is laid out once.
+pub(crate) fn plan_like(question: &Question, recipe: &Recipe, like: &Answer) -> Answer {
+    let question = rungs::under(question, &recipe.rungs);
+    let set = question.programs(recipe);
+    let layout = if set.tensors == like.set.tensors { like.layout.clone() } else { lay_out(&set) };
+    Laid { recipe: recipe.clone(), set, layout }.answer(&question, Vec::new())
 }
 
 /// Bytes of a checkpoint's tensors.

@@ -11,7 +11,7 @@ use plimsoll_program::models::decoder::{AdamState, Base, Method, Optimizer};
 
 /// The sets of allowed rungs that change something, least loss first; the first is empty. Matrices that are trained
 /// are never quantised: where all are, `int8` and `nf4` bring `lora` along.
-pub(super) fn sets(question: &Question, allow: &[Rung]) -> Vec<Vec<Rung>> {
+pub(crate) fn sets(question: &Question, allow: &[Rung]) -> Vec<Vec<Rung>> {
     let allowed = |rung: Rung| allow.contains(&rung);
     let trained = question.optimizer.is_some();
     let whole = trained && question.lossy.method == Method::Full;
@@ -68,7 +68,7 @@ pub fn under<'a>(question: &Question<'a>, rungs: &[Rung]) -> Question<'a> {
 }
 
 /// The recipe, under any set of allowed rungs, that needs the least memory on the device.
-pub(super) fn leanest(question: &Question, allow: &[Rung]) -> Candidate {
+pub(crate) fn leanest(question: &Question, allow: &[Rung]) -> Candidate {
     let mut least: Option<Candidate> = None;
     // Most loss first: it mostly is the leanest, and what cannot beat it is not looked at.
     for rungs in sets(question, allow).into_iter().rev() {

@@ -1,0 +1,120 @@
+//! What a device can do with a share of a step: recipes under its load line, measured once and priced for any number
+//! of sequences. A team's shares are found on such menus, without a search for each.
+
+use super::measure::{Candidate, Measurer};
+use super::{Question, candidates, candidates_of, offload};
+use plimsoll_core::Recipe;
+use std::collections::HashSet;
+
+/// Recipes of one device, by what they cost.
+pub(crate) struct Menu<'q> {
+    measurer: Measurer<'q>,
+    list: Vec<Dish>,
+    looked: HashSet<u32>,
+}
+
+/// A recipe that fits, by its bounds.
+#[derive(Clone, Debug)]
+struct Dish {
+    candidate: Candidate,
+    /// Whether it was measured for a step of one micro-batch, and moves less than one of several would.
+    single: bool,
+}
+
+impl Dish {
+    /// Seconds of a step of so many sequences; what is not full costs as much as what is.
+    fn seconds(&self, sequences: u64, wait: Wait) -> f64 {
+        let Candidate { once, passes, ref recipe, .. } = self.candidate;
+        let count = sequences.div_ceil(u64::from(recipe.micro_batch));
+        if self.single && count > 1 { f64::INFINITY } else { once + count as f64 * passes + wait(passes) }
+    }
+
+    /// The most sequences that it does in so many seconds.
+    fn most(&self, seconds: f64, wait: Wait) -> u64 {
+        let Candidate { once, passes, ref recipe, .. } = self.candidate;
+        let micro_batch = u64::from(recipe.micro_batch);
+        let most = if self.single { 1 } else { u64::MAX / micro_batch / 2 };
+        // Rounded up, and then no more than what really is in time: both are computed alike.
+        let mut count = (((seconds - once - wait(passes)) / passes).max(0.0).ceil() as u64).min(most);
+        while count > 0 && self.seconds(count * micro_batch, wait) > seconds {
+            count -= 1;
+        }
+        count * micro_batch
+    }
+}
+
+/// Seconds that a device waits for the others' part of a step, by those of its passes over a micro-batch.
+pub(crate) type Wait<'w> = &'w dyn Fn(f64) -> f64;
+
+impl<'q> Menu<'q> {
+    /// What a device can do with about as many sequences as its question has.
+    pub fn new(question: &'q Question<'q>) -> Menu<'q> {
+        let mut menu = Menu { measurer: Measurer::new(question), list: Vec::new(), looked: HashSet::new() };
+        let micro_batches = match question.pins.micro_batch {
+            Some(pinned) => vec![pinned],
+            None => (0..32).map(|power| 1 << power).take_while(|&size| u64::from(size) <= question.sequences).collect(),
+        };
+        menu.looked.extend(&micro_batches);
+        let found = candidates(&menu.measurer, &micro_batches);
+        menu.add(found);
+        if menu.list.is_empty() {
+            // However slow it is.
+            let bound = question.device.arena_budget().0.saturating_add(1);
+            menu.add(offload::leanest(&menu.measurer, Some(bound)).into_iter().collect());
+        }
+        menu
+    }
+
+    fn add(&mut self, found: Vec<Candidate>) {
+        let question = self.measurer.question;
+        let fitting = found.into_iter().filter(|candidate| self.measurer.fits(candidate));
+        let dishes = fitting.map(|candidate| {
+            let one = question.micro_batches_of(&candidate.recipe) == 1;
+            Dish { single: one && !candidate.recipe.offload.is_nothing(), candidate }
+        });
+        self.list.extend(dishes);
+    }
+
+    /// Whether nothing fits.
+    pub fn is_empty(&self) -> bool {
+        self.list.is_empty()
+    }
+
+    /// The recipe that does so many sequences in the shortest time, and how long it takes with what it waits for.
+    pub fn best(&self, sequences: u64, wait: Wait) -> Option<(&Candidate, f64)> {
+        let priced = self.list.iter().map(|dish| (&dish.candidate, dish.seconds(sequences, wait)));
+        priced.filter(|(_, seconds)| seconds.is_finite()).min_by(|a, b| a.1.total_cmp(&b.1))
+    }
+
+    /// The most sequences that the device does in so many seconds.
+    pub fn most(&self, seconds: f64, wait: Wait) -> u64 {
+        self.list.iter().map(|dish| dish.most(seconds, wait)).max().unwrap_or(0)
+    }
+
+    /// Takes recipes in that split so many sequences evenly, near the best that is there.
+    pub fn look_near(&mut self, sequences: u64, wait: Wait) {
+        if self.measurer.question.pins.micro_batch.is_some() {
+            return;
+        }
+        let Some((best, _)) = self.best(sequences, wait) else { return };
+        let (waits, count) = (best.recipe.offload, sequences.div_ceil(u64::from(best.recipe.micro_batch)));
+        for count in [count.saturating_sub(1), count, count + 1, 2 * count] {
+            let Some(even) = (count > 0).then(|| sequences.div_ceil(count) as u32) else { continue };
+            if self.looked.insert(even) {
+                let (found, _) = candidates_of(&self.measurer, even, waits);
+                self.add(found);
+            }
+        }
+    }
+
+    /// Takes a recipe off: packed, it does not fit.
+    pub fn strike(&mut self, recipe: &Recipe) {
+        self.list.retain(|dish| dish.candidate.recipe != *recipe);
+    }
+
+    /// What the host holds under one of its recipes, by its bound.
+    pub fn host_bytes_of(&self, recipe: &Recipe) -> u64 {
+        let dish = self.list.iter().find(|dish| dish.candidate.recipe == *recipe);
+        dish.map_or(0, |dish| dish.candidate.host)
+    }
+}
