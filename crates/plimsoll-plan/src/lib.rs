@@ -10,4 +10,5 @@ pub mod paper;
 pub mod price;
 pub mod request;
 pub mod search;
+pub mod sweep;
 pub mod team;
