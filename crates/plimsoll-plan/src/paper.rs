@@ -64,7 +64,8 @@ pub fn paper(name: &str, budget: Budget) -> Option<DeviceSpec> {
         budget: budget.of(usable(name)?).min(usable(name)?),
         charges: ASSUMED_CHARGES,
         charges_measured: false,
-        team_link: Link::MEMORY,
+        // Over the host, unless such cards have a direct link: assumed.
+        team_link: peer_link(name).or_else(|| pcie(sheet.pcie_generation, sheet.pcie_lanes))?,
         threads: 1,
         rates: Rates {
             f32_flops: sheet.f32_tflops * 1e12,

@@ -24,7 +24,7 @@ pub enum DeviceRequest {
         /// Its load line.
         budget: Option<Budget>,
     },
-    /// `virtual:a=600MiB@0.5`, `virtual:a=600MiB@0.5:12GB/s+10us`.
+    /// `virtual:a=600MiB@0.5`, `virtual:a=600MiB@0.5:12GB/s+10us`, `virtual:a=600MiB@0.5:12GB/s:1gbit`.
     Virtual {
         /// The name after the colon.
         name: String,
@@ -34,17 +34,21 @@ pub enum DeviceRequest {
         pace: f64,
         /// Its link to the host, where it was given.
         link: Option<LinkRequest>,
+        /// Its link to the other devices, where it was given.
+        team_link: Option<LinkRequest>,
     },
-    /// A device of [`paper::names`], for plans: `rtx3090`, `rtx3090=20GiB`.
+    /// A device of [`paper::names`], for plans: `rtx3090`, `rtx3090=20GiB`, `rtx3070@1gbit`.
     Paper {
         /// The name in the table.
         name: String,
         /// Its load line.
         budget: Option<Budget>,
+        /// Its link to the other devices, where it was given.
+        team_link: Option<LinkRequest>,
     },
 }
 
-/// How fast a virtual device is linked to its host, each way: `12GB/s`, `12GB/s+10us`.
+/// How fast a device is linked to its host, or to the others, each way: `12GB/s`, `12GB/s+10us`, or Ethernet as `1gbit`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LinkRequest {
     /// Bytes a second, at least 1.
@@ -63,6 +67,13 @@ impl LinkRequest {
     }
 
     fn read(text: &str) -> Option<LinkRequest> {
+        if let Some(gbit) = text.trim().strip_suffix("gbit") {
+            let gbit: f64 = gbit.trim().parse().ok()?;
+            let Link { bytes_per_second, latency_seconds } = paper::ethernet(gbit);
+            let usable = bytes_per_second >= 1.0 && bytes_per_second.is_finite();
+            let latency_us = (latency_seconds * 1e6).round() as u32;
+            return usable.then_some(LinkRequest { bytes_per_second: bytes_per_second.round() as u64, latency_us });
+        }
         let (rate, latency) = match text.split_once('+') {
             Some((rate, latency)) => (rate, Some(latency.trim())),
             None => (text, None),
@@ -140,7 +151,7 @@ pub enum RequestError {
     },
     /// A link that cannot be read.
     #[error(
-        "device `{device}`: `{link}` is no link: expected bytes a second, and a latency if it matters, such as `12GB/s+10us`"
+        "device `{device}`: `{link}` is no link: expected bytes a second, and a latency if it matters, such as `12GB/s+10us`, or `1gbit`"
     )]
     Link {
         /// The device.
@@ -248,13 +259,11 @@ fn device(
             return Err(unknown());
         }
         let value = value.ok_or_else(|| RequestError::NoBudget { device: name.to_owned() })?;
-        let (value, link) = match value.split_once(':') {
-            Some((value, link)) => {
-                let wrong = || RequestError::Link { device: name.to_owned(), link: link.trim().to_owned() };
-                (value, Some(LinkRequest::read(link).ok_or_else(wrong)?))
-            }
-            None => (value, None),
-        };
+        let (value, links) = value.split_once(':').unwrap_or((value, ""));
+        let (host, team) = links.split_once(':').unwrap_or((links, ""));
+        // Nothing between two colons is the usual link.
+        let given = |text: &str| if text.trim().is_empty() { Ok(None) } else { link(name, text).map(Some) };
+        let (link, team_link) = (given(host)?, given(team)?);
         let (amount, pace) = value.split_once('@').unwrap_or((value, "1.0"));
         let (amount, pace) = (amount.trim(), pace.trim());
         let bad_pace = || RequestError::Pace { device: name.to_owned(), pace: pace.to_owned() };
@@ -262,12 +271,31 @@ fn device(
         if !(cores >= LEAST_PACE && cores.is_finite()) {
             return Err(bad_pace());
         }
-        return Ok(DeviceRequest::Virtual { name: own.to_owned(), budget: budget(amount)?, pace: cores, link });
+        return Ok(DeviceRequest::Virtual {
+            name: own.to_owned(),
+            budget: budget(amount)?,
+            pace: cores,
+            link,
+            team_link,
+        });
     }
+    // The link stands at the end, behind the load line where there is one.
+    let (head, team_link) = match value.unwrap_or(name).split_once('@') {
+        Some((head, text)) => (head.trim(), Some(text)),
+        None => (value.unwrap_or(name), None),
+    };
+    let (name, value) = if value.is_some() { (name, Some(head)) } else { (head, None) };
     if paper::names().any(|known| known == name) {
-        return Ok(DeviceRequest::Paper { name: name.to_owned(), budget: value.map(budget).transpose()? });
+        let team_link = team_link.map(|text| link(name, text)).transpose()?;
+        return Ok(DeviceRequest::Paper { name: name.to_owned(), budget: value.map(budget).transpose()?, team_link });
     }
     Err(unknown())
+}
+
+/// A link of a device, as it was written.
+fn link(device: &str, text: &str) -> Result<LinkRequest, RequestError> {
+    let wrong = || RequestError::Link { device: device.to_owned(), link: text.trim().to_owned() };
+    LinkRequest::read(text).ok_or_else(wrong)
 }
 
 impl DeviceRequest {
@@ -287,13 +315,22 @@ impl fmt::Display for DeviceRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.name())?;
         match self {
-            DeviceRequest::Virtual { budget, pace, link, .. } => {
+            DeviceRequest::Virtual { budget, pace, link, team_link, .. } => {
                 write!(f, "={budget}@{pace}")?;
-                link.map_or(Ok(()), |link| write!(f, ":{link}"))
+                match (link, team_link) {
+                    (None, None) => Ok(()),
+                    (Some(link), None) => write!(f, ":{link}"),
+                    (None, Some(team)) => write!(f, "::{team}"),
+                    (Some(link), Some(team)) => write!(f, ":{link}:{team}"),
+                }
             }
-            DeviceRequest::Cpu { budget: Some(budget) }
-            | DeviceRequest::Cuda { budget: Some(budget), .. }
-            | DeviceRequest::Paper { budget: Some(budget), .. } => write!(f, "={budget}"),
+            DeviceRequest::Paper { budget, team_link, .. } => {
+                budget.map_or(Ok(()), |budget| write!(f, "={budget}"))?;
+                team_link.map_or(Ok(()), |link| write!(f, "@{link}"))
+            }
+            DeviceRequest::Cpu { budget: Some(budget) } | DeviceRequest::Cuda { budget: Some(budget), .. } => {
+                write!(f, "={budget}")
+            }
             _ => Ok(()),
         }
     }
@@ -338,6 +375,7 @@ mod tests {
             budget: Budget::Amount(Bytes::mib(mib)),
             pace,
             link: None,
+            team_link: None,
         };
         assert_eq!(
             read("virtual:a=600MiB@1.0,virtual:b=200MiB@0.5").devices,
@@ -349,6 +387,7 @@ mod tests {
             budget: Budget::Amount(Bytes::mib(600)),
             pace: 0.5,
             link: Some(LinkRequest { bytes_per_second, latency_us }),
+            team_link: None,
         };
         assert_eq!(read("virtual:a=600MiB@0.5:12GB/s").devices, [linked(12_000_000_000, 10)]);
         assert_eq!(read("virtual:a=600MiB@0.5 : 125MB/s + 80us").devices, [linked(125_000_000, 80)]);
@@ -356,6 +395,23 @@ mod tests {
         let paper = read("rtx3090,rtx3070,host=64GiB");
         assert!(paper.on_paper() && paper.devices.len() == 2 && paper.host.is_some());
         assert_eq!(read("rtx3090,rtx3090").devices.len(), 2);
+        let ethernet = LinkRequest { bytes_per_second: 118_000_000, latency_us: 100 };
+        let linked = |name: &str, gib: Option<u64>| DeviceRequest::Paper {
+            name: name.to_owned(),
+            budget: gib.map(|gib| Budget::Amount(Bytes::gib(gib))),
+            team_link: Some(ethernet),
+        };
+        assert_eq!(
+            read("rtx3090=20GiB@1gbit,rtx3070@118MB/s+100us,host=64GiB").devices,
+            [linked("rtx3090", Some(20)), linked("rtx3070", None)]
+        );
+        for (text, printed) in [
+            ("virtual:a=600MiB@0.5:12GB/s:1gbit", "virtual:a=600MiB@0.5:12GB/s+10us:118MB/s+100us"),
+            ("virtual:a=600MiB@0.5::10gbit", "virtual:a=600MiB@0.5::1180MB/s+100us"),
+            ("rtx3070=6GiB@1gbit", "rtx3070=6GiB@118MB/s+100us"),
+        ] {
+            assert_eq!(read(text).to_string(), printed);
+        }
     }
 
     #[test]
@@ -390,11 +446,15 @@ mod tests {
             ),
             (
                 "virtual:a=1GiB@1:fast",
-                "device `virtual:a`: `fast` is no link: expected bytes a second, and a latency if it matters, such as `12GB/s+10us`",
+                "device `virtual:a`: `fast` is no link: expected bytes a second, and a latency if it matters, such as `12GB/s+10us`, or `1gbit`",
             ),
             (
                 "virtual:a=1GiB:0B/s",
-                "device `virtual:a`: `0B/s` is no link: expected bytes a second, and a latency if it matters, such as `12GB/s+10us`",
+                "device `virtual:a`: `0B/s` is no link: expected bytes a second, and a latency if it matters, such as `12GB/s+10us`, or `1gbit`",
+            ),
+            (
+                "rtx3070@0gbit",
+                "device `rtx3070`: `0gbit` is no link: expected bytes a second, and a latency if it matters, such as `12GB/s+10us`, or `1gbit`",
             ),
             ("host,cpu", "`host` needs a budget, as in `host=600MiB`"),
             ("cpu,cpu=2GiB", "device `cpu` is named twice"),
@@ -418,7 +478,7 @@ mod tests {
 
         #[test]
         fn what_was_read_is_printed_as_the_same_request(
-            text in "(auto|cpu|cpu=90%|cuda:[0-9]|virtual:[ab]=[0-9]{1,3}MiB(@[0-9]\\.[0-9])?(:[0-9]{1,2}(\\.5)?[GM]?B/s(\\+[0-9]us)?)?|rtx3090|h200=5GiB)(,(cpu=7|cuda:[0-9]|rtx3070|host=[0-9]GiB)){0,3}"
+            text in "(auto|cpu|cpu=90%|cuda:[0-9]|virtual:[ab]=[0-9]{1,3}MiB(@[0-9]\\.[0-9])?(:([0-9]{1,2}(\\.5)?[GM]?B/s(\\+[0-9]us)?)?(:[0-9]gbit)?)?|rtx3090(@[0-9]gbit)?|h200=5GiB(@[0-9]MB/s)?)(,(cpu=7|cuda:[0-9]|rtx3070|host=[0-9]GiB)){0,3}"
         ) {
             if let Ok(request) = text.parse::<DevicesRequest>() {
                 prop_assert_eq!(request.to_string().parse::<DevicesRequest>(), Ok(request));

@@ -458,16 +458,18 @@ fn gpu(file: &RunFile, here: &'static Here, card: &Card, budget: Option<Budget>)
     here.cublaslt()?;
     let free = cuda::open::free_bytes(here, card)?;
     let charges = calibration::charges(here, card).map(rounded);
+    let rates = calibration::gpu(here, card)?.rates;
     Ok(DeviceSpec {
         name: format!("cuda:{}", card.index),
         kind: DeviceKind::Cuda,
         budget: budget.unwrap_or(file.memory.budget).of(free),
         charges: charges.unwrap_or(paper::ASSUMED_CHARGES),
         charges_measured: charges.is_some(),
-        team_link: Link::MEMORY,
+        // To the others over the host.
+        team_link: rates.host_link,
         // For what the processor does beside it.
         threads: Cpu::read().threads_for(file.run.threads.asked())?,
-        rates: calibration::gpu(here, card)?.rates,
+        rates,
     })
 }
 
@@ -492,11 +494,14 @@ fn check_paces(devices: &[DeviceRequest], cores: f64) -> Result<(), Failure> {
 fn device(file: &RunFile, asked: &DeviceRequest) -> Result<DeviceSpec, Failure> {
     match asked {
         DeviceRequest::Cpu { budget } => cpu(file, *budget),
-        DeviceRequest::Virtual { name, budget, pace, link } => {
-            virtual_device(file, name, *budget, *pace, link.unwrap_or(LinkRequest::DEFAULT))
+        DeviceRequest::Virtual { name, budget, pace, link, team_link } => {
+            let device = virtual_device(file, name, *budget, *pace, link.unwrap_or(LinkRequest::DEFAULT))?;
+            Ok(DeviceSpec { team_link: team_link.map_or(device.team_link, LinkRequest::link), ..device })
         }
-        DeviceRequest::Paper { name, budget } => {
-            Ok(paper::paper(name, budget.unwrap_or(file.memory.budget)).expect("requests name devices of the table"))
+        DeviceRequest::Paper { name, budget, team_link } => {
+            let device = paper::paper(name, budget.unwrap_or(file.memory.budget));
+            let device = device.expect("requests name devices of the table");
+            Ok(DeviceSpec { team_link: team_link.map_or(device.team_link, LinkRequest::link), ..device })
         }
         DeviceRequest::Cuda { index, budget } => {
             let of_key = |failure: Failure| Failure {
