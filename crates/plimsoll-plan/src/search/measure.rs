@@ -22,6 +22,25 @@ pub(crate) struct Candidate {
     pub once: f64,
     /// Of the passes of one micro-batch.
     pub passes: f64,
+    /// Bytes of both arenas, where it has been packed.
+    packed: OnceCell<Packed>,
+}
+
+/// Bytes of both arenas, with the Programs that move files.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Packed {
+    pub device: u64,
+    pub host: u64,
+}
+
+impl Candidate {
+    /// Packs the recipe. That takes long where much waits, so it is done once.
+    pub fn packed(&self, question: &Question) -> Packed {
+        *self.packed.get_or_init(|| {
+            let layout = lay_out(&question.programs(&self.recipe));
+            Packed { device: layout.device.bytes, host: layout.host.bytes }
+        })
+    }
 }
 
 /// Bounds of both arenas, and seconds.
@@ -86,11 +105,11 @@ impl<'q> Measurer<'q> {
         candidate.device <= self.question.device.arena_budget().0 && candidate.host <= self.question.host.budget.0
     }
 
-    /// Whether a candidate is under the host's load line once it is packed, with the Programs that move files.
+    /// Whether a candidate is under the host's load line once it is packed.
     pub fn packs_on_host(&self, candidate: &Candidate) -> bool {
-        let (recipe, budget) = (&candidate.recipe, self.question.host.budget.0);
-        let within = || lay_out(&self.question.programs(recipe)).host.bytes <= budget;
-        candidate.host <= budget && (recipe.offload.is_nothing() || within())
+        let budget = self.question.host.budget.0;
+        let within = || candidate.packed(self.question).host <= budget;
+        candidate.host <= budget && (candidate.recipe.offload.is_nothing() || within())
     }
 
     /// Measures a recipe.
@@ -121,6 +140,7 @@ impl<'q> Measurer<'q> {
             seconds: update.seconds + f64::from(question.micro_batches_of(&recipe)) * passes.seconds,
             once: update.seconds,
             passes: passes.seconds,
+            packed: OnceCell::new(),
             recipe,
         }
     }

@@ -11,6 +11,7 @@ mod menu;
 mod offload;
 mod profile;
 mod rungs;
+mod side_by_side;
 
 use crate::layout::{Layout, lay_out};
 use crate::price::Prices;
@@ -25,6 +26,7 @@ use plimsoll_program::op::Queue;
 use plimsoll_program::workspace::Kernels;
 use plimsoll_program::{Op, OpKind, ProgramSet, Schedule, Share, passes};
 use profile::{Profile, choose, profile};
+use rungs::Sets;
 
 pub use ladder::ladder;
 pub(crate) use measure::bare;
@@ -274,33 +276,19 @@ impl Laid {
 /// budgets that would do.
 pub fn search(question: &Question) -> Answer {
     let mut tried = Vec::new();
+    let known = Sets::new(question);
     for rungs in rungs::sets(question, &question.lossy.allow) {
-        let under = rungs::under(question, &rungs);
-        if let Some(laid) = fits_under(&under, &mut tried) {
-            return laid.answer(&under, tried);
+        if let Some(laid) = known.fastest(&rungs, &mut tried) {
+            return laid.answer(&rungs::under(question, &rungs), tried);
         }
     }
-    let leanest = rungs::leanest(question, &question.lossy.allow);
-    let under = rungs::under(question, &leanest.recipe.rungs);
-    let mut answer = Laid::new(&under, leanest.recipe).answer(&under, tried);
+    let recipe = known.leanest(&question.lossy.allow).recipe;
+    let under = rungs::under(question, &recipe.rungs);
+    let mut answer = Laid::new(&under, recipe).answer(&under, tried);
     if !answer.plan.fits {
-        answer.plan.needs = rungs::needs(question, &answer.plan);
+        answer.plan.needs = rungs::needs(&known, &answer.plan);
     }
     answer
-}
-
-/// The fastest recipe that fits under the present rungs. Before more is lost, the leanest is given its chance, however
-/// slow.
-fn fits_under(question: &Question, tried: &mut Vec<Tried>) -> Option<Laid> {
-    fastest(question, tried).or_else(|| leanest_that_fits(question))
-}
-
-/// The recipe that needs the least memory on the device, where it fits.
-fn leanest_that_fits(question: &Question) -> Option<Laid> {
-    let bound = question.device.arena_budget().0.saturating_add(1);
-    let leanest = offload::leanest(&Measurer::new(question), Some(bound))?;
-    let laid = Laid::new(question, leanest.recipe);
-    question.fits(&laid.layout).then_some(laid)
 }
 
 /// The fastest recipe that fits, by its packed arenas. What is looked at is added to `tried`, fastest first.

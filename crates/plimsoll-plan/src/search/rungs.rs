@@ -5,9 +5,12 @@
 //! is taken, with the fastest recipe that then fits.
 
 use super::measure::{Candidate, Measurer};
-use super::{Laid, Lossy, Question, fits_under, offload};
+use super::side_by_side::side_by_side;
+use super::{Laid, Lossy, Question, Tried, fastest, offload};
 use plimsoll_core::{Bytes, DType, DevicePlan, HostSpec, Need, Plan, Rung};
 use plimsoll_program::models::decoder::{AdamState, Base, Method, Optimizer};
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard};
 
 /// The sets of allowed rungs that change something, least loss first; the first is empty. Matrices that are trained
 /// are never quantised: where all are, `int8` and `nf4` bring `lora` along.
@@ -67,62 +70,164 @@ pub fn under<'a>(question: &Question<'a>, rungs: &[Rung]) -> Question<'a> {
     question
 }
 
+/// The leanest recipe of a set of rungs, as far as it has been asked for.
+#[derive(Clone, Debug)]
+enum Lean {
+    /// It is this one.
+    Is(Candidate),
+    /// It holds at least so many bytes on the device.
+    AtLeast(u64),
+}
+
+/// What a search would come to.
+#[derive(Clone, Debug)]
+struct Found {
+    rungs: Vec<Rung>,
+    /// Whole device, charges included.
+    peak: Bytes,
+    host: Bytes,
+}
+
+/// What is known of the sets of rungs of one question. A refusal asks for most of them several times.
+#[derive(Debug)]
+pub(super) struct Sets<'q> {
+    question: &'q Question<'q>,
+    leanest: Mutex<HashMap<Vec<Rung>, Lean>>,
+    fastest: Mutex<HashMap<Vec<Rung>, Option<Found>>>,
+}
+
+impl<'q> Sets<'q> {
+    pub fn new(question: &'q Question<'q>) -> Sets<'q> {
+        Sets { question, leanest: Mutex::default(), fastest: Mutex::default() }
+    }
+
+    /// The fastest recipe that fits under these rungs. Before more is lost, the leanest is given its chance, however
+    /// slow. What is looked at is added to `tried`, fastest first.
+    pub fn fastest(&self, rungs: &[Rung], tried: &mut Vec<Tried>) -> Option<Laid> {
+        let question = under(self.question, rungs);
+        let laid = fastest(&question, tried).or_else(|| {
+            let bound = question.device.arena_budget().0.saturating_add(1);
+            let laid = Laid::new(&question, self.leanest_under(rungs, Some(bound))?.recipe);
+            question.fits(&laid.layout).then_some(laid)
+        });
+        let found = laid.as_ref().map(|Laid { recipe, layout, .. }| Found {
+            rungs: recipe.rungs.clone(),
+            peak: Bytes(layout.device.bytes) + question.device.charges,
+            host: Bytes(layout.host.bytes),
+        });
+        lock(&self.fastest).insert(rungs.to_vec(), found);
+        laid
+    }
+
+    /// What a search would find with these rungs.
+    fn found(&self, allow: &[Rung]) -> Option<Found> {
+        sets(self.question, allow).iter().find_map(|rungs| {
+            let known = lock(&self.fastest).get(rungs).cloned();
+            known.unwrap_or_else(|| {
+                self.fastest(rungs, &mut vec![]);
+                lock(&self.fastest)[rungs].clone()
+            })
+        })
+    }
+
+    /// The recipe that needs the least memory on the device under these rungs; `None` where it does not come below
+    /// `bound` bytes.
+    fn leanest_under(&self, rungs: &[Rung], bound: Option<u64>) -> Option<Candidate> {
+        let below = |candidate: &Candidate| bound.is_none_or(|bound| candidate.device < bound);
+        match (lock(&self.leanest).get(rungs), bound) {
+            (Some(Lean::Is(candidate)), _) => return Some(candidate.clone()).filter(below),
+            (Some(Lean::AtLeast(least)), Some(bound)) if bound <= *least => return None,
+            _ => {}
+        }
+        let found = offload::leanest(&Measurer::new(&under(self.question, rungs)), bound);
+        if let Some(known) = found.clone().map(Lean::Is).or(bound.map(Lean::AtLeast)) {
+            lock(&self.leanest).insert(rungs.to_vec(), known);
+        }
+        found
+    }
+
+    /// The same under any set of allowed rungs.
+    pub fn leanest(&self, allow: &[Rung]) -> Candidate {
+        let mut least: Option<Candidate> = None;
+        // Most loss first: it mostly is the leanest, and what cannot beat it is not looked at.
+        for rungs in sets(self.question, allow).into_iter().rev() {
+            let bound = least.as_ref().map(|candidate| candidate.device);
+            least = self.leanest_under(&rungs, bound).or(least);
+        }
+        least.expect("the first set is looked at without a bound")
+    }
+}
+
 /// The recipe, under any set of allowed rungs, that needs the least memory on the device.
 pub(crate) fn leanest(question: &Question, allow: &[Rung]) -> Candidate {
-    let mut least: Option<Candidate> = None;
-    // Most loss first: it mostly is the leanest, and what cannot beat it is not looked at.
-    for rungs in sets(question, allow).into_iter().rev() {
-        let under = under(question, &rungs);
-        let bound = least.as_ref().map(|candidate| candidate.device);
-        least = offload::leanest(&Measurer::new(&under), bound).or(least);
-    }
-    least.expect("the first set is looked at without a bound")
+    Sets::new(question).leanest(allow)
 }
 
 /// The smallest budgets that would do, least loss first: as allowed, as allowed with more of the host where that is
 /// what is missing, with each further rung alone, with all of them.
-pub(super) fn needs(question: &Question, refused: &Plan) -> Vec<Need> {
+pub(super) fn needs(known: &Sets, refused: &Plan) -> Vec<Need> {
+    let question = known.question;
     let Lossy { allow, offer, .. } = &question.lossy;
     let DevicePlan { budget_bytes: line, peak_bytes: as_allowed, .. } = refused.devices[0];
-    let mut needs = vec![Need { allow: allow.clone(), budget_bytes: as_allowed, host_bytes: None, peak_bytes: None }];
-    let peak = |laid: &Laid| Bytes(laid.layout.device.bytes) + question.device.charges;
-    if question.host != HostSpec::NONE {
-        let with = |budget: Bytes| {
-            let host = HostSpec { budget, ..question.host };
-            first(&Question { host, ..question.clone() }, allow)
-        };
-        // What is then planned under just that much of the host may be another recipe.
-        let enough = with(Bytes(u64::MAX)).map(|laid| Bytes::mib(laid.layout.host.bytes.div_ceil(1 << 20)));
-        needs.extend(enough.and_then(|host| Some((host, with(host)?))).map(|(host, laid)| Need {
-            allow: laid.recipe.rungs.iter().copied().filter(|rung| allow.contains(rung)).collect(),
-            budget_bytes: line,
-            host_bytes: Some(host),
-            peak_bytes: Some(peak(&laid)),
-        }));
-    }
     let every: Vec<Rung> = Rung::ALL.into_iter().filter(|rung| allow.contains(rung) || offer.contains(rung)).collect();
     let further = every.iter().filter(|rung| !allow.contains(rung));
     let alone = further.map(|rung| allow.iter().chain([rung]).copied().collect::<Vec<_>>());
-    for allowed in alone.chain([every.clone()]) {
-        let found = leanest(question, &allowed).recipe;
-        let wanted = every.iter().filter(|rung| allow.contains(rung) || found.rungs.contains(rung));
-        let wanted: Vec<Rung> = wanted.copied().collect();
-        if needs.iter().any(|need| need.allow == wanted) {
-            continue;
+    // The first asks about the host, the others about rungs.
+    let asked: Vec<Option<Vec<Rung>>> =
+        std::iter::once(None).chain(alone.map(Some)).chain([Some(every.clone())]).collect();
+    let found = side_by_side(&asked, |allowed| {
+        let Some(allowed) = allowed else { return with_more_of_the_host(question, line) };
+        let found = known.leanest(allowed);
+        let wanted = every.iter().filter(|rung| allow.contains(rung) || found.recipe.rungs.contains(rung)).copied();
+        let packed = found.packed(&under(question, &found.recipe.rungs));
+        let budget_bytes = Bytes(packed.device) + question.device.charges;
+        Some(Need { allow: wanted.collect(), budget_bytes, host_bytes: None, peak_bytes: None })
+            .filter(|need| need.budget_bytes < as_allowed)
+    });
+    let mut needs = vec![Need { allow: allow.clone(), budget_bytes: as_allowed, host_bytes: None, peak_bytes: None }];
+    for need in found.into_iter().flatten() {
+        if need.host_bytes.is_some() || needs.iter().all(|before| before.allow != need.allow) {
+            needs.push(need);
         }
-        let budget_bytes = peak(&Laid::new(&under(question, &found.rungs), found));
-        if budget_bytes < as_allowed {
-            // Where less loss is enough, a search finds that one.
-            let less =
-                |need: &Need| need.peak_bytes.filter(|_| need.host_bytes.is_none() && covers(&wanted, &need.allow));
-            let under_the_line = match needs.iter().find_map(less) {
-                None if budget_bytes <= line => first(question, &wanted).map(|laid| peak(&laid)),
-                less => less,
-            };
-            needs.push(Need { allow: wanted, budget_bytes, host_bytes: None, peak_bytes: under_the_line });
+    }
+    // What a search finds under the line: where less loss is enough, it is that.
+    let enough = |need: &Need| need.host_bytes.is_none() && need.budget_bytes <= line;
+    let less = |needs: &[Need], index: usize| {
+        (1..index).find(|&less| enough(&needs[less]) && covers(&needs[index].allow, &needs[less].allow))
+    };
+    let first = |&index: &usize| enough(&needs[index]) && less(&needs, index).is_none();
+    let firsts: Vec<usize> = (1..needs.len()).filter(first).collect();
+    let peaks = side_by_side(&firsts, |&index| known.found(&needs[index].allow).map(|found| found.peak));
+    for (&index, peak) in firsts.iter().zip(peaks) {
+        needs[index].peak_bytes = peak;
+    }
+    for index in 1..needs.len() {
+        if let Some(less) = less(&needs, index) {
+            needs[index].peak_bytes = needs[less].peak_bytes;
         }
     }
     needs
+}
+
+/// How much of the host would do where that is what is missing, as allowed.
+fn with_more_of_the_host(question: &Question, line: Bytes) -> Option<Need> {
+    let allow = &question.lossy.allow;
+    let with = |budget: Bytes| {
+        let host = HostSpec { budget, ..question.host };
+        Sets::new(&Question { host, ..question.clone() }).found(allow)
+    };
+    if question.host == HostSpec::NONE {
+        return None;
+    }
+    let enough = Bytes::mib(with(Bytes(u64::MAX))?.host.0.div_ceil(1 << 20));
+    // What is then planned under just that much of the host may be another recipe.
+    let found = with(enough)?;
+    Some(Need {
+        allow: found.rungs.iter().copied().filter(|rung| allow.contains(rung)).collect(),
+        budget_bytes: line,
+        host_bytes: Some(enough),
+        peak_bytes: Some(found.peak),
+    })
 }
 
 /// Whether all of `less` is in `more`.
@@ -130,7 +235,6 @@ fn covers(more: &[Rung], less: &[Rung]) -> bool {
     less.iter().all(|rung| more.contains(rung))
 }
 
-/// What a search would find with these rungs.
-fn first(question: &Question, allow: &[Rung]) -> Option<Laid> {
-    sets(question, allow).iter().find_map(|rungs| fits_under(&under(question, rungs), &mut vec![]))
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().expect("nobody panics while holding it")
 }
