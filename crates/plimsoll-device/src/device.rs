@@ -1,6 +1,7 @@
 //! What a device can do for a run. One trait for all of them, so that one test body runs on each.
 
 use crate::arena::ArenaError;
+use crate::transport::Seat;
 use crate::{probe, process};
 use plimsoll_core::{Algorithms, Bytes, Failure, Space};
 use plimsoll_program::{Op, Placement, ProgramSet, TensorId};
@@ -201,9 +202,22 @@ pub enum DeviceError {
         /// The op.
         op: &'static str,
     },
+    /// Another device of the team cannot go on, so what is under way is dropped. Its own error says why.
+    #[error("rank {rank} of the team gave up: {why}")]
+    Peer {
+        /// Which one.
+        rank: u32,
+        /// What it said.
+        why: String,
+    },
 }
 
 impl DeviceError {
+    /// Whether it is another device's failure.
+    pub fn is_peers(&self) -> bool {
+        matches!(self, DeviceError::Peer { .. })
+    }
+
     /// Whether memory was refused, which a run survives with another recipe.
     pub fn is_refusal(&self) -> bool {
         use crate::cuda::driver::CudaError;
@@ -240,17 +254,19 @@ pub struct Call<'a> {
     pub micro_batch: u32,
     /// The number of the first op that runs, counted from 1: above 1 where a refused update goes on.
     pub from: u32,
+    /// Whether this is the last micro-batch of its step: what a team sums up is then whole. What runs once is the last.
+    pub last: bool,
 }
 
 impl<'a> Call<'a> {
     /// The whole Program, once.
     pub fn of(program: &'a str) -> Call<'a> {
-        Call { program, micro_batch: 0, from: 1 }
+        Call { program, micro_batch: 0, from: 1, last: true }
     }
 }
 
 /// A device with a sealed arena and the Programs of a run.
-pub trait Device {
+pub trait Device: Send {
     /// Runs a Program. What it reads must have been written: inputs by [`Device::write`].
     ///
     /// # Errors
@@ -271,6 +287,16 @@ pub trait Device {
     /// Runs a Program that reads or writes files.
     fn run_with_files(&mut self, program: &str, files: &mut dyn FileSpace) -> Result<(), DeviceError> {
         self.run_observed(Call::of(program), files, &mut Unobserved)
+    }
+
+    /// Takes its seat in a team: collectives of its Programs meet those of the others there. Where a Program of its own
+    /// fails, it gives up for all.
+    ///
+    /// # Errors
+    /// Where the device cannot work in a team.
+    fn join(&mut self, seat: Seat) -> Result<(), DeviceError> {
+        let _ = seat;
+        Err(DeviceError::Unsupported { op: "work in a team", device: "this device" })
     }
 
     /// Waits until everything that was run is over. A device may come back from a Program before it is: what it then

@@ -14,5 +14,6 @@ mod op_rates;
 pub mod probe;
 pub mod process;
 pub mod spaces;
+pub mod transport;
 mod trial;
 pub mod virtual_device;

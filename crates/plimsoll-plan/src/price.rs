@@ -5,11 +5,12 @@
 //! on top. A device on paper has only a product rate and a memory rate: there an op takes its products,
 //! or its traffic, whichever is longer, and other arithmetic at a tenth of the product rate.
 //!
-//! Copies between device and host cost their bytes over the link; what the host does, its traffic. Queues run beside each
+//! Copies between device and host cost their bytes over the link, collectives theirs over the link of the team; what the
+//! host does, its traffic. Queues run beside each
 //! other as far as the ops on them do not touch the same tensors: a Program's price is found by running it on a clock.
 
-use plimsoll_core::{DType, HostSpec, OpRates, Rates, Space};
-use plimsoll_program::op::Queue;
+use plimsoll_core::{DType, HostSpec, Link, OpRates, Rates, Space};
+use plimsoll_program::op::{Collective, Exchange, Piece, Queue};
 use plimsoll_program::{Block, Call, Mode, Op, OpKind, Program, ProgramSet, TensorId};
 use std::collections::{HashMap, HashSet};
 
@@ -85,13 +86,18 @@ pub struct Prices<'a> {
     pub host: &'a HostSpec,
     /// The arithmetic.
     pub precision: DType,
+    /// The slowest link of the team that the device works in.
+    pub team_link: Link,
 }
 
 impl Prices<'_> {
     /// Predicted seconds that an op keeps its queue busy.
     pub fn op_seconds(&self, set: &ProgramSet, op: &Op) -> f64 {
         match (&op.kind, op.queue) {
-            (OpKind::TransferWait { .. }, _) => 0.0,
+            (OpKind::TransferWait { .. } | OpKind::CollectiveWait(_), _) => 0.0,
+            (OpKind::CollectiveStart(exchange), _) => {
+                self.team_link.latency_seconds + wire_bytes(set, exchange) / self.team_link.bytes_per_second
+            }
             (OpKind::TransferStart { from, to, elements, .. }, _) => {
                 let bytes = (elements * set.tensor(from.tensor).dtype.bytes()) as f64;
                 let over_link =
@@ -112,11 +118,13 @@ impl Prices<'_> {
 
     /// Predicted seconds of one call of a Program: each queue takes its ops in order, and an op waits for those of
     /// other queues that touched the same tensor.
-    pub fn program_seconds(&self, set: &ProgramSet, program: &Program) -> f64 {
-        let plain = program.blocks.iter().all(|block| block.ops.iter().all(|op| op.queue == Queue::Compute));
-        if plain {
+    /// `last` says that it is a step's last micro-batch, which sums over a team.
+    pub fn program_seconds(&self, set: &ProgramSet, program: &Program, last: bool) -> f64 {
+        let mut ops = program.blocks.iter().flat_map(|block| &block.ops).filter(|op| op.runs(last));
+        if ops.all(|op| op.queue == Queue::Compute) {
             let block = |block: &Block| {
-                let once: f64 = block.ops.iter().map(|op| self.op_seconds(set, op)).sum();
+                let ops = block.ops.iter().filter(|op| op.runs(last));
+                let once: f64 = ops.map(|op| self.op_seconds(set, op)).sum();
                 once * f64::from(block.repeat)
             };
             return program.blocks.iter().map(block).sum();
@@ -125,7 +133,7 @@ impl Prices<'_> {
         for block in &program.blocks {
             let seconds: Vec<f64> = block.ops.iter().map(|op| self.op_seconds(set, op)).collect();
             for variable in block.variables() {
-                for (op, seconds) in block.ops.iter().zip(&seconds) {
+                for (op, seconds) in block.ops.iter().zip(&seconds).filter(|(op, _)| op.runs(last)) {
                     clock.run(set, op, variable, *seconds);
                 }
             }
@@ -135,15 +143,33 @@ impl Prices<'_> {
 
     /// Predicted seconds of a Schedule: each Program begins when the one before it is over.
     pub fn schedule_seconds(&self, set: &ProgramSet, calls: &[Call]) -> f64 {
-        let mut known: HashMap<&str, f64> = HashMap::new();
+        let mut known: HashMap<(&str, bool), f64> = HashMap::new();
         let mut sum = 0.0;
         for call in calls {
-            sum += *known.entry(&call.program).or_insert_with(|| {
-                set.program(&call.program).map_or(0.0, |program| self.program_seconds(set, program))
+            sum += *known.entry((&call.program, call.last)).or_insert_with(|| {
+                set.program(&call.program).map_or(0.0, |program| self.program_seconds(set, program, call.last))
             });
         }
         sum
     }
+}
+
+/// Bytes that a collective takes over the busiest link, one way: round a ring of equal links each rank's part passes all
+/// others once, and a sum that everybody gets does so twice (Patarasuk and Yuan, 2009).
+fn wire_bytes(set: &ProgramSet, exchange: &Exchange) -> f64 {
+    let bytes = |piece: &Piece| {
+        let total: u64 = piece.counts.iter().sum();
+        let own = piece.counts[exchange.rank as usize];
+        let least = piece.counts.iter().min().copied().unwrap_or(0);
+        let ranks = piece.counts.len() as f64;
+        let elements = match exchange.collective {
+            Collective::AllReduce => 2.0 * total as f64 * (ranks - 1.0) / ranks,
+            Collective::ReduceScatter | Collective::AllGather => (total - least) as f64,
+            Collective::Send | Collective::Receive => own as f64,
+        };
+        elements * set.tensor(piece.input.tensor).dtype.bytes() as f64
+    };
+    exchange.pieces.iter().map(bytes).sum()
 }
 
 /// Part of a tensor's slot: its first element tells pieces apart.

@@ -73,12 +73,12 @@ impl Heads {
     }
 }
 
-/// Collectives between the devices of a team.
+/// Collectives between the devices of a team. Each rank has a part of every piece: `counts` of its exchange.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Collective {
-    /// Everybody gets the sum.
+    /// Everybody gets the sum, in place; a rank's part is what it sums up for all.
     AllReduce,
-    /// Everybody gets its part of the sum.
+    /// The sum of everybody's input is added to what the output has: each rank gets its own part of it.
     ReduceScatter,
     /// Everybody gets everybody's part.
     AllGather,
@@ -86,6 +86,49 @@ pub enum Collective {
     Send,
     /// From one peer.
     Receive,
+}
+
+/// A run of elements in a collective.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Piece {
+    /// What this rank gives: all parts where there is a sum, else its own.
+    pub input: Operand,
+    /// What it gets: all parts, or its own where sums are scattered.
+    pub output: Operand,
+    /// Elements of each rank's part.
+    pub counts: Vec<u64>,
+}
+
+/// A collective as one rank takes part in it. All ranks of a team start the same ones, in the same order, with the same
+/// counts. Sums are taken in the order of the ranks, so everybody has the same bits.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Exchange {
+    /// What happens.
+    pub collective: Collective,
+    /// What takes part: several tensors go as one.
+    pub pieces: Vec<Piece>,
+    /// Whose Program this is.
+    pub rank: u32,
+    /// The other end of a message.
+    pub peer: Option<u32>,
+    /// Its number: unique within a step, in each iteration of its block.
+    pub sequence: Index,
+    /// Whether it is done in the last micro-batch of a step alone: what is summed over micro-batches is whole then.
+    pub last: bool,
+}
+
+impl Exchange {
+    /// Elements of a piece that this rank reads, and those that it writes.
+    pub fn elements(&self, piece: &Piece) -> (u64, u64) {
+        let (total, own) = (piece.counts.iter().sum(), piece.counts[self.rank as usize]);
+        match self.collective {
+            Collective::AllReduce => (total, total),
+            Collective::ReduceScatter => (total, own),
+            Collective::AllGather => (own, total),
+            Collective::Send => (own, 0),
+            Collective::Receive => (0, own),
+        }
+    }
 }
 
 /// Where a quantised matrix, or whole blocks of one, stand ([`crate::formats`]).
@@ -359,26 +402,10 @@ pub enum OpKind {
     TransferStart { from: Operand, to: Operand, elements: u64, sequence: u64 },
     /// The copy of that number is complete.
     TransferWait { from: Operand, to: Operand, elements: u64, sequence: u64 },
-    /// Starts a collective; all ranks of a Schedule start the same ones with the same counts.
-    CollectiveStart {
-        collective: Collective,
-        input: Operand,
-        output: Operand,
-        counts: Vec<u64>,
-        rank: u32,
-        peer: Option<u32>,
-        sequence: u64,
-    },
+    /// Starts a collective.
+    CollectiveStart(Exchange),
     /// The collective of that number is complete.
-    CollectiveWait {
-        collective: Collective,
-        input: Operand,
-        output: Operand,
-        counts: Vec<u64>,
-        rank: u32,
-        peer: Option<u32>,
-        sequence: u64,
-    },
+    CollectiveWait(Exchange),
 }
 
 /// Whether an op reads or writes a place.
@@ -452,8 +479,16 @@ impl Op {
             Dequantise { .. } => "dequantise",
             TransferStart { .. } => "transfer_start",
             TransferWait { .. } => "transfer_wait",
-            CollectiveStart { .. } => "collective_start",
-            CollectiveWait { .. } => "collective_wait",
+            CollectiveStart(_) => "collective_start",
+            CollectiveWait(_) => "collective_wait",
+        }
+    }
+
+    /// Whether the op is done in a call for the last micro-batch of a step, or for one before it.
+    pub fn runs(&self, last: bool) -> bool {
+        match &self.kind {
+            OpKind::CollectiveStart(exchange) | OpKind::CollectiveWait(exchange) => last || !exchange.last,
+            _ => true,
         }
     }
 
@@ -696,22 +731,20 @@ impl Op {
                 touch(*from, *elements, Read);
                 touch(*to, *elements, Write);
             }
-            OpKind::CollectiveStart { collective, input, output, counts, rank, .. }
-            | OpKind::CollectiveWait { collective, input, output, counts, rank, .. } => {
-                let total: u64 = counts.iter().sum();
-                let own = counts[*rank as usize];
-                let (read, written) = match collective {
-                    Collective::AllReduce => (total, total),
-                    Collective::ReduceScatter => (total, own),
-                    Collective::AllGather => (own, total),
-                    Collective::Send => (own, 0),
-                    Collective::Receive => (0, own),
-                };
-                if read > 0 {
-                    touch(*input, read, Read);
-                }
-                if written > 0 {
-                    touch(*output, written, Write);
+            OpKind::CollectiveStart(exchange) | OpKind::CollectiveWait(exchange) => {
+                for piece in &exchange.pieces {
+                    let (read, written) = exchange.elements(piece);
+                    let adds = exchange.collective == Collective::ReduceScatter;
+                    if piece.input == piece.output && read == written {
+                        touch(piece.output, written, Update);
+                        continue;
+                    }
+                    if read > 0 {
+                        touch(piece.input, read, Read);
+                    }
+                    if written > 0 {
+                        touch(piece.output, written, if adds { Update } else { Write });
+                    }
                 }
             }
         }
@@ -792,7 +825,7 @@ impl Op {
 
     /// Bytes read and written, each place once (an update counts twice).
     pub fn bytes_moved(&self, elements_of: &dyn Fn(TensorId) -> u64, dtype_of: &dyn Fn(TensorId) -> DType) -> u64 {
-        if matches!(self.kind, OpKind::TransferWait { .. } | OpKind::CollectiveWait { .. }) {
+        if matches!(self.kind, OpKind::TransferWait { .. } | OpKind::CollectiveWait(_)) {
             return 0;
         }
         let gathered = |access: &Access| match &self.kind {

@@ -21,6 +21,9 @@ impl Op {
         let draws = match &self.kind {
             OpKind::Dropout { first_sample, layer, .. } => first_sample.micro_batch != 0 || layer.micro_batch != 0,
             OpKind::InitNormal { first, .. } | OpKind::InitUniform { first, .. } => first.micro_batch != 0,
+            OpKind::CollectiveStart(exchange) | OpKind::CollectiveWait(exchange) => {
+                exchange.last || exchange.sequence.micro_batch != 0
+            }
             _ => false,
         };
         moved || draws
@@ -91,8 +94,8 @@ pub(crate) fn operands_mut(kind: &mut OpKind) -> Vec<&mut Operand> {
         }
         OpKind::Cast { from, to, .. } => vec![from, to],
         OpKind::TransferStart { from, to, .. } | OpKind::TransferWait { from, to, .. } => vec![from, to],
-        OpKind::CollectiveStart { input, output, .. } | OpKind::CollectiveWait { input, output, .. } => {
-            vec![input, output]
+        OpKind::CollectiveStart(exchange) | OpKind::CollectiveWait(exchange) => {
+            exchange.pieces.iter_mut().flat_map(|piece| [&mut piece.input, &mut piece.output]).collect()
         }
     }
 }

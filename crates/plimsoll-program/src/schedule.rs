@@ -8,6 +8,8 @@ pub struct Call {
     pub program: String,
     /// Which micro-batch it works on.
     pub micro_batch: u32,
+    /// Whether there is no later one in this step: what is summed over micro-batches is then whole.
+    pub last: bool,
 }
 
 /// All calls of one device in one optimizer step, in order.
@@ -18,23 +20,24 @@ pub struct Schedule {
 }
 
 impl Schedule {
-    fn push(&mut self, program: &str, micro_batch: u32) {
-        self.calls.push(Call { program: program.into(), micro_batch });
+    /// A call for one of `micro_batches`.
+    fn push(&mut self, program: &str, micro_batch: u32, micro_batches: u32) {
+        self.calls.push(Call { program: program.into(), micro_batch, last: micro_batch + 1 == micro_batches });
     }
 
     fn close(mut self) -> Schedule {
-        self.push("norm", 0);
-        self.push("update", 0);
+        self.push("norm", 0, 1);
+        self.push("update", 0, 1);
         self
     }
 
-    /// One device: each micro-batch forward and backward, then the update.
+    /// Each micro-batch forward and backward, then the update: a device that has all layers, alone or in a team.
     pub fn accumulate(micro_batches: u32) -> Schedule {
         let mut schedule = Schedule::default();
-        schedule.push("begin", 0);
+        schedule.push("begin", 0, 1);
         for m in 0..micro_batches {
-            schedule.push("forward", m);
-            schedule.push("backward", m);
+            schedule.push("forward", m, micro_batches);
+            schedule.push("backward", m, micro_batches);
         }
         schedule.close()
     }
@@ -45,17 +48,17 @@ impl Schedule {
     pub fn one_forward_one_backward(stages: u32, stage: u32, micro_batches: u32) -> Schedule {
         assert!(stage < stages, "stage {stage} of {stages}");
         let mut schedule = Schedule::default();
-        schedule.push("begin", 0);
+        schedule.push("begin", 0, 1);
         let warm = (stages - stage - 1).min(micro_batches);
         for m in 0..warm {
-            schedule.push("forward", m);
+            schedule.push("forward", m, micro_batches);
         }
         for m in 0..micro_batches - warm {
-            schedule.push("forward", warm + m);
-            schedule.push("backward", m);
+            schedule.push("forward", warm + m, micro_batches);
+            schedule.push("backward", m, micro_batches);
         }
         for m in micro_batches - warm..micro_batches {
-            schedule.push("backward", m);
+            schedule.push("backward", m, micro_batches);
         }
         schedule.close()
     }

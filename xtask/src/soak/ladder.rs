@@ -249,7 +249,9 @@ fn steps(ladder: &Ladder, answer: &Answer, tally: &mut Tally) -> Result<(), Devi
         name: "virtual".into(),
         arena_budget: ladder.budget,
         threads: case.threads as usize,
-        price: Box::new(move |set, op| Prices { rates: &rates, host: &host, precision }.op_seconds(set, op)),
+        price: Box::new(move |set, op| {
+            Prices { rates: &rates, host: &host, precision, team_link: plimsoll_core::Link::MEMORY }.op_seconds(set, op)
+        }),
         link: ladder.link,
     };
     let (set, placement) = (answer.set.clone(), answer.layout.placement.clone());

@@ -232,8 +232,8 @@ fn comparable(set: &ProgramSet, op: &Op) -> bool {
         op.kind,
         OpKind::TransferStart { .. }
             | OpKind::TransferWait { .. }
-            | OpKind::CollectiveStart { .. }
-            | OpKind::CollectiveWait { .. }
+            | OpKind::CollectiveStart(_)
+            | OpKind::CollectiveWait(_)
     );
     let touched = op.accesses(&|id| set.tensor(id).elements());
     !elsewhere && touched.iter().all(|access| set.tensor(access.operand.tensor).space != Space::File)

@@ -314,7 +314,7 @@ impl Observer for Shadow {
             self.poison_dead(memory);
         }
         self.poisoned.clear();
-        if !matches!(op.kind, OpKind::TransferWait { .. } | OpKind::CollectiveWait { .. }) {
+        if !matches!(op.kind, OpKind::TransferWait { .. } | OpKind::CollectiveWait(_)) {
             let touched = self.touched(op, variable);
             for written in touched.iter().filter(|t| t.mode == Mode::Write) {
                 // An in-place pair is read and written.

@@ -5,6 +5,7 @@ use super::pool::Pool;
 use crate::arena::Arena;
 use crate::device::{Call, Device, DeviceError, FileSpace, Memory, Observer};
 use crate::spaces::Spaces;
+use crate::transport::{self, Seat};
 use bytemuck::bytes_of;
 use half::{bf16, f16};
 use plimsoll_core::{DType, Space};
@@ -29,7 +30,7 @@ pub fn open(
 ) -> Result<Box<dyn Device>, DeviceError> {
     let (run, pool) = (runner(precision), Pool::new(threads)?);
     let spaces = Spaces::map(&placement)?;
-    Ok(Box::new(CpuDevice { spaces, pool, set, placement, run }))
+    Ok(Box::new(CpuDevice { spaces, pool, set, placement, run, seat: None }))
 }
 
 struct CpuDevice {
@@ -38,6 +39,8 @@ struct CpuDevice {
     set: ProgramSet,
     placement: Placement,
     run: RunOp,
+    /// Its place in a team.
+    seat: Option<Seat>,
 }
 
 impl Device for CpuDevice {
@@ -47,18 +50,34 @@ impl Device for CpuDevice {
         files: &mut dyn FileSpace,
         observer: &mut dyn Observer,
     ) -> Result<(), DeviceError> {
-        let missing = || DeviceError::NoProgram { program: call.program.to_owned() };
-        let program = self.set.program(call.program).ok_or_else(missing)?;
         let (spaces, pool, set, placement, run) = (&mut self.spaces, &self.pool, &self.set, &self.placement, self.run);
-        pool.enter(|| {
+        let seat = self.seat.as_ref();
+        let work = || {
+            let missing = || DeviceError::NoProgram { program: call.program.to_owned() };
+            let program = set.program(call.program).ok_or_else(missing)?;
             for (tick, (op, variable)) in (1..).zip(program.trace()).skip_while(|(tick, _)| *tick < call.from) {
+                if !op.runs(call.last) {
+                    continue;
+                }
                 observer.before(tick, op, spaces)?;
                 let micro_batch = i64::from(call.micro_batch);
-                run(Site { spaces, pool, set, placement, variable, micro_batch }, op, files)?;
+                let site = Site { spaces, pool, set, placement, variable, micro_batch };
+                match &op.kind {
+                    OpKind::CollectiveStart(exchange) => {
+                        transport::exchange(site, seat, exchange, 0.0, 0.0)?;
+                    }
+                    _ => run(site, op, files)?,
+                }
                 observer.after(tick, op, spaces);
             }
             Ok(())
-        })
+        };
+        transport::seated(seat, || pool.enter(work))
+    }
+
+    fn join(&mut self, seat: Seat) -> Result<(), DeviceError> {
+        self.seat = Some(seat);
+        Ok(())
     }
 
     fn write(&mut self, tensor: TensorId, slot: u32, bytes: &[u8]) {
@@ -578,9 +597,11 @@ impl<'a, T: Real> Frame<'a, T> {
                 };
                 kernels::dequantise(pool, from, *columns as usize, self.write(into, *elements));
             }
-            OpKind::CollectiveStart { .. } | OpKind::CollectiveWait { .. } => {
+            // Devices meet before they come here, and when they have met it is done.
+            OpKind::CollectiveStart(_) => {
                 return Err(DeviceError::Unsupported { op: op.name(), device: "a single cpu" });
             }
+            OpKind::CollectiveWait(_) => {}
         }
         Ok(())
     }

@@ -777,6 +777,8 @@ pub struct Function(Handle);
 
 // SAFETY: as for `Stream`.
 unsafe impl Send for Function {}
+// SAFETY: it is a name that is only read; what it names is entered under a context, and started through streams.
+unsafe impl Sync for Function {}
 
 impl Module {
     /// Loads a cubin.

@@ -40,7 +40,6 @@ use plimsoll_program::op::Queue;
 use plimsoll_program::{Index, Op, OpKind, Operand, Placement, Program, ProgramSet, TensorId, order};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::c_void;
-use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// How messages call this device.
@@ -163,7 +162,7 @@ fn start(opening: &Opening, set: ProgramSet, placement: Placement) -> Result<(Cu
     let (free_with_context, total) = context.memory()?;
     let machine = Machine::take(&context, placement.host_bytes)?;
     let products = Products::new(opening.products, &context, opening.algorithms)?;
-    let plan = Rc::new(Plan { set, placement, real });
+    let plan = Arc::new(Plan { set, placement, real });
     let pool = plan.pool(opening.threads)?;
     let (prepared, kernels, compiler) = (BTreeMap::new(), Kernels::default(), opening.compiler.clone());
     let (threads, charges) = (opening.threads, Charges::default());
@@ -523,10 +522,10 @@ fn leaders(together: &[Option<Together>]) -> Vec<u32> {
 /// A GPU with the Programs of a run. Fields are dropped in order, and what uses memory goes before it.
 struct CudaDevice {
     /// By Program and, where it matters, micro-batch.
-    prepared: BTreeMap<(usize, u32), Rc<Prepared>>,
+    prepared: BTreeMap<(usize, u32), Arc<Prepared>>,
     products: Products,
     kernels: Kernels,
-    plan: Rc<Plan>,
+    plan: Arc<Plan>,
     machine: Machine,
     /// For ops of the host's processor, where there are any.
     pool: Option<Pool>,
@@ -758,13 +757,13 @@ impl CudaDevice {
     }
 
     /// A Program, prepared now or before.
-    fn prepared(&mut self, index: usize, micro_batch: u32) -> Result<Rc<Prepared>, DeviceError> {
+    fn prepared(&mut self, index: usize, micro_batch: u32) -> Result<Arc<Prepared>, DeviceError> {
         let first = self.prepared.get(&(index, 0)).filter(|first| !first.by_micro_batch);
         let key = (index, micro_batch);
         if let Some(known) = first.or_else(|| self.prepared.get(&key)) {
             return Ok(known.clone());
         }
-        let prepared = Rc::new(self.prepare(index, micro_batch)?);
+        let prepared = Arc::new(self.prepare(index, micro_batch)?);
         let events = prepared.steps.iter().filter_map(|step| step.gives).max().map_or(0, |most| most + 1);
         self.machine.queues.make_events(events)?;
         self.prepared.insert(key, prepared.clone());
@@ -1039,7 +1038,7 @@ impl Device for CudaDevice {
             self.machine.resize(Space::Device, placement.arena_bytes, before)?;
         }
         let real = self.plan.real;
-        let old = std::mem::replace(&mut self.plan, Rc::new(Plan { set, placement, real }));
+        let old = std::mem::replace(&mut self.plan, Arc::new(Plan { set, placement, real }));
         let old_prepared = std::mem::take(&mut self.prepared);
         let done = self.go_over_from(&old);
         if done.is_err() {

@@ -27,6 +27,9 @@ struct Host {
     pinned: Option<*mut u8>,
 }
 
+// SAFETY: the pointer is the address of pages of the arena that `Host` owns; every use enters the context first.
+unsafe impl Send for Host {}
+
 impl Host {
     fn take(context: &Arc<Context>, bytes: u64) -> Result<Host, DeviceError> {
         let spaces = Spaces::map(&Placement { host_bytes: bytes, ..Placement::default() })?;

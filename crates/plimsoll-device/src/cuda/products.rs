@@ -243,6 +243,10 @@ pub struct Products {
     chose: bool,
 }
 
+// SAFETY: the library's handle and descriptions belong to no thread (its manual calls it thread-safe), `Products` has its
+// own, and whoever calls enters the context first.
+unsafe impl Send for Products {}
+
 impl Products {
     /// Opens the library in a context that is current; algorithms in `stored` are used again if they are of the same
     /// library and GPU.

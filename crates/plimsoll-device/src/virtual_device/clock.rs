@@ -8,7 +8,7 @@ const SLEEP_LEAST: f64 = 100e-6;
 
 /// How far what really happens may lie behind the plan and still catch up. What is lost beyond it, because the machine
 /// was busy or the data were late, is lost.
-const LAG_MOST: f64 = 20e-3;
+pub(super) const LAG_MOST: f64 = 20e-3;
 
 /// When the last thing that the device did was planned to end.
 #[derive(Clone, Copy, Debug)]
@@ -21,6 +21,11 @@ impl Clock {
     /// A clock that begins now.
     pub fn start() -> Clock {
         Clock { epoch: Instant::now(), planned: 0.0 }
+    }
+
+    /// A clock that keeps the time of a team which began at `epoch`; all before now is over.
+    pub fn of_team(epoch: Instant) -> Clock {
+        Clock { epoch, planned: epoch.elapsed().as_secs_f64() }
     }
 
     /// When work that begins now is planned to begin, in seconds of this clock.

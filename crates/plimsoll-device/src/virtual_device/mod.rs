@@ -22,6 +22,7 @@ use crate::cpu::executor::{RunOp, runner};
 use crate::cpu::pool::Pool;
 use crate::device::{Call, Device, DeviceError, FileSpace, Memory, Observer};
 use crate::spaces::Spaces;
+use crate::transport::{self, Seat};
 use clock::Clock;
 use plimsoll_core::{Bytes, DType, Link, Space};
 use plimsoll_program::op::Queue;
@@ -73,6 +74,8 @@ struct VirtualDevice {
     /// By the number of the Program.
     programs: Vec<Prepared>,
     clock: Clock,
+    /// Its place in a team.
+    seat: Option<Seat>,
 }
 
 /// What the device knows of a Program before it runs.
@@ -121,7 +124,7 @@ fn takes(what: &Virtual, set: &ProgramSet, op: &Op) -> Takes {
             Takes { latency_seconds: what.link.latency_seconds, seconds: bytes as f64 / what.link.bytes_per_second }
         }
         // What is awaited has its time where it is done.
-        OpKind::TransferWait { .. } => Takes::default(),
+        OpKind::TransferWait { .. } | OpKind::CollectiveWait(_) => Takes::default(),
         // The host is this machine's processor, which is not played.
         _ if op.queue == Queue::Host => Takes::default(),
         _ => Takes { latency_seconds: 0.0, seconds: (what.price)(set, op) },
@@ -140,7 +143,8 @@ impl VirtualDevice {
         let spaces = Spaces::map(&placement)?;
         let programs = prepare(&what, &set, &placement);
         let clock = Clock::start();
-        Ok(VirtualDevice { what, spaces, pool, single, run: runner(precision), set, placement, programs, clock })
+        let (run, seat) = (runner(precision), None);
+        Ok(VirtualDevice { what, spaces, pool, single, run, set, placement, programs, clock, seat })
     }
 }
 
@@ -165,13 +169,22 @@ impl Device for VirtualDevice {
         files: &mut dyn FileSpace,
         observer: &mut dyn Observer,
     ) -> Result<(), DeviceError> {
-        let missing = || DeviceError::NoProgram { program: call.program.to_owned() };
-        let number = self.set.program_index(call.program).ok_or_else(missing)?;
-        if observer.one_at_a_time() || self.programs[number].queues.len() == 1 {
-            self.run_in_turn(number, call, files, observer)
-        } else {
-            self.run_queues(number, call, files, observer)
-        }
+        let seat = self.seat.clone();
+        transport::seated(seat.as_ref(), || {
+            let missing = || DeviceError::NoProgram { program: call.program.to_owned() };
+            let number = self.set.program_index(call.program).ok_or_else(missing)?;
+            if observer.one_at_a_time() || self.programs[number].queues.len() == 1 {
+                self.run_in_turn(number, call, files, observer)
+            } else {
+                self.run_queues(number, call, files, observer)
+            }
+        })
+    }
+
+    fn join(&mut self, seat: Seat) -> Result<(), DeviceError> {
+        self.clock = Clock::of_team(seat.transport.epoch());
+        self.seat = Some(seat);
+        Ok(())
     }
 
     fn write(&mut self, tensor: TensorId, slot: u32, bytes: &[u8]) {

@@ -10,9 +10,10 @@ use crate::cpu::executor::{RunOp, Site};
 use crate::cpu::pool::Pool;
 use crate::device::{Call, DeviceError, FileSpace, NoFiles, Observer, Unseen};
 use crate::spaces::Spaces;
+use crate::transport::{self, Seat};
 use plimsoll_program::op::Queue;
 use plimsoll_program::order::Wait;
-use plimsoll_program::{Op, Placement, Program, ProgramSet};
+use plimsoll_program::{Op, OpKind, Placement, Program, ProgramSet};
 use std::ops::RangeInclusive;
 use std::sync::{Condvar, Mutex, MutexGuard};
 
@@ -29,15 +30,25 @@ impl VirtualDevice {
         let (program, prepared) = (&set.programs[number], &self.programs[number]);
         let (spaces, pool, single, clock) = (&mut self.spaces, &self.pool, &self.single, &mut self.clock);
         let (micro_batch, looked_at) = (i64::from(call.micro_batch), observer.one_at_a_time());
+        let seat = self.seat.as_ref();
         let trace = (1..).zip(program.trace().zip(prepared.taken(program)));
         pool.enter(|| {
             let mut end = clock.begin();
-            for (tick, ((op, variable), takes)) in trace.skip_while(|(tick, _)| *tick < call.from) {
+            let trace = trace.skip_while(|(tick, _)| *tick < call.from);
+            for (tick, ((op, variable), takes)) in trace.filter(|(_, ((op, _), _))| op.runs(call.last)) {
                 if looked_at { observer.before(tick, op, spaces) } else { observer.before(tick, op, &mut Unseen) }?;
                 clock.wait_until(end + takes.latency_seconds);
-                end += takes.latency_seconds + takes.seconds;
                 let pool = if op.queue == Queue::Compute { pool } else { single };
-                run(Site { spaces, pool, set, placement, variable, micro_batch }, op, files)?;
+                let site = Site { spaces, pool, set, placement, variable, micro_batch };
+                match &op.kind {
+                    OpKind::CollectiveStart(exchange) => {
+                        end = transport::exchange(site, seat, exchange, end, takes.seconds)?;
+                    }
+                    _ => {
+                        end += takes.latency_seconds + takes.seconds;
+                        run(site, op, files)?;
+                    }
+                }
                 clock.wait_until(end);
                 clock.end(end);
                 if looked_at { observer.after(tick, op, spaces) } else { observer.after(tick, op, &mut Unseen) }
@@ -57,7 +68,8 @@ impl VirtualDevice {
         let (program, prepared) = (&self.set.programs[number], &self.programs[number]);
         let mut last = program.length() as u32;
         let mut refused = Ok(());
-        for (tick, (op, _)) in (1..).zip(program.trace()).skip_while(|(tick, _)| *tick < call.from) {
+        let trace = (1..).zip(program.trace()).skip_while(|(tick, _)| *tick < call.from);
+        for (tick, (op, _)) in trace.filter(|(_, (op, _))| op.runs(call.last)) {
             if let Err(error) = observer.before(tick, op, &mut Unseen) {
                 (last, refused) = (tick - 1, Err(error));
                 break;
@@ -73,6 +85,8 @@ impl VirtualDevice {
             run: self.run,
             micro_batch: i64::from(call.micro_batch),
             ticks: call.from..=last,
+            last: call.last,
+            seat: self.seat.as_ref(),
             clock: self.clock,
             begin: self.clock.begin(),
             files: Mutex::new(files),
@@ -94,7 +108,8 @@ impl VirtualDevice {
         let state = work.state.into_inner().expect("a panic has passed on before");
         let end = state.ends.iter().flatten().copied().fold(work.begin, f64::max);
         self.clock.end(end);
-        state.failed.map_or(refused, Err)
+        // What this device was refused comes before what others have told it.
+        refused.and(state.failed.map_or(Ok(()), Err))
     }
 }
 
@@ -109,6 +124,9 @@ struct Work<'a> {
     micro_batch: i64,
     /// The ops that run.
     ticks: RangeInclusive<u32>,
+    /// Whether the call is for the last micro-batch of a step.
+    last: bool,
+    seat: Option<&'a Seat>,
     clock: Clock,
     /// When the run is planned to begin.
     begin: f64,
@@ -144,6 +162,10 @@ impl Work<'_> {
     }
 
     fn stop(&self, why: Option<DeviceError>) {
+        // The queue of collectives may be waiting for others.
+        if let (Some(seat), false) = (self.seat, why.as_ref().is_some_and(DeviceError::is_peers)) {
+            seat.give_up(&why.as_ref().map_or("it came upon a bug".to_owned(), DeviceError::to_string));
+        }
         let mut state = self.state();
         state.stopped = true;
         state.failed = state.failed.take().or(why);
@@ -158,11 +180,13 @@ impl Work<'_> {
         let mine = trace.filter(|(tick, ((op, _), _))| op.queue == queue && self.ticks.contains(tick));
         for (tick, ((op, variable), takes)) in mine {
             let Some(ready) = self.wait(tick) else { return };
-            let end = free.max(ready) + takes.latency_seconds + takes.seconds;
-            if let Err(error) = self.paced(op, variable, takes, end, pool) {
-                return self.stop(Some(error));
+            if op.runs(self.last) {
+                match self.paced(op, variable, takes, free.max(ready), pool) {
+                    Ok(end) => free = end,
+                    Err(error) => return self.stop(Some(error)),
+                }
             }
-            free = end;
+            let end = free;
             self.state().ends[tick as usize - 1] = Some(end);
             self.changed.notify_all();
         }
@@ -193,20 +217,23 @@ impl Work<'_> {
         (!state.stopped).then_some(ready)
     }
 
-    /// Runs an op, which ends at the later of now and its planned end.
-    fn paced(&self, op: &Op, variable: i64, takes: Takes, end: f64, pool: &Pool) -> Result<(), DeviceError> {
+    /// Runs an op that was planned to be ready then. It ends at the later of now and its planned end, which is given.
+    fn paced(&self, op: &Op, variable: i64, takes: Takes, ready: f64, pool: &Pool) -> Result<f64, DeviceError> {
         let (spaces, set, placement, micro_batch) = (self.spaces, self.set, self.placement, self.micro_batch);
         let site = Site { spaces, pool, set, placement, variable, micro_batch };
+        let mut end = ready + takes.latency_seconds + takes.seconds;
         if takes.latency_seconds > 0.0 {
             self.clock.wait_until(end - takes.seconds);
         }
-        if needs_files(set, op) {
+        if let OpKind::CollectiveStart(exchange) = &op.kind {
+            end = transport::exchange(site, self.seat, exchange, ready, takes.seconds)?;
+        } else if needs_files(set, op) {
             let mut files = self.files.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
             (self.run)(site, op, &mut **files)?;
         } else {
             (self.run)(site, op, &mut NoFiles)?;
         }
         self.clock.wait_until(end);
-        Ok(())
+        Ok(end)
     }
 }

@@ -1,13 +1,18 @@
 //! What only the inside of the device shows: waits that are missing, time that is kept, queues that stop.
 
+use super::clock::LAG_MOST as LAG;
 use super::*;
 use crate::device::{NoFiles, Unobserved};
+use crate::transport::Transport;
+use crate::transport::memory::Memory;
 use plimsoll_core::{Category, WorkName};
 use plimsoll_program::builder::Builder;
+use plimsoll_program::op::{Collective, Exchange, Piece};
 use plimsoll_program::workspace::Kernels;
 use plimsoll_program::{Block, Index, Lifetime, Operand, Tensor};
 use std::io;
-use std::time::Instant;
+use std::sync::{Arc, mpsc};
+use std::time::{Duration, Instant};
 
 const PIECE: u64 = 1000;
 
@@ -171,6 +176,90 @@ fn more_than_the_device_has_is_refused() {
     assert!(refused.to_string().contains("virtual:test") && refused.to_string().contains("simulated"), "{refused}");
     assert!(refused.is_refusal());
     device.run("p").unwrap();
+}
+
+/// A device that adds `before` times, then sums piece 0 over a team of two, which takes a tenth of a second.
+fn seated(rank: u32, before: usize, transport: &Arc<Memory>) -> VirtualDevice {
+    let pieces = Pieces::new();
+    let at = pieces.at(pieces.device, 0);
+    let piece = Piece { input: at, output: at, counts: vec![PIECE - 300, 300] };
+    let (collective, sequence) = (Collective::AllReduce, Index::fixed(1));
+    let exchange = Exchange { collective, pieces: vec![piece], rank, peer: None, sequence, last: false };
+    let on_wire = |kind| Op { kind, queue: Queue::Communication };
+    let mut ops: Vec<Op> = (0..before).map(|_| pieces.add(1, 0)).collect();
+    ops.push(on_wire(OpKind::CollectiveStart(exchange.clone())));
+    ops.push(on_wire(OpKind::CollectiveWait(exchange)));
+    ops.push(pieces.add(0, 2));
+    let mut device = pieces.open(ops, 0.0, 0.0);
+    device.what.price = Box::new(|_, op| if op.queue == Queue::Communication { 0.1 } else { 0.01 });
+    device.programs = prepare(&device.what, &device.set, &device.placement);
+    device.join(Seat { rank, transport: transport.clone() }).unwrap();
+    device
+}
+
+/// Ends the process where a test waits for ever.
+struct Watchdog(#[expect(dead_code, reason = "it is dropped")] mpsc::Sender<()>);
+
+fn watchdog() -> Watchdog {
+    let (alive, seen) = mpsc::channel();
+    std::thread::spawn(move || {
+        if seen.recv_timeout(Duration::from_secs(300)) == Err(mpsc::RecvTimeoutError::Timeout) {
+            eprintln!("a device waits for ever");
+            std::process::abort();
+        }
+    });
+    Watchdog(alive)
+}
+
+#[test]
+fn a_collective_takes_the_links_time_after_the_slowest_is_ready() {
+    let _watchdog = watchdog();
+    let transport = Memory::between(2);
+    let mut devices = [seated(0, 1, &transport), seated(1, 20, &transport)];
+    let begin = devices.iter().map(|device| device.clock.begin()).fold(0.0, f64::max);
+    let begin = begin.max(devices.iter().map(|device| device.clock.planned()).fold(0.0, f64::max));
+    std::thread::scope(|scope| {
+        for device in &mut devices {
+            scope.spawn(|| {
+                let values: Vec<f32> = (0..8 * PIECE).map(|i| (i / PIECE) as f32).collect();
+                device.write(TensorId(0), 0, bytemuck::cast_slice(&values));
+                device.run("p").unwrap();
+            });
+        }
+    });
+    // 200 ms until the slower one is ready, 100 ms on the wire, and then one op: the plan alone, in the time of both.
+    let ends = devices.each_ref().map(|device| device.clock.planned());
+    assert_eq!(ends[0], ends[1]);
+    assert!(ends[0] > begin - LAG + 0.31 - 1e-9, "{} {begin}", ends[0]);
+    // Piece 0 had 0 and became 1 and 20: everybody has the sum, in both parts, and has added it to piece 2.
+    for device in &mut devices {
+        let values = numbers(device, 0);
+        assert!(values[..PIECE as usize].iter().all(|&value| value == 21.0));
+        assert!(values[2 * PIECE as usize..3 * PIECE as usize].iter().all(|&value| value == 23.0));
+    }
+}
+
+#[test]
+fn a_device_that_fails_leaves_nobody_waiting_for_its_collective() {
+    let _watchdog = watchdog();
+    let transport = Memory::between(2);
+    let mut devices = [seated(0, 1, &transport), seated(1, 1, &transport)];
+    let [one, other] = &mut devices;
+    let waits = std::thread::scope(|scope| {
+        let waits = scope.spawn(|| one.run("p"));
+        let fails = other.run("no such program");
+        assert!(matches!(fails, Err(DeviceError::NoProgram { .. })));
+        waits.join().unwrap()
+    });
+    assert!(matches!(waits, Err(DeviceError::Peer { rank: 1, .. })), "{waits:?}");
+    // Who comes later hears of it, too, until it is cleared.
+    assert!(matches!(one.run("p"), Err(DeviceError::Peer { .. })));
+    transport.clear();
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| one.run("p"));
+        other.run("p").unwrap();
+        first.join().unwrap().unwrap();
+    });
 }
 
 /// Files that cannot be read.

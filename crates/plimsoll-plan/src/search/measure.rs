@@ -49,6 +49,8 @@ struct Measured {
     device: u64,
     host: u64,
     seconds: f64,
+    /// The same for a step's last micro-batch.
+    last_seconds: f64,
 }
 
 /// Measures recipes. What happens once a step depends on what waits and on nothing else of a recipe: it is measured once.
@@ -137,7 +139,9 @@ impl<'q> Measurer<'q> {
         Candidate {
             device: update.device.max(passes.device),
             host: update.host.max(passes.host),
-            seconds: update.seconds + f64::from(question.micro_batches_of(&recipe)) * passes.seconds,
+            seconds: update.seconds
+                + f64::from(question.micro_batches_of(&recipe).saturating_sub(1)) * passes.seconds
+                + passes.last_seconds,
             once: update.seconds,
             passes: passes.seconds,
             packed: OnceCell::new(),
@@ -147,11 +151,16 @@ impl<'q> Measurer<'q> {
 
     fn measured(&self, set: &ProgramSet, timed: &[&str]) -> Measured {
         let prices = self.question.prices();
-        let programs = timed.iter().filter_map(|name| set.program(name));
+        let seconds = |last: bool| {
+            let programs = timed.iter().filter_map(|name| set.program(name));
+            programs.map(|program| prices.program_seconds(set, program, last)).sum()
+        };
+        let every = seconds(false);
         Measured {
             device: lower_bound(set, Space::Device),
             host: lower_bound(set, Space::Host),
-            seconds: programs.map(|program| prices.program_seconds(set, program)).sum(),
+            seconds: every,
+            last_seconds: if self.question.share.sharing.is_some() { seconds(true) } else { every },
         }
     }
 
@@ -233,7 +242,7 @@ impl<'q> Measurer<'q> {
         let passes = passes.iter().filter_map(|name| set.program(name));
         let block = self.candidate(question.uniform(micro_batch, RecomputeLevel::Block));
         let plain = Plain {
-            pass_seconds: passes.map(|program| prices.program_seconds(&set, program)).sum(),
+            pass_seconds: passes.map(|program| prices.program_seconds(&set, program, false)).sum(),
             least_above: block.device.saturating_sub(self.persistent(Offload::NOTHING).device),
             input_bytes: set.find("train.hidden").map_or(0, |hidden| set.tensor(hidden).bytes()),
         };

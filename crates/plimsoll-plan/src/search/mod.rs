@@ -66,7 +66,8 @@ pub struct Question<'a> {
     pub pins: Pins,
     /// The lossy rungs that are in all this already.
     pub rungs: Vec<Rung>,
-    /// The part of the step that this device computes; `sequences` are its own.
+    /// The part of the step that this device computes; `sequences` are its own. The device's `team_link` is then the
+    /// slowest of its team.
     pub share: Share,
 }
 
@@ -135,9 +136,9 @@ pub struct Answer {
 }
 
 impl Question<'_> {
-    /// The Programs of a recipe before anything waits on the host.
+    /// The Programs of a recipe, of this device's share, before anything waits on the host.
     fn build(&self, config: &ModelConfig, recipe: &Recipe, files: bool) -> ProgramSet {
-        build(&Build {
+        let whole = build(&Build {
             config,
             precision: self.precision,
             kernels: Kernels::of(self.device),
@@ -150,7 +151,8 @@ impl Question<'_> {
             evaluate: self.evaluate,
             generation: self.generation,
             files,
-        })
+        });
+        passes::share::share(whole, &self.share, &recipe.offload)
     }
 
     /// All Programs of a recipe.
@@ -197,7 +199,8 @@ impl Question<'_> {
     }
 
     fn prices(&self) -> Prices<'_> {
-        Prices { rates: &self.device.rates, host: &self.host, precision: self.precision }
+        let team_link = self.device.team_link;
+        Prices { rates: &self.device.rates, host: &self.host, precision: self.precision, team_link }
     }
 
     fn seconds(&self, set: &ProgramSet, recipe: &Recipe) -> f64 {
@@ -206,7 +209,7 @@ impl Question<'_> {
         if self.optimizer.is_some() {
             return prices.schedule_seconds(set, &Schedule::accumulate(count).calls);
         }
-        set.program("evaluate").map_or(0.0, |evaluate| prices.program_seconds(set, evaluate) * f64::from(count))
+        set.program("evaluate").map_or(0.0, |evaluate| prices.program_seconds(set, evaluate, true) * f64::from(count))
     }
 
     fn fits(&self, layout: &Layout) -> bool {

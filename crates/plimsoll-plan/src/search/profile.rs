@@ -107,7 +107,12 @@ pub(super) fn profile(question: &Question, micro_batch: u32) -> Profile {
             saved,
             forward: most(edge(1) + 1, edge(2)) - kept[0],
             backward: most(second_last + 1, second_last + again) - kept[0],
-            seconds: backward.blocks[position].ops.iter().map(|op| prices.op_seconds(&set, op)).sum(),
+            seconds: backward.blocks[position]
+                .ops
+                .iter()
+                .filter(|op| op.runs(false))
+                .map(|op| prices.op_seconds(&set, op))
+                .sum(),
         });
         result.base = kept[0] - saved;
         result.top = result.top.max(most(edge(3) + 1, start + before) - kept[2]);

@@ -11,7 +11,6 @@ mod whole;
 
 use crate::search::{Answer, Question, leanest, plan_like, plan_of, search, sets, under};
 use batch::{Crew, Split};
-use exchange::Exchange;
 use plimsoll_core::{Bytes, HostSpec, LeftOut, Member, Plan, Recipe, Rung, Sharing};
 use plimsoll_program::Share;
 
@@ -222,8 +221,7 @@ fn packed<'q>(
             parts.push(Part { device, share, sequences, answer });
         }
         if parts.len() == split.devices.len() {
-            let exchange = crew.exchange(&split.devices);
-            let mut plan = whole::plan(team, &mut parts, &exchange);
+            let mut plan = whole::plan(team, &mut parts);
             if plan.fits {
                 plan.left_out = left_out(team, rungs, &crew, &split);
                 return Some(TeamAnswer { parts, plan });
@@ -343,10 +341,6 @@ fn given(team: &TeamQuestion, members: &[Member], plan: impl Fn(&Question, &Reci
         };
         parts.push(Part { device, share, sequences: member.sequences, answer });
     }
-    let questions: Vec<&Question> = parts.iter().map(|part| &team.devices[part.device]).collect();
-    let rungs = &parts[0].answer.plan.recipe.rungs;
-    let under: Vec<Question> = questions.iter().map(|question| under(question, rungs)).collect();
-    let exchange = Exchange::between(&under.iter().collect::<Vec<_>>());
-    let plan = whole::plan(team, &mut parts, &exchange);
+    let plan = whole::plan(team, &mut parts);
     TeamAnswer { parts, plan }
 }

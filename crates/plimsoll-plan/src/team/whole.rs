@@ -1,13 +1,13 @@
 //! The plan of a team as it is written down, from the plans of its members.
 
-use super::exchange::Exchange;
 use super::{Part, TeamQuestion};
 use crate::price::Prices;
 use plimsoll_core::{Bytes, Class, DevicePlan, Member, Plan, Predicted, Sharing};
+use plimsoll_program::Schedule;
 
 /// The whole plan: fits where every member does and all together are under the host's load line. Each member's own plan
 /// is given its part of the host.
-pub(super) fn plan(team: &TeamQuestion, parts: &mut [Part], exchange: &Exchange) -> Plan {
+pub(super) fn plan(team: &TeamQuestion, parts: &mut [Part]) -> Plan {
     let held: Bytes = parts.iter().map(|part| part.answer.plan.host.arena_bytes).sum();
     let left = team.host.saturating_sub(held).0 / parts.len() as u64;
     let on_host = held <= team.host;
@@ -15,7 +15,7 @@ pub(super) fn plan(team: &TeamQuestion, parts: &mut [Part], exchange: &Exchange)
         part.answer.plan.host.budget_bytes = part.answer.plan.host.arena_bytes + Bytes(left);
     }
     let (first, many) = (&parts[0].answer.plan, parts.len() > 1);
-    let busy: Vec<(f64, f64)> = parts.iter().map(|part| busy(team, part, exchange)).collect();
+    let busy: Vec<(f64, f64)> = parts.iter().map(|part| busy(team, part)).collect();
     let step_seconds = busy.iter().map(|(busy, waits)| busy + waits).fold(0.0, f64::max);
     let tokens = (team.total() * team.devices[0].sequence) as f64;
     let member = |(part, (busy, _)): (&Part, &(f64, f64))| Member {
@@ -39,13 +39,20 @@ pub(super) fn plan(team: &TeamQuestion, parts: &mut [Part], exchange: &Exchange)
     }
 }
 
-/// Seconds in which a device computes, and those in which it waits for the exchange beyond.
-fn busy(team: &TeamQuestion, part: &Part, exchange: &Exchange) -> (f64, f64) {
-    let (question, set) = (&team.devices[part.device], &part.answer.set);
-    let prices = Prices { rates: &question.device.rates, host: &question.host, precision: part.answer.precision };
-    let passes = ["forward", "backward"].iter().filter_map(|name| set.program(name));
-    let passes = passes.map(|program| prices.program_seconds(set, program)).sum();
-    (part.answer.plan.predicted.step_seconds, exchange.beyond(passes))
+/// Seconds in which a device computes, and those in which it waits for the sums of the team alone.
+fn busy(team: &TeamQuestion, part: &Part) -> (f64, f64) {
+    let (question, plan) = (&team.devices[part.device], &part.answer.plan);
+    let prices = Prices {
+        rates: &question.device.rates,
+        host: &question.host,
+        precision: part.answer.precision,
+        team_link: question.device.team_link,
+    };
+    let count = part.sequences.div_ceil(u64::from(plan.recipe.micro_batch)) as u32;
+    let mut calls = Schedule::accumulate(count).calls;
+    calls.iter_mut().for_each(|call| call.last = false);
+    let (computes, whole) = (prices.schedule_seconds(&part.answer.set, &calls), plan.predicted.step_seconds);
+    (computes, (whole - computes).max(0.0))
 }
 
 /// The host's sides of all members, one beside the other.

@@ -124,35 +124,30 @@ pub fn check(set: &ProgramSet) -> Result<(), Malformed> {
                     });
                 }
             }
-            let mut open: Vec<u64> = Vec::new();
-            let mut copies: Vec<(u64, Vec<Place>)> = Vec::new();
+            let mut open: Vec<Number> = Vec::new();
+            let mut copies: Vec<(Number, Vec<Place>)> = Vec::new();
             for (op, variable) in program.trace() {
-                let start = match &op.kind {
-                    OpKind::TransferStart { sequence, .. } | OpKind::CollectiveStart { sequence, .. } => {
-                        Some((true, *sequence))
-                    }
-                    OpKind::TransferWait { sequence, .. } | OpKind::CollectiveWait { sequence, .. } => {
-                        Some((false, *sequence))
-                    }
-                    _ => None,
-                };
+                let start = Number::of(op, variable);
                 match start {
-                    Some((true, sequence)) => open.push(sequence),
-                    Some((false, sequence)) => match open.iter().position(|s| *s == sequence) {
+                    Some((true, number)) => open.push(number),
+                    Some((false, number)) => match open.iter().position(|other| *other == number) {
                         Some(at) => {
                             open.swap_remove(at);
                         }
-                        None => return Err(Malformed::Unpaired { program: program.name.clone(), sequence }),
+                        None => {
+                            let (program, sequence) = (program.name.clone(), number.sequence);
+                            return Err(Malformed::Unpaired { program, sequence });
+                        }
                     },
                     None => {}
                 }
                 let accesses = op.accesses(&elements_of);
                 let places: Vec<Place> = accesses.iter().map(|access| Place::of(set, access, variable)).collect();
-                if let Some((true, _)) = start {
+                if let Some((true, number)) = start {
                     undisturbed(set, &program.name, op, &places, &copies)?;
-                    copies.extend(start.map(|(_, sequence)| (sequence, places)));
+                    copies.push((number, places));
                 } else {
-                    copies.retain(|(sequence, _)| start != Some((false, *sequence)));
+                    copies.retain(|(number, _)| start != Some((false, *number)));
                     undisturbed(set, &program.name, op, &places, &copies)?;
                 }
                 for access in &accesses {
@@ -195,7 +190,7 @@ pub fn check(set: &ProgramSet) -> Result<(), Malformed> {
                         .insert((access.operand.tensor, access.operand.slot.at(variable, 0).rem_euclid(slots) as u32));
                 }
             }
-            if let Some(&sequence) = open.first() {
+            if let Some(Number { sequence, .. }) = open.first().copied() {
                 return Err(Malformed::Unpaired { program: program.name.clone(), sequence });
             }
         }
@@ -209,10 +204,37 @@ fn reaches(op: &Op, space: Space) -> bool {
         OpKind::TransferStart { .. } | OpKind::TransferWait { .. } => {
             matches!(op.queue, Queue::CopyIn | Queue::CopyOut)
         }
+        OpKind::CollectiveStart(_) | OpKind::CollectiveWait(_) => {
+            op.queue == Queue::Communication && space == Space::Device
+        }
         _ => match op.queue {
             Queue::Host => space == Space::Host,
             _ => space == Space::Device,
         },
+    }
+}
+
+/// What tells a copy or a collective apart in a Program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Number {
+    collective: bool,
+    sequence: u64,
+}
+
+impl Number {
+    /// Whether an op starts something (else it awaits it), and what.
+    fn of(op: &Op, variable: i64) -> Option<(bool, Number)> {
+        let starts = matches!(op.kind, OpKind::TransferStart { .. } | OpKind::CollectiveStart(_));
+        match &op.kind {
+            OpKind::TransferStart { sequence, .. } | OpKind::TransferWait { sequence, .. } => {
+                Some((starts, Number { collective: false, sequence: *sequence }))
+            }
+            OpKind::CollectiveStart(exchange) | OpKind::CollectiveWait(exchange) => {
+                let sequence = exchange.sequence.at(variable, 0) as u64;
+                Some((starts, Number { collective: true, sequence }))
+            }
+            _ => None,
+        }
     }
 }
 
@@ -251,14 +273,14 @@ fn undisturbed(
     program: &str,
     op: &Op,
     places: &[Place],
-    copies: &[(u64, Vec<Place>)],
+    copies: &[(Number, Vec<Place>)],
 ) -> Result<(), Malformed> {
-    for (sequence, copied) in copies {
+    for (number, copied) in copies {
         if let Some(place) = places.iter().find(|place| copied.iter().any(|copied| copied.conflicts(place))) {
             return Err(Malformed::Disturbed {
                 program: program.into(),
                 op: op.name().into(),
-                sequence: *sequence,
+                sequence: number.sequence,
                 tensor: set.tensor(place.tensor).name.clone(),
             });
         }

@@ -1,9 +1,10 @@
 //! The agreement checker: all ranks of a team start the same collectives, in the same order, with
 //! the same counts; every start has its wait; every message has a sender and a receiver.
 
-use crate::op::{Collective, OpKind};
+use crate::op::{Collective, Exchange, OpKind, Piece};
 use crate::program::ProgramSet;
 use crate::schedule::Schedule;
+use plimsoll_core::DType;
 
 /// How two ranks disagree.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -56,43 +57,55 @@ pub enum Disagreement {
     },
 }
 
+/// A collective as the ranks must agree on it: its number, what it does, and of each piece the type and every rank's part.
+type Agreed = (u64, Collective, Vec<(DType, Vec<u64>)>);
+
+/// A message: its number, sender, receiver, elements, and whether this is the sender's side.
+type Message = (u64, usize, usize, u64, bool);
+
 /// Checks the Programs of all ranks, each with its Schedule.
+///
+/// # Errors
+/// The first disagreement.
 pub fn agree(ranks: &[(&ProgramSet, &Schedule)]) -> Result<(), Disagreement> {
-    let mut shared: Vec<Vec<(u64, Collective, Vec<u64>)>> = Vec::new();
-    let mut messages: Vec<(u64, usize, usize, u64, bool)> = Vec::new();
+    let mut shared: Vec<Vec<Agreed>> = Vec::new();
+    let mut messages: Vec<Message> = Vec::new();
     for (rank, (set, schedule)) in ranks.iter().enumerate() {
         let mut order = Vec::new();
         let mut open: Vec<u64> = Vec::new();
         for call in &schedule.calls {
             let Some(program) = set.program(&call.program) else { continue };
-            for (op, _) in program.trace() {
+            for (op, variable) in program.trace().filter(|(op, _)| op.runs(call.last)) {
                 match &op.kind {
-                    OpKind::CollectiveStart { collective, counts, rank: written, peer, sequence, .. } => {
-                        if *written as usize != rank || counts.len() != ranks.len() {
-                            return Err(Disagreement::WrongRank {
-                                rank,
-                                sequence: *sequence,
-                                written: *written,
-                                ranks: counts.len(),
-                            });
-                        }
-                        open.push(*sequence);
-                        match (collective, peer) {
+                    OpKind::CollectiveStart(exchange) => {
+                        let sequence = number(exchange, variable, call.micro_batch);
+                        right_rank(exchange, sequence, rank, ranks.len())?;
+                        open.push(sequence);
+                        let elements = exchange.pieces.iter().map(|piece| piece.counts[rank]).sum();
+                        match (exchange.collective, exchange.peer) {
                             (Collective::Send, Some(peer)) => {
-                                messages.push((*sequence, rank, *peer as usize, counts[rank], true));
+                                messages.push((sequence, rank, peer as usize, elements, true));
                             }
                             (Collective::Receive, Some(peer)) => {
-                                messages.push((*sequence, *peer as usize, rank, counts[rank], false));
+                                messages.push((sequence, peer as usize, rank, elements, false));
                             }
-                            _ => order.push((*sequence, *collective, counts.clone())),
+                            (collective, _) => {
+                                let dtype = |piece: &Piece| set.tensor(piece.input.tensor).dtype;
+                                let pieces = exchange.pieces.iter();
+                                let pieces = pieces.map(|piece| (dtype(piece), piece.counts.clone())).collect();
+                                order.push((sequence, collective, pieces));
+                            }
                         }
                     }
-                    OpKind::CollectiveWait { sequence, .. } => match open.iter().position(|s| s == sequence) {
-                        Some(at) => {
-                            open.remove(at);
+                    OpKind::CollectiveWait(exchange) => {
+                        let sequence = number(exchange, variable, call.micro_batch);
+                        match open.iter().position(|other| *other == sequence) {
+                            Some(at) => {
+                                open.remove(at);
+                            }
+                            None => return Err(Disagreement::Unpaired { rank, sequence }),
                         }
-                        None => return Err(Disagreement::Unpaired { rank, sequence: *sequence }),
-                    },
+                    }
                     _ => {}
                 }
             }
@@ -106,8 +119,8 @@ pub fn agree(ranks: &[(&ProgramSet, &Schedule)]) -> Result<(), Disagreement> {
         for position in 0..order.len().max(shared[0].len()) {
             let (found, expected) = (order.get(position), shared[0].get(position));
             if found != expected {
-                let show = |c: Option<&(u64, Collective, Vec<u64>)>| match c {
-                    Some((sequence, collective, counts)) => format!("{collective:?} {sequence} of {counts:?}"),
+                let show = |agreed: Option<&Agreed>| match agreed {
+                    Some((sequence, collective, pieces)) => format!("{collective:?} {sequence} of {pieces:?}"),
                     None => "nothing".to_owned(),
                 };
                 return Err(Disagreement::Different { position, rank, found: show(found), expected: show(expected) });
@@ -125,13 +138,26 @@ pub fn agree(ranks: &[(&ProgramSet, &Schedule)]) -> Result<(), Disagreement> {
     Ok(())
 }
 
+fn number(exchange: &Exchange, variable: i64, micro_batch: u32) -> u64 {
+    exchange.sequence.at(variable, i64::from(micro_batch)) as u64
+}
+
+/// That an exchange is written for the rank whose Program it is in, and counts the parts of all.
+fn right_rank(exchange: &Exchange, sequence: u64, rank: usize, ranks: usize) -> Result<(), Disagreement> {
+    let wrong = exchange.pieces.iter().map(|piece| piece.counts.len()).find(|counted| *counted != ranks);
+    if exchange.rank as usize == rank && wrong.is_none() {
+        return Ok(());
+    }
+    Err(Disagreement::WrongRank { rank, sequence, written: exchange.rank, ranks: wrong.unwrap_or(ranks) })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::builder::Builder;
     use crate::program::{Block, Phase, Program};
-    use crate::tensor::Operand;
-    use plimsoll_core::{Category, DType, WorkName};
+    use crate::tensor::{Index, Operand};
+    use plimsoll_core::{Category, WorkName};
 
     fn rank(
         rank: u32,
@@ -143,23 +169,12 @@ mod tests {
         let at = Operand::whole(buffer);
         let mut ops = Vec::new();
         for (collective, counts, peer, sequence) in collectives {
-            let (collective, counts, peer, sequence) = (*collective, counts.clone(), *peer, *sequence);
-            ops.push(
-                OpKind::CollectiveStart {
-                    collective,
-                    input: at,
-                    output: at,
-                    counts: counts.clone(),
-                    rank,
-                    peer,
-                    sequence,
-                }
-                .into(),
-            );
+            let pieces = vec![Piece { input: at, output: at, counts: counts.clone() }];
+            let sequence = Index::fixed(*sequence as i64);
+            let exchange = Exchange { collective: *collective, pieces, rank, peer: *peer, sequence, last: false };
+            ops.push(OpKind::CollectiveStart(exchange.clone()).into());
             if waits {
-                ops.push(
-                    OpKind::CollectiveWait { collective, input: at, output: at, counts, rank, peer, sequence }.into(),
-                );
+                ops.push(OpKind::CollectiveWait(exchange).into());
             }
         }
         let mut set = builder.set;

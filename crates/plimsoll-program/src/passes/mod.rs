@@ -4,5 +4,6 @@ pub mod check;
 pub mod collectives;
 pub mod offload;
 pub mod recompute;
+pub mod share;
 pub mod trim;
 mod types;

@@ -293,6 +293,7 @@ impl Pass {
                 settle(first_sample);
                 settle(layer);
             }
+            OpKind::CollectiveStart(exchange) | OpKind::CollectiveWait(exchange) => settle(&mut exchange.sequence),
             _ => {}
         }
         op

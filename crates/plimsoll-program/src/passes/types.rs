@@ -2,7 +2,7 @@
 //! computed with (f64, f32 or bf16), W = [`DType::wide`] of it: sums, statistics, gradients of weights,
 //! master weights, state and scratch. The kernels of both targets rely on exactly this.
 
-use crate::op::{OpKind, Quantised};
+use crate::op::{Collective, OpKind, Quantised};
 use crate::tensor::Operand;
 use plimsoll_core::DType;
 
@@ -158,8 +158,12 @@ pub(super) fn mistyped(kind: &OpKind, dtype_of: &dyn Fn(&Operand) -> DType) -> O
         OpKind::TransferStart { from, to, .. } | OpKind::TransferWait { from, to, .. } => {
             types.are(dtype_of(from), [to]);
         }
-        OpKind::CollectiveStart { input, output, .. } | OpKind::CollectiveWait { input, output, .. } => {
-            types.are(dtype_of(input), [output]);
+        OpKind::CollectiveStart(exchange) | OpKind::CollectiveWait(exchange) => {
+            for piece in &exchange.pieces {
+                let sums = matches!(exchange.collective, Collective::AllReduce | Collective::ReduceScatter);
+                let real = if sums { summed(&piece.input) } else { dtype_of(&piece.input) };
+                types.are(real, [&piece.input, &piece.output]);
+            }
         }
     }
     let wrong = types.expected.into_iter().find(|(operand, dtype)| dtype_of(operand) != *dtype);

@@ -345,12 +345,14 @@ impl Engine {
         ]);
         self.run("begin")?;
         let values = self.recipe.micro_batch as usize * self.sequence;
-        for micro_batch in 0..self.fill_up(rows) {
+        let count = self.fill_up(rows);
+        for micro_batch in 0..count {
             let inputs = self.names.train.as_ref().expect("the plan trains");
             let range = micro_batch * values..(micro_batch + 1) * values;
             Engine::feed(&mut *self.device, self.precision, inputs, rows, range);
             for program in ["forward", "backward"] {
-                self.call(Call { micro_batch: micro_batch as u32, ..Call::of(program) }, &mut NoFiles)?;
+                let last = micro_batch + 1 == count;
+                self.call(Call { micro_batch: micro_batch as u32, last, ..Call::of(program) }, &mut NoFiles)?;
             }
         }
         self.run("norm")?;

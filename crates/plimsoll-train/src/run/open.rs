@@ -70,9 +70,10 @@ pub fn settle_gpu(spec: &mut DeviceSpec, answer: &Answer) -> Result<bool, Device
 
 /// The virtual device that a spec describes: its ops take what the planner says that they take.
 fn virtual_of(spec: &DeviceSpec, precision: DType) -> Virtual {
-    let rates = spec.rates.clone();
-    let price =
-        move |set: &ProgramSet, op: &Op| Prices { rates: &rates, host: &HostSpec::NONE, precision }.op_seconds(set, op);
+    let (rates, team_link) = (spec.rates.clone(), spec.team_link);
+    let price = move |set: &ProgramSet, op: &Op| {
+        Prices { rates: &rates, host: &HostSpec::NONE, precision, team_link }.op_seconds(set, op)
+    };
     Virtual {
         name: spec.name.clone(),
         arena_budget: spec.arena_budget(),

@@ -153,8 +153,8 @@ pub fn launches(kind: &OpKind, places: &impl Places) -> Option<Vec<Launch>> {
         OpKind::Product { .. }
         | OpKind::TransferStart { .. }
         | OpKind::TransferWait { .. }
-        | OpKind::CollectiveStart { .. }
-        | OpKind::CollectiveWait { .. } => return None,
+        | OpKind::CollectiveStart(_)
+        | OpKind::CollectiveWait(_) => return None,
     };
     Some(list)
 }

@@ -1,0 +1,178 @@
+//! How the devices of a team come together: the seat that each has, and what goes between them.
+//!
+//! A collective is a *meeting*: every rank that takes part comes with the places of its pieces, nobody's bytes are touched
+//! before all have come, and nobody goes before all have what they came for. So coming is agreeing: a rank that cannot go
+//! on gives up instead, and all who wait for it, or would, are told so and leave with their memory as it was.
+//!
+//! Here is what every way of carrying bytes has in common; `memory` carries them between devices of one process.
+
+pub mod memory;
+
+use crate::cpu::executor::Site;
+use crate::device::DeviceError;
+use plimsoll_core::DType;
+use plimsoll_program::Operand;
+use plimsoll_program::op::{Collective, Exchange, Piece};
+use std::fmt;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// What carries bytes between the devices of a team.
+pub trait Transport: Send + Sync {
+    /// How many devices there are.
+    fn ranks(&self) -> u32;
+
+    /// When the clocks of simulated devices begin: what one of them waits for is planned in the time of all.
+    fn epoch(&self) -> Instant;
+
+    /// Takes part in a collective and comes back when this rank has its result and nobody reads its pieces any more.
+    /// Every rank comes to the meetings of the whole team in the same order, and both ends of a message to its own.
+    /// Gives the planned end: the latest of all ranks' beginnings, and the longest time that one of them plans for it.
+    ///
+    /// # Errors
+    /// [`DeviceError::Peer`] where a rank has given up. Nothing has then been read or written.
+    fn meet(&self, meeting: Meeting) -> Result<f64, DeviceError>;
+
+    /// A rank cannot go on: who waits for it fails, and so does whoever comes, until this is cleared. The first to give
+    /// up is the one that is named.
+    fn give_up(&self, rank: u32, why: &str);
+
+    /// Everything is as at the beginning. Only where no rank is in a Program.
+    fn clear(&self);
+}
+
+/// A device's place in its team.
+#[derive(Clone)]
+pub struct Seat {
+    /// Which device it is.
+    pub rank: u32,
+    /// How it meets the others.
+    pub transport: Arc<dyn Transport>,
+}
+
+impl fmt::Debug for Seat {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "seat {} of {}", self.rank, self.transport.ranks())
+    }
+}
+
+impl Seat {
+    /// The others need not wait for this rank.
+    pub(crate) fn give_up(&self, why: &str) {
+        self.transport.give_up(self.rank, why);
+    }
+}
+
+/// Does work of a device that may have a seat. If it fails by itself, or panics, the others are told.
+pub(crate) fn seated<R>(seat: Option<&Seat>, work: impl FnOnce() -> Result<R, DeviceError>) -> Result<R, DeviceError> {
+    struct Panicking<'a>(Option<&'a Seat>);
+    impl Drop for Panicking<'_> {
+        fn drop(&mut self) {
+            if let (true, Some(seat)) = (std::thread::panicking(), self.0) {
+                seat.give_up("it came upon a bug");
+            }
+        }
+    }
+    let _guard = Panicking(seat);
+    let result = work();
+    if let (Err(error), Some(seat)) = (&result, seat)
+        && !error.is_peers()
+    {
+        seat.give_up(&error.to_string());
+    }
+    result
+}
+
+/// A rank's part in a collective.
+pub struct Meeting {
+    /// Who comes.
+    pub rank: u32,
+    /// What for.
+    pub collective: Collective,
+    /// The other end of a message.
+    pub peer: Option<u32>,
+    /// The collective's number: all must mean the same one.
+    pub number: u64,
+    /// The planned time at which this rank is ready, in seconds since the epoch.
+    pub ready: f64,
+    /// How long it plans the collective to take.
+    pub seconds: f64,
+    places: Vec<Place>,
+}
+
+/// Where a piece of a collective stands in the memory of one rank, which lends it for as long as it is in the meeting.
+struct Place {
+    input: *const u8,
+    output: *mut u8,
+    dtype: DType,
+    counts: Vec<u64>,
+}
+
+// SAFETY: a place is lent memory, which belongs to no thread; who reads and writes which bytes of it when is the
+// transport's business, under the promise of `Meeting::new`.
+unsafe impl Send for Place {}
+// SAFETY: as above; through a shared place safe code reads only sizes.
+unsafe impl Sync for Place {}
+
+impl Meeting {
+    /// What this rank brings to a collective.
+    ///
+    /// # Safety
+    /// Until [`Transport::meet`] has come back, the memory of every piece stays where it is, the bytes of its input may be
+    /// read and those of its output written by any thread, and nobody else writes the former or touches the latter.
+    /// Inputs and outputs overlap only where they are the same range of a sum for all, or where a rank's own part stands
+    /// in its place in the whole.
+    unsafe fn new(site: Site, seat: &Seat, exchange: &Exchange, ready: f64, seconds: f64) -> Meeting {
+        let place = |piece: &Piece| {
+            let (read, written) = exchange.elements(piece);
+            let dtype = site.set.tensor(piece.input.tensor).dtype;
+            let at = |operand: &Operand, elements: u64| {
+                let tensor = site.set.tensor(operand.tensor);
+                let slot = operand.slot.at(site.variable, site.micro_batch).rem_euclid(i64::from(tensor.slots));
+                let first = operand.offset.at(site.variable, site.micro_batch) as u64 * tensor.dtype.bytes();
+                let offset = site.placement.offset(operand.tensor, slot as u32) + first;
+                // SAFETY: the promise of this function; the slice itself is given up at once for its address, which
+                // stays good for as long as the arena does.
+                unsafe {
+                    site.spaces
+                        .of(tensor.space)
+                        .slice_mut::<u8>(offset, (elements * dtype.bytes()) as usize)
+                        .as_mut_ptr()
+                }
+            };
+            Place {
+                input: at(&piece.input, read),
+                output: at(&piece.output, written),
+                dtype,
+                counts: piece.counts.clone(),
+            }
+        };
+        Meeting {
+            rank: seat.rank,
+            collective: exchange.collective,
+            peer: exchange.peer,
+            number: exchange.sequence.at(site.variable, site.micro_batch) as u64,
+            ready,
+            seconds,
+            places: exchange.pieces.iter().map(place).collect(),
+        }
+    }
+}
+
+/// Takes part in a collective of a Program that is planned to be ready then and to take so long. Gives its planned end.
+///
+/// The same is promised as of every op that runs at a site: while it does, nobody writes bytes that it touches, or touches
+/// those that it writes.
+pub(crate) fn exchange(
+    site: Site,
+    seat: Option<&Seat>,
+    exchange: &Exchange,
+    ready: f64,
+    seconds: f64,
+) -> Result<f64, DeviceError> {
+    let alone = DeviceError::Unsupported { op: "a collective", device: "a device without a team" };
+    let seat = seat.ok_or(alone)?;
+    // SAFETY: the arenas are borrowed by the site until `meet` is back; the rest is what callers promise of every op, and
+    // of operands `passes::check`: they lie in their tensors, which have disjoint bytes.
+    seat.transport.meet(unsafe { Meeting::new(site, seat, exchange, ready, seconds) })
+}

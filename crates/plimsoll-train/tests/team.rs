@@ -1,0 +1,500 @@
+//! A team is one run: however a step is shared out, losses, norms and weights are those of one device (to 1e-9 in f64,
+//! where only the order of sums differs), all ranks have the same bits, and a rank that gives up anywhere leaves nobody
+//! waiting and nothing half done.
+
+use plimsoll_core::{
+    Bytes, DType, DeviceKind, DeviceSpec, HostSpec, Link, Offload, Rates, Recipe, RecomputeLevel, Sharing, Space,
+};
+use plimsoll_device::cpu::executor;
+use plimsoll_device::device::{Device, DeviceError, Memory, Observer, Unobserved};
+use plimsoll_device::transport::memory::Memory as InProcess;
+use plimsoll_device::transport::{Seat, Transport};
+use plimsoll_device::virtual_device::{self, Virtual};
+use plimsoll_plan::search::{Answer, Lossy, Pins, Question, plan_of};
+use plimsoll_program::models::decoder::{AdamState, Lora, Method, Optimizer, Source};
+use plimsoll_program::models::{ModelConfig, preset};
+use plimsoll_program::passes::check::check;
+use plimsoll_program::passes::collectives::agree;
+use plimsoll_program::{Lifetime, Op, OpKind, ProgramSet, Schedule, Share, TensorId};
+use plimsoll_train::data::Rows;
+use plimsoll_train::run::engine::{Engine, StepInput, StepLoss};
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+const LINK: Link = Link { bytes_per_second: 1e12, latency_seconds: 0.0 };
+const SEQUENCE: u64 = 12;
+const STEPS: u64 = 4;
+
+/// Ends the process where a test hangs.
+struct Watchdog(Arc<AtomicBool>);
+
+impl Watchdog {
+    fn new() -> Watchdog {
+        let done = Arc::new(AtomicBool::new(false));
+        let seen = done.clone();
+        std::thread::spawn(move || {
+            for _ in 0..3000 {
+                std::thread::sleep(Duration::from_millis(100));
+                if seen.load(Ordering::Relaxed) {
+                    return;
+                }
+            }
+            eprintln!("a rank hangs");
+            std::process::abort();
+        });
+        Watchdog(done)
+    }
+}
+
+impl Drop for Watchdog {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Each has something that the others lack: tied heads, biases, norms of heads, a head of its own.
+fn models() -> Vec<ModelConfig> {
+    let small = |name: &str, layers: u64| {
+        let known = preset(name).expect("listed");
+        let (heads, kv_heads, head_dim) = (4, 2, 8);
+        ModelConfig { hidden: 32, layers, heads, kv_heads, head_dim, ffn: 48, vocab: 67, ..known }
+    };
+    vec![small("smollm2-135m", 3), small("qwen2.5-7b", 2), small("qwen3-0.6b", 1), small("llama-3.1-8b", 2)]
+}
+
+fn lora() -> Lossy {
+    let lossy = Lossy::default();
+    Lossy { method: Method::Lora(Lora { dropout: 0.25, rank: 4, ..lossy.lora.clone() }), ..lossy }
+}
+
+fn device(kind: DeviceKind) -> DeviceSpec {
+    DeviceSpec {
+        name: "a".into(),
+        kind,
+        budget: Bytes::gib(2),
+        charges: Bytes::ZERO,
+        charges_measured: false,
+        threads: 1,
+        team_link: LINK,
+        rates: Rates {
+            f32_flops: 1e11,
+            bf16_flops: 1e11,
+            memory_bytes_per_second: 1e10,
+            op_seconds: 1e-6,
+            host_link: LINK,
+            measured: false,
+            ops: plimsoll_core::OpRates::default(),
+        },
+    }
+}
+
+/// Rows of a step, some of whose labels count for nothing, more of them in some rows than in others.
+fn rows(range: Range<u64>, vocab: u64, step: u64) -> Rows {
+    let mut rows = Rows::new(range.end - range.start, SEQUENCE);
+    for row in range.start as i32..range.end as i32 {
+        for i in 0..SEQUENCE as i32 {
+            rows.tokens.push((row * 31 + i * 7 + step as i32 * 13) % vocab as i32);
+            let counts = i >= row % 5 * 2;
+            rows.labels.push(if counts { (row * 17 + i * 5 + step as i32) % vocab as i32 } else { -100 });
+            let start = if i < 5 { 0 } else { 5 };
+            rows.positions.push(i - start);
+            rows.document_start.push(start);
+            rows.weights.push(if counts { 1.0 } else { 0.0 });
+        }
+    }
+    rows
+}
+
+/// What is run.
+#[derive(Clone)]
+struct Case {
+    config: ModelConfig,
+    precision: DType,
+    kind: DeviceKind,
+    lossy: Lossy,
+    state: AdamState,
+    sharing: Sharing,
+    offload: Offload,
+    /// Of each rank: its sequences, and those of a micro-batch.
+    ranks: Vec<(u64, u32)>,
+}
+
+impl Case {
+    fn new(config: &ModelConfig, ranks: &[(u64, u32)]) -> Case {
+        Case {
+            config: config.clone(),
+            precision: DType::F64,
+            kind: DeviceKind::Cpu,
+            lossy: Lossy::default(),
+            state: AdamState::Full,
+            sharing: Sharing::Batch,
+            offload: Offload::NOTHING,
+            ranks: ranks.into(),
+        }
+    }
+
+    /// The same on one device.
+    fn alone(&self) -> Case {
+        Case { ranks: vec![(self.sequences(), 3)], offload: Offload::NOTHING, ..self.clone() }
+    }
+
+    fn sequences(&self) -> u64 {
+        self.ranks.iter().map(|rank| rank.0).sum()
+    }
+
+    /// The sequences of a rank in the step.
+    fn own(&self, rank: usize) -> Range<u64> {
+        let first = self.ranks[..rank].iter().map(|rank| rank.0).sum();
+        first..first + self.ranks[rank].0
+    }
+
+    fn answer(&self, rank: usize) -> Answer {
+        let device = device(self.kind);
+        let (state, own) = (self.state, self.own(rank));
+        let question = Question {
+            config: &self.config,
+            precision: self.precision,
+            sequence: SEQUENCE,
+            sequences: own.end - own.start,
+            source: Source::Random { seed: 3 },
+            optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state }),
+            evaluate: false,
+            generation: None,
+            device: &device,
+            host: HostSpec { budget: Bytes::gib(2), memory_bytes_per_second: 1e10 },
+            lossy: self.lossy.clone(),
+            pins: Pins::default(),
+            rungs: vec![],
+            share: Share {
+                sharing: (self.ranks.len() > 1).then_some(self.sharing),
+                rank: rank as u32,
+                ranks: self.ranks.len() as u32,
+                first_sequence: own.start,
+                ..Share::ALONE
+            },
+        };
+        let layers = self.config.layers as usize;
+        let recompute = RecomputeLevel::ALL.iter().rev().cycle().take(layers).copied().collect();
+        let recipe = Recipe { micro_batch: self.ranks[rank].1, recompute, offload: self.offload, rungs: vec![] };
+        let answer = plan_of(&question, &recipe);
+        check(&answer.set).unwrap_or_else(|malformed| panic!("{recipe}: {malformed}"));
+        answer
+    }
+
+    fn open(&self, answer: &Answer) -> Box<dyn Device> {
+        let (set, placement) = (answer.set.clone(), answer.layout.placement.clone());
+        match self.kind {
+            DeviceKind::Virtual => {
+                let what = Virtual {
+                    name: "virtual:a".into(),
+                    arena_budget: Bytes::gib(1),
+                    threads: 1,
+                    price: Box::new(|_, _| 0.0),
+                    link: LINK,
+                };
+                virtual_device::open(what, set, placement, self.precision).expect("the arenas are given")
+            }
+            _ => executor::open(set, placement, self.precision, 1).expect("the arena is given"),
+        }
+    }
+
+    /// An engine for each rank, in their seats, with fresh weights.
+    fn team(&self) -> Team {
+        let transport = InProcess::between(self.ranks.len() as u32);
+        let answers: Vec<Answer> = (0..self.ranks.len()).map(|rank| self.answer(rank)).collect();
+        let schedules: Vec<Schedule> = (0..self.ranks.len())
+            .map(|rank| Schedule::accumulate(self.ranks[rank].0.div_ceil(u64::from(self.ranks[rank].1)) as u32))
+            .collect();
+        let ranks: Vec<_> = answers.iter().map(|answer| &answer.set).zip(&schedules).collect();
+        agree(&ranks).expect("all ranks agree");
+        let engines = answers.iter().enumerate().map(|(rank, answer)| {
+            let mut device = self.open(answer);
+            device.join(Seat { rank: rank as u32, transport: transport.clone() }).expect("it can work in a team");
+            let recipe = answer.plan.recipe.clone();
+            Engine::new(device, &answer.set, self.precision, recipe, SEQUENCE, self.config.vocab)
+        });
+        let engines = engines.collect();
+        let mut team =
+            Team { case: self.clone(), engines, transport, sets: answers.into_iter().map(|a| a.set).collect() };
+        for program in ["load", "fresh"] {
+            team.each(|_, engine| engine.run(program).expect("nobody gives up"));
+        }
+        team
+    }
+
+    /// What is left of a run.
+    fn run(&self) -> Left {
+        let mut team = self.team();
+        let losses: Vec<StepLoss> = (1..=STEPS).map(|step| team.step(step)).collect();
+        Left { losses, ranks: team.left() }
+    }
+}
+
+struct Team {
+    case: Case,
+    engines: Vec<Engine>,
+    transport: Arc<InProcess>,
+    sets: Vec<ProgramSet>,
+}
+
+type Weights = BTreeMap<(String, u32), Vec<u8>>;
+
+/// The losses of all steps, and each rank's weights and state.
+struct Left {
+    losses: Vec<StepLoss>,
+    ranks: Vec<Weights>,
+}
+
+impl Team {
+    /// Work of all ranks at the same time.
+    fn each<R: Send>(&mut self, work: impl Fn(usize, &mut Engine) -> R + Sync) -> Vec<R> {
+        std::thread::scope(|scope| {
+            let work = &work;
+            let engines = self.engines.iter_mut().enumerate();
+            let threads: Vec<_> = engines.map(|(rank, engine)| scope.spawn(move || work(rank, engine))).collect();
+            threads.into_iter().map(|thread| thread.join().expect("no rank panics")).collect()
+        })
+    }
+
+    fn gradients(&mut self, step: u64) -> Vec<Result<StepLoss, DeviceError>> {
+        let case = self.case.clone();
+        let vocab = case.config.vocab;
+        let labelled_tokens = rows(0..case.sequences(), vocab, step).labelled_tokens();
+        let input = StepInput { step, learning_rate: 1e-2, betas: [0.9, 0.95], clip_norm: 0.3, labelled_tokens };
+        self.each(|rank, engine| engine.gradients(&mut rows(case.own(rank), vocab, step), &input))
+    }
+
+    /// A step of all, who have the same loss and norm.
+    fn step(&mut self, step: u64) -> StepLoss {
+        let losses: Vec<StepLoss> =
+            self.gradients(step).into_iter().map(|loss| loss.expect("nobody gives up")).collect();
+        assert!(losses.iter().all(|loss| *loss == losses[0]), "{losses:?}");
+        self.each(|_, engine| engine.update().expect("nobody gives up"));
+        losses[0]
+    }
+
+    /// Each rank's weights and state, wherever they wait, by their names in plain Programs.
+    fn left(&mut self) -> Vec<Weights> {
+        let (engines, sets) = (&mut self.engines, &self.sets);
+        let mut all = Vec::new();
+        for (engine, set) in engines.iter_mut().zip(sets) {
+            let mut weights = Weights::new();
+            for (number, tensor) in set.tensors.iter().enumerate() {
+                let changes = tensor.lifetime == Lifetime::Persistent && tensor.space != Space::File;
+                if !changes || ["scalars", "metrics"].contains(&&*tensor.name) || tensor.name.contains(".gradient") {
+                    continue;
+                }
+                let base = tensor.name.strip_suffix(".host").unwrap_or(&tensor.name);
+                let beside = set.find(&format!("{base}.host")).map_or(0, |home| set.tensor(home).slots);
+                for slot in 0..tensor.slots {
+                    let mut bytes = vec![0; tensor.bytes() as usize];
+                    engine.device().read(TensorId(number as u32), slot, &mut bytes);
+                    let slot = if base == tensor.name { slot + beside } else { slot };
+                    weights.insert((base.to_owned(), slot), bytes);
+                }
+            }
+            all.push(weights);
+        }
+        all
+    }
+}
+
+fn numbers(precision: DType, bytes: &[u8]) -> Vec<f64> {
+    executor::real_values(precision, bytes)
+}
+
+/// The largest distance between two runs, in losses, norms and every number that stays.
+fn distance(precision: DType, a: &Left, b: &Left) -> f64 {
+    let apart = |a: f64, b: f64| (a - b).abs() / a.abs().max(1.0);
+    let losses = a.losses.iter().zip(&b.losses);
+    let losses = losses.map(|(a, b)| apart(a.loss, b.loss).max(apart(a.norm, b.norm)));
+    let (a, b) = (&a.ranks[0], &b.ranks[0]);
+    assert!(a.keys().eq(b.keys()), "{:?} {:?}", a.keys(), b.keys());
+    let values = a.iter().flat_map(|(key, bytes)| {
+        numbers(precision, bytes).into_iter().zip(numbers(precision, &b[key])).collect::<Vec<_>>()
+    });
+    losses.chain(values.map(|(a, b)| apart(a, b))).fold(0.0, f64::max)
+}
+
+fn is_one_run(case: &Case) {
+    let (alone, team) = (case.alone().run(), case.run());
+    let what = format!("{}, {:?}, {:?}, {}", case.config.model_type, case.lossy.method, case.ranks, case.offload);
+    let apart = distance(case.precision, &alone, &team);
+    assert!(apart < 1e-9, "{apart:e} apart: {what}");
+    for (rank, weights) in team.ranks.iter().enumerate() {
+        let differs = weights.iter().find(|(key, bytes)| team.ranks[0].get(*key) != Some(bytes));
+        assert!(differs.is_none(), "rank {rank} differs in {:?}: {what}", differs.map(|(key, _)| key));
+    }
+    assert!(alone.losses.iter().all(|step| step.norm > 0.0), "something is learned: {:?}", alone.losses);
+}
+
+#[test]
+fn a_batch_that_is_shared_out_is_the_run_of_one_device() {
+    let _watchdog = Watchdog::new();
+    // Sequences that do not divide, micro-batches that do not fill.
+    for ranks in [&[(5, 2), (2, 2)][..], &[(4, 3), (2, 1), (1, 1)], &[(1, 1), (7, 7)]] {
+        for config in models() {
+            for lossy in [Lossy::default(), lora()] {
+                is_one_run(&Case { lossy, ..Case::new(&config, ranks) });
+            }
+        }
+    }
+}
+
+#[test]
+fn a_shared_batch_goes_with_whatever_waits_on_the_host() {
+    let _watchdog = Watchdog::new();
+    let none = Offload::NOTHING;
+    for config in models() {
+        let layers = config.layers as u32;
+        for offload in [
+            Offload { optimizer: layers, gradients: layers.div_ceil(2), ..none },
+            Offload { optimizer: layers, gradients: layers, weights: layers, inputs: layers, ..none },
+            Offload { embedding: true, head: true, ..none },
+            Offload { optimizer: layers, gradients: layers, weights: layers, embedding: true, update: true, ..none },
+        ] {
+            for ranks in [[(5, 2), (2, 2)], [(2, 2), (1, 1)]] {
+                is_one_run(&Case { offload, kind: DeviceKind::Virtual, ..Case::new(&config, &ranks) });
+            }
+        }
+    }
+}
+
+/// Refuses one op, once.
+struct Refuses {
+    program: &'static str,
+    at: u32,
+    one_at_a_time: bool,
+    calls: u32,
+}
+
+impl Observer for Refuses {
+    fn before(&mut self, tick: u32, op: &Op, _: &mut dyn Memory) -> Result<(), DeviceError> {
+        self.calls += 1;
+        if self.calls == self.at {
+            return Err(DeviceError::Refused { program: self.program.into(), tick, op: op.name() });
+        }
+        Ok(())
+    }
+
+    fn one_at_a_time(&self) -> bool {
+        self.one_at_a_time
+    }
+}
+
+/// Ops of a step, up to its update, on one rank.
+fn ops_of_step(case: &Case, set: &ProgramSet, rank: usize) -> u32 {
+    let (sequences, micro_batch) = case.ranks[rank];
+    let calls = Schedule::accumulate(sequences.div_ceil(u64::from(micro_batch)) as u32).calls;
+    let calls = calls.iter().filter(|call| call.program != "update");
+    calls
+        .map(|call| set.program(&call.program).unwrap().trace().filter(|(op, _)| op.runs(call.last)).count() as u32)
+        .sum()
+}
+
+#[test]
+fn a_rank_that_gives_up_anywhere_wakes_all_and_the_step_is_done_again_with_the_same_bits() {
+    let _watchdog = Watchdog::new();
+    for (kind, one_at_a_time) in [(DeviceKind::Cpu, true), (DeviceKind::Virtual, true), (DeviceKind::Virtual, false)] {
+        let case = Case { kind, ..Case::new(&models()[0], &[(3, 2), (2, 1), (1, 1)]) };
+        let undisturbed = case.run();
+        let mut team = case.team();
+        let first = team.step(1);
+        assert_eq!(first, undisturbed.losses[0]);
+        for rank in 0..3 {
+            let ops = ops_of_step(&case, &team.sets[rank], rank);
+            for at in (1..=ops).filter(|at| at % 7 == 1 || at + 12 > ops) {
+                let refuses = Refuses { program: "any", at, one_at_a_time, calls: 0 };
+                team.engines[rank].observe(Box::new(refuses));
+                let found = team.gradients(2);
+                for (other, result) in found.iter().enumerate() {
+                    match result {
+                        Err(DeviceError::Refused { .. }) => assert_eq!(other, rank),
+                        Err(DeviceError::Peer { rank: named, .. }) => {
+                            assert_eq!(*named as usize, rank);
+                            assert_ne!(other, rank);
+                        }
+                        // The last ops of a step wait for nobody.
+                        Ok(_) => assert!(at > ops - 60 && other != rank, "{kind:?}: rank {other} at {at} of {ops}"),
+                        Err(other) => panic!("{other}"),
+                    }
+                }
+                team.engines[rank].observe(Box::new(Unobserved));
+                team.transport.clear();
+            }
+        }
+        let rest: Vec<StepLoss> = (2..=STEPS).map(|step| team.step(step)).collect();
+        assert_eq!(rest, undisturbed.losses[1..], "{kind:?}");
+        assert!(team.left() == undisturbed.ranks, "{kind:?}");
+    }
+}
+
+#[test]
+fn collectives_write_what_they_declare_and_nothing_else() {
+    let _watchdog = Watchdog::new();
+    /// Looks at the whole arena around every collective.
+    struct Looks {
+        before: Vec<u8>,
+        allowed: Vec<Range<usize>>,
+        answer: Answer,
+        seen: Arc<std::sync::atomic::AtomicU32>,
+    }
+    impl Looks {
+        fn written(&self, op: &Op) -> Vec<Range<usize>> {
+            let set = &self.answer.set;
+            let accesses = op.accesses(&|id| set.tensor(id).elements());
+            let written = accesses.into_iter().filter(|access| access.mode != plimsoll_program::Mode::Read);
+            written
+                .flat_map(|access| {
+                    let tensor = set.tensor(access.operand.tensor);
+                    (0..tensor.slots).map(move |slot| (access, tensor, slot))
+                })
+                .map(|(access, tensor, slot)| {
+                    let first = self.answer.layout.placement.offset(access.operand.tensor, slot) as usize;
+                    let first = first + access.operand.offset.base as usize * tensor.dtype.bytes() as usize;
+                    first..first + (access.elements * tensor.dtype.bytes()) as usize
+                })
+                .collect()
+        }
+    }
+    impl Observer for Looks {
+        fn before(&mut self, _: u32, op: &Op, memory: &mut dyn Memory) -> Result<(), DeviceError> {
+            if let OpKind::CollectiveStart(_) = op.kind {
+                self.allowed = self.written(op);
+                self.before = memory.look(Space::Device, 0..memory.bytes(Space::Device).0).into_owned();
+            }
+            Ok(())
+        }
+
+        fn after(&mut self, _: u32, op: &Op, memory: &mut dyn Memory) {
+            let OpKind::CollectiveStart(_) = op.kind else { return };
+            self.seen.fetch_add(1, Ordering::Relaxed);
+            let now = memory.look(Space::Device, 0..self.before.len() as u64);
+            for (at, (a, b)) in self.before.iter().zip(now.iter()).enumerate() {
+                assert!(a == b || self.allowed.iter().any(|range| range.contains(&at)), "{op:?} wrote byte {at}");
+            }
+        }
+    }
+    for config in models() {
+        let case = Case::new(&config, &[(3, 1), (2, 2)]);
+        let mut team = case.team();
+        let seen = Arc::new(std::sync::atomic::AtomicU32::new(0));
+        for (rank, engine) in team.engines.iter_mut().enumerate() {
+            let (before, allowed, seen) = (vec![], vec![], seen.clone());
+            engine.observe(Box::new(Looks { before, allowed, answer: case.answer(rank), seen }));
+        }
+        team.step(1);
+        // The head or the embedding, each layer, the loss.
+        assert!(seen.load(Ordering::Relaxed) as u64 >= 2 * (config.layers + 2));
+    }
+}
+
+#[test]
+fn an_engine_goes_from_thread_to_thread() {
+    fn goes<T: Send>() {}
+    goes::<Engine>();
+    goes::<Box<dyn Device>>();
+}
