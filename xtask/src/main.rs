@@ -9,6 +9,7 @@ mod kill;
 mod predict;
 mod soak;
 mod stand_in;
+mod worth;
 
 const USAGE: &str = "usage: cargo xtask CHORE
 
@@ -18,7 +19,8 @@ const USAGE: &str = "usage: cargo xtask CHORE
   kill        kill runs at random moments and compare what they end with; kill --help says how
   predict     predict and measure step times of recipes drawn at random; predict --help says how
   soak        show on random models that plans are exact; soak --help says how
-  stand-in    run the real programs on a stand-in for a GPU (runs on the CPU), and compare with the CPU";
+  stand-in    run the real programs on a stand-in for a GPU (runs on the CPU), and compare with the CPU
+  worth       measure teams of unequal simulated devices against what each does alone; worth --help says how";
 
 fn main() -> anyhow::Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -30,6 +32,7 @@ fn main() -> anyhow::Result<()> {
         Some("predict") => predict::run(&arguments[1..]),
         Some("soak") => soak::run(&arguments[1..]),
         Some("stand-in") => cuda::on_stand_in(),
+        Some("worth") => worth::run(&arguments[1..]),
         _ => anyhow::bail!("{USAGE}"),
     }
 }

@@ -11,6 +11,7 @@ mod place;
 mod plans;
 mod refusals;
 mod tally;
+mod teams;
 #[cfg(test)]
 mod tests;
 mod twin;
@@ -61,8 +62,8 @@ struct Options {
     #[arg(long, hide = true)]
     worker_from: Option<u64>,
     /// Only the cases, only the whole processes (larger runs, each in a process of its own), every op of the cases beside
-    /// the CPU's in f64, plans of larger models under load lines of a GPU, plans and runs all over the ladder, or runs
-    /// whose device refuses memory at random.
+    /// the CPU's in f64, plans of larger models under load lines of a GPU, plans and runs all over the ladder, runs
+    /// whose device refuses memory at random, or teams of unequal devices that refuse and are lost at random.
     #[arg(long)]
     only: Option<Only>,
     /// Where the cases run: cpu, virtual, or cuda:0.
@@ -94,6 +95,7 @@ enum Only {
     Plans,
     Ladder,
     Refusals,
+    Teams,
 }
 
 impl Options {
@@ -107,6 +109,7 @@ impl Options {
             Some(Only::Ops) => checks::run_ops(case),
             Some(Only::Ladder) => ladder::run_ladder(case.seed, case.number),
             Some(Only::Refusals) => refusals::run_refusals(case.seed, case.number),
+            Some(Only::Teams) => teams::run_team(case.seed, case.number),
             Some(Only::Plans) => plans::run_plan(case.seed, case.number, self.size, self.device, self.dtype),
             _ => checks::run_case(case),
         }

@@ -85,6 +85,17 @@ pub enum Event {
     },
     /// The run goes on with another recipe, or does again what was refused.
     Retreat(Retreat),
+    /// A device is gone; the others go on.
+    Lost {
+        /// While this step was done, or between it and the next.
+        step: u64,
+        /// Its name.
+        device: String,
+        /// What is known of it.
+        why: String,
+        /// The devices that are left.
+        left: Vec<String>,
+    },
     /// A device that was too warm, or was slowed down for it, has rested between two steps.
     Rest {
         /// After this step.

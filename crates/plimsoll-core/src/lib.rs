@@ -26,4 +26,4 @@ pub use plan::{
     Algorithms, Alternative, Category, Class, DevicePlan, Effect, Fallback, LeftOut, Member, Need, Offload, Plan,
     Predicted, Recipe, RecomputeLevel, Rung, RungPrice, Sharing, Space, WorkName, describe_levels,
 };
-pub use result::{DeviceMemory, EvalResult, LossSpan, Retreat, RunResult, RunStatus, StepSeconds};
+pub use result::{DeviceMemory, EvalResult, LossSpan, MemberResult, Retreat, RunResult, RunStatus, StepSeconds};

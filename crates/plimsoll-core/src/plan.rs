@@ -451,6 +451,9 @@ pub struct Member {
     /// Its part of the state in parts of 1024, where state is shared out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub state: Option<u64>,
+    /// What its products are done with, once it was opened, where it is a GPU.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub algorithms: Option<Algorithms>,
     /// Seconds of a step in which it computes.
     pub busy_seconds: f64,
     /// Seconds of a step in which it does nothing but exchange with the others, or waits for them.

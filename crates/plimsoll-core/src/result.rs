@@ -1,6 +1,6 @@
 //! How a run ended: `result.json`. Other tools rely on these names.
 
-use crate::{Bytes, Class, Fallback, Recipe};
+use crate::{Bytes, Class, Fallback, Recipe, Sharing};
 use serde::{Deserialize, Serialize};
 
 /// `result.json`. All figures are measured unless their name says predicted.
@@ -20,8 +20,14 @@ pub struct RunResult {
     pub eval: Option<EvalResult>,
     /// Every device that took part.
     pub memory: Vec<DeviceMemory>,
-    /// The recipe of the last step.
+    /// The recipe of the last step; of a team, its first device's.
     pub recipe: Recipe,
+    /// How a team shared the work in the last step; none for one device.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sharing: Option<Sharing>,
+    /// What each device of the team did in the last step.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub team: Vec<MemberResult>,
     /// Rungs that were taken while the run was under way, since it was last started.
     pub retreats: Vec<Retreat>,
     /// Seconds in which a device that was too warm rested, since the run was last started.
@@ -30,6 +36,22 @@ pub struct RunResult {
     /// The device that was asked for, where the processor did its work.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fallback: Option<Fallback>,
+}
+
+/// What a device of a team did in the last step.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct MemberResult {
+    /// The device's name.
+    pub device: String,
+    /// Whether its figures come from a simulation.
+    pub simulated: bool,
+    /// Sequences of the step that it computed.
+    pub sequences: u64,
+    /// Its recipe.
+    pub recipe: Recipe,
+    /// What its passes took, measured, over what was predicted: the median over the steps since the run was last started.
+    /// Passes in which it waited for others do not count.
+    pub passes_over_predicted: f64,
 }
 
 /// How a run ended.
@@ -95,6 +117,8 @@ pub struct DeviceMemory {
 pub struct Retreat {
     /// While this step was done, or between it and the next.
     pub step: u64,
+    /// The device that gave way.
+    pub device: String,
     /// What gave way, and why.
     pub why: String,
     /// The recipe that was left.

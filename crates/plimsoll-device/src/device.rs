@@ -202,6 +202,12 @@ pub enum DeviceError {
         /// The op.
         op: &'static str,
     },
+    /// The device is gone, with all that stood on it (injected, in rehearsals).
+    #[error("{device} is gone")]
+    Lost {
+        /// Its name.
+        device: String,
+    },
     /// Another device of the team cannot go on, so what is under way is dropped. Its own error says why.
     #[error("rank {rank} of the team gave up: {why}")]
     Peer {

@@ -311,6 +311,18 @@ impl DeviceRequest {
     }
 }
 
+impl DeviceRequest {
+    /// Its own load line, where it was named with one.
+    pub fn budget(&self) -> Option<Budget> {
+        match self {
+            DeviceRequest::Virtual { budget, .. } => Some(*budget),
+            DeviceRequest::Cpu { budget }
+            | DeviceRequest::Cuda { budget, .. }
+            | DeviceRequest::Paper { budget, .. } => *budget,
+        }
+    }
+}
+
 impl fmt::Display for DeviceRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.name())?;

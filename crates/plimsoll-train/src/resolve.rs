@@ -158,10 +158,12 @@ impl Resolved {
     /// As [`Resolved::new`]; several devices, or one that can only be planned for.
     pub fn to_run(file: &RunFile, work: Work) -> Result<Resolved, Failure> {
         let mut resolved = Resolved::new(file)?;
-        if resolved.open && !resolved.others.is_empty() {
-            resolved.prefer(file, work)?;
-        }
         resolved.only_here()?;
+        if work != Work::Train && !resolved.others.is_empty() {
+            // What is done once is done by one device.
+            resolved.prefer(file, work)?;
+            resolved.others.clear();
+        }
         Ok(resolved)
     }
 
@@ -216,20 +218,15 @@ impl Resolved {
         (!names.is_empty()).then(|| format!("left out: {} (this version uses one device)", names.join(", ")))
     }
 
-    /// That there is one device, and that it is here.
+    /// That the devices are here.
     ///
     /// # Errors
-    /// Several devices, or one that can only be planned for.
+    /// One that can only be planned for.
     fn only_here(&self) -> Result<(), Failure> {
-        if let Some(other) = self.others.first().filter(|_| !self.open) {
-            let message =
-                format!("run.devices: this version uses one device, not {} and {}", self.device.name, other.name);
-            return Err(Failure::input(message).hint("name one of them"));
-        }
         if self.device.kind != DeviceKind::Paper {
             return Ok(());
         }
-        let message = format!("run.devices: this version does not run on `{}`", self.device.name);
+        let message = format!("run.devices: `{}` is a device on paper: nothing runs on it", self.device.name);
         Err(Failure::input(message).hint("plan for it with `plimsoll plan`, or run on `cpu`"))
     }
 
@@ -361,7 +358,7 @@ fn pins(file: &RunFile, layers: usize) -> Result<Pins, Failure> {
 const PAPER_HOST_BYTES_PER_SECOND: f64 = 30e9;
 
 /// The host beside a device. The processor is its own; on paper there is what the user says.
-fn host(file: &RunFile, device: &DeviceSpec) -> Result<HostSpec, Failure> {
+pub(crate) fn host(file: &RunFile, device: &DeviceSpec) -> Result<HostSpec, Failure> {
     let (given, budget) = (file.devices().host, file.host());
     match device.kind {
         DeviceKind::Cpu => Ok(HostSpec::NONE),
@@ -409,6 +406,11 @@ fn open_devices(file: &RunFile) -> Result<Vec<DeviceSpec>, Failure> {
         // What is there is used: the GPUs, else the processor.
         return match gpus(file, None) {
             Ok(gpus) if !gpus.is_empty() => Ok(gpus),
+            _ if model_is_example(file) && !a_gpu_could_be_used() => {
+                let mut pair = file.clone();
+                pair.run.devices = example_pair();
+                open_devices(&pair)
+            }
             // Nobody who has a GPU shall wonder why it idles.
             Err(failure) if a_gpu_could_be_used() => Err(failure.hint("or leave it alone: --devices cpu")),
             _ => Ok(vec![cpu(file, None)?]),
@@ -423,6 +425,15 @@ fn open_devices(file: &RunFile) -> Result<Vec<DeviceSpec>, Failure> {
         }
     }
     Ok(devices)
+}
+
+/// What the built-in example shows where there is no GPU: two unequal devices at work, as fast as this machine may have
+/// them beside each other. The paces are to each other as an RTX 3070's to an RTX 3090's.
+fn example_pair() -> String {
+    const SLOWER: f64 = 0.57;
+    let cores = (0.8 * Cpu::read().usable_cores()).min(1.0 + SLOWER);
+    let pace = |share: f64| (100.0 * cores * share / (1.0 + SLOWER)).floor() / 100.0;
+    format!("virtual:large=48MiB@{},virtual:small=32MiB@{}", pace(1.0), pace(SLOWER))
 }
 
 /// Every GPU that Plimsoll can use; where there is none, why.
@@ -600,6 +611,10 @@ pub fn write_example(file: &mut RunFile) -> Result<(), Failure> {
             (*source, named) = (inside(name), true);
         }
     }
+    if named && file.devices().devices.is_empty() && !a_gpu_could_be_used() {
+        let host = file.devices().host.map_or(String::new(), |host| format!(",host={host}"));
+        file.run.devices = example_pair() + &host;
+    }
     if named {
         sums::write(&folder, file.train.seed)?;
     }
@@ -665,12 +680,12 @@ mod tests {
     }
 
     #[test]
-    fn several_devices_are_planned_for_and_not_run_on() {
+    fn devices_on_paper_are_planned_for_and_not_run_on() {
         let file = file(&["model.preset=smollm2-135m", "run.devices=rtx3070,rtx3090"]);
         let failure = Resolved::to_run(&file, Work::Train).unwrap_err();
         assert_eq!(
             failure.to_string(),
-            "run.devices: this version uses one device, not rtx3070 and rtx3090\n  hint: name one of them"
+            "run.devices: `rtx3070` is a device on paper: nothing runs on it\n  hint: plan for it with `plimsoll plan`, or run on `cpu`"
         );
     }
 

@@ -76,6 +76,9 @@ impl Progress {
                 let end = format!("{celsius_after:.0} °C after {}", seconds(*took));
                 Some(format!("rest after step {step}: {device} at {celsius:.0} {limit}{why}; {end}"))
             }
+            Event::Lost { step, device, why, left } => {
+                Some(format!("lost at step {step}: {device} ({why}); {} go on", left.join(", ")))
+            }
             Event::Warning { message } => Some(format!("warning: {message}")),
             Event::End { .. } => None,
         }
@@ -114,7 +117,7 @@ pub fn retreat_line(retreat: &Retreat) -> String {
     let Retreat { step, why, from, to, arena_bytes_before, arena_bytes, seconds: took, .. } = retreat;
     let head = if arena_bytes > arena_bytes_before { "room again" } else { "retreat" };
     let head = format!("{head} at step {step}: {why}");
-    if from == to {
+    if from == to && arena_bytes == arena_bytes_before {
         return format!("{head}; done again as it was");
     }
     format!(

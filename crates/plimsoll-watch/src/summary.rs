@@ -3,7 +3,7 @@
 
 use crate::progress::retreat_line;
 use crate::text::{columns, count, percent, seconds, shell_word};
-use plimsoll_core::{RunResult, RunStatus};
+use plimsoll_core::{MemberResult, RunResult, RunStatus, Sharing};
 
 /// A held-out sample and what the model made of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -37,6 +37,7 @@ pub fn summary(result: &RunResult, samples: &[Sample], folder: &str, model: Opti
         text += &sample_rows(samples);
     }
     text += "\n";
+    text += &team_lines(result);
     text += &columns(&measured_rows(result), "");
     text += &format!(
         "{} tokens/s (measured{})\n",
@@ -91,6 +92,22 @@ fn measured_rows(result: &RunResult) -> Vec<Vec<String>> {
     rows
 }
 
+/// What each device of a team did, a line each.
+fn team_lines(result: &RunResult) -> String {
+    let Some(sharing) = result.sharing else { return String::new() };
+    let all: u64 = result.team.iter().map(|member| member.sequences).sum();
+    let line = |member: &MemberResult| {
+        let of = if sharing == Sharing::Layers {
+            String::new()
+        } else {
+            format!("{} of {all} sequences, ", member.sequences)
+        };
+        let simulated = if member.simulated { " (simulated)" } else { "" };
+        format!("  {}: {of}{:.2} of the predicted time{simulated}\n", member.device, member.passes_over_predicted)
+    };
+    format!("{sharing} shared\n{}\n", result.team.iter().map(line).collect::<String>())
+}
+
 /// Samples, each on a line, right ones marked as such.
 fn sample_rows(samples: &[Sample]) -> String {
     let width = samples.iter().map(|sample| sample.prompt.chars().count()).max().unwrap_or(0);
@@ -126,6 +143,8 @@ mod tests {
                 measured_bytes: Bytes(Bytes::mib(40).0 + (1 << 18)),
             }],
             recipe: Recipe::on_device(64, vec![RecomputeLevel::Nothing; 3]),
+            sharing: None,
+            team: vec![],
             retreats: vec![],
             rested_seconds: 0.0,
             fallback: None,
@@ -166,6 +185,7 @@ model: runs/sums/model
     fn a_stopped_run_says_how_it_goes_on() {
         let recipe = |micro_batch| Recipe::on_device(micro_batch, vec![RecomputeLevel::Nothing; 3]);
         let retreat = Retreat {
+            device: "cpu".into(),
             step: 7,
             why: "cpu: the device ran out".into(),
             from: recipe(64),

@@ -125,6 +125,13 @@ pub struct TrainArgs {
     /// Rehearse: the device refuses memory there, such as 12, 12:backward, 12:update:3, 0:load, or random:0.01
     #[arg(long, value_name = "STEP[:PROGRAM[:OP]]")]
     inject_oom: Vec<String>,
+    /// Rehearse: this device of a team is gone from this step on, or from the first time on that this Program is to run in it;
+    /// can be repeated
+    #[arg(long, value_name = "DEVICE:STEP[:PROGRAM]")]
+    inject_loss: Vec<String>,
+    /// Rehearse: from this step on the passes of this device of a team take so many times as long; can be repeated
+    #[arg(long, value_name = "DEVICE:STEP:FACTOR")]
+    inject_slow: Vec<String>,
     /// Save no checkpoint and no model: for runs that are only measured
     #[arg(long, conflicts_with = "resume")]
     pub no_save: bool,
@@ -147,7 +154,9 @@ impl TrainArgs {
     /// # Errors
     /// A place that cannot be read.
     pub fn injections(&self) -> Result<Vec<Injection>, Failure> {
-        self.inject_oom.iter().map(|place| place.parse()).collect()
+        let refusals = self.inject_oom.iter().map(|place| place.parse());
+        let losses = self.inject_loss.iter().map(|place| Injection::loss(place));
+        refusals.chain(losses).chain(self.inject_slow.iter().map(|place| Injection::slow(place))).collect()
     }
 
     /// The run file that all this means.
@@ -253,6 +262,9 @@ pub struct BudgetArgs {
     /// The most that its device may hold from the next step on: an amount, such as 6GiB, or a share of what is free and
     /// what the run holds, such as 50%
     pub budget: Budget,
+    /// The device that is meant, where several work on the run
+    #[arg(long)]
+    pub device: Option<String>,
     /// Print the answer as JSON
     #[arg(long)]
     pub json: bool,

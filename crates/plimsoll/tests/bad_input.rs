@@ -133,7 +133,7 @@ fn what_the_model_or_the_machine_cannot_take_is_refused_with_what_they_can() {
     let train = |setting: &str| place.refuse(2, &[&TRAIN[..], &["--set", setting]].concat());
     assert!(train("data.sequence=128").contains("takes no more than 64"));
     assert!(train("run.threads=1024").contains("1024 threads are more than the "));
-    assert!(train("run.devices=rtx3090").contains("does not run on `rtx3090`"));
+    assert!(train("run.devices=rtx3090").contains("`rtx3090` is a device on paper"));
     assert!(train("run.devices=cuda:99").contains("run.devices: cuda:99: "));
     assert_eq!(place.names("run"), [""; 0]);
     // Too small a load line: exit code 3, and the ready command works.

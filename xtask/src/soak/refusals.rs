@@ -17,22 +17,30 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
 /// Steps of a run.
-const STEPS: u64 = 6;
+pub(super) const STEPS: u64 = 6;
 /// How far losses and norms may be apart where sums are taken in another order.
-const F32_DISTANCE: f64 = 1e-3;
-const BF16_DISTANCE: f64 = 5e-2;
+pub(super) const F32_DISTANCE: f64 = 1e-3;
+pub(super) const BF16_DISTANCE: f64 = 5e-2;
 
 /// What a run is about.
-struct Asked {
-    folder: PathBuf,
-    settings: Vec<String>,
-    share: f64,
-    precision: DType,
-    label: String,
+pub(super) struct Asked {
+    pub folder: PathBuf,
+    pub settings: Vec<String>,
+    pub share: f64,
+    pub precision: DType,
+    pub label: String,
 }
 
 impl Asked {
     fn new(seed: u64, number: u64) -> anyhow::Result<Asked> {
+        let device = |draw: &mut Draw| {
+            draw.of(&["cpu=512MiB", "virtual:a=64MiB@1.0", "virtual:a=64MiB@1.0:16GB/s,host=32MiB"]).to_owned()
+        };
+        Asked::on(seed, number, &device)
+    }
+
+    /// A small run on devices that are drawn, too.
+    pub fn on(seed: u64, number: u64, devices: &dyn Fn(&mut Draw) -> String) -> anyhow::Result<Asked> {
         let mut draw = Draw::new(seed ^ 9, number);
         let folder = std::env::temp_dir().join(format!("plimsoll-refusals-{}-{seed}-{number}", std::process::id()));
         fs::create_dir_all(&folder).context("cannot make a folder")?;
@@ -46,7 +54,7 @@ impl Asked {
         fs::write(folder.join("run.toml"), "")?;
         let precision = draw.of(&[DType::F32, DType::F32, DType::Bf16]);
         let rungs = draw.of(&[&[][..], &[], &["adam8bit"], &["lora"], &["lora", "int8"], &["lora", "nf4"]]);
-        let device = draw.of(&["cpu=512MiB", "virtual:a=64MiB@1.0", "virtual:a=64MiB@1.0:16GB/s,host=32MiB"]);
+        let device = devices(&mut draw);
         let share = draw.of(&[0.003, 0.01, 0.03, 0.1, 0.3]);
         let mut settings = vec![
             format!("model.path={}", folder.display()),
@@ -80,20 +88,18 @@ impl Asked {
         Ok(Asked { folder, settings, share, precision, label })
     }
 
-    fn file(&self, run: &Path) -> anyhow::Result<RunFile> {
+    pub fn file(&self, run: &Path) -> anyhow::Result<RunFile> {
         let mut settings = self.settings.clone();
         settings.push(format!("run.dir={}", run.display()));
         Ok(RunFile::load(Some(&self.folder.join("run.toml")), &settings)?)
     }
 
     /// Trains in a folder; how it ended, where that was not well.
-    fn train(&self, run: &Path, refuse: bool, resume: bool) -> anyhow::Result<Option<Exit>> {
+    pub fn train(&self, run: &Path, injections: &[Injection], resume: bool) -> anyhow::Result<Option<Exit>> {
         let file = self.file(run)?;
         let mut run = if resume { Run::resume(file)? } else { Run::new(file)? };
-        ensure!(run.prepared().answer.plan.fits, "does not fit: {:?}", run.prepared().answer.plan.needs);
-        if refuse {
-            run.rehearse(vec![Injection::Random { share: self.share }]);
-        }
+        ensure!(run.prepared().planned.plan.fits, "does not fit: {:?}", run.prepared().planned.plan.needs);
+        run.rehearse(injections.to_vec());
         match run.start(&mut |_| {}, &AtomicBool::new(false)) {
             Ok(_) => Ok(None),
             Err(failure) if failure.exit == Exit::Stopped => Ok(Some(failure.exit)),
@@ -102,16 +108,29 @@ impl Asked {
     }
 }
 
+impl Asked {
+    /// That losses and norms of two runs are as near as sums in another order are.
+    pub fn near(&self, what: &str, one: &Left, other: &Left, tally: &mut Tally) {
+        let most = if self.precision == DType::F32 { F32_DISTANCE } else { BF16_DISTANCE };
+        let pairs = one.steps.values().zip(other.steps.values());
+        let apart =
+            pairs.flat_map(|(a, b)| [(a.1, b.1), (a.2, b.2)]).map(|(a, b)| (a - b).abs() / a.abs().max(b.abs()));
+        let apart = apart.fold(0.0, f64::max);
+        let kind = format!("distance of losses and norms {what}, {}", self.precision);
+        tally.figure(&kind, apart, apart <= most, || format!("{}: {:?}, {:?}", self.label, one.steps, other.steps));
+    }
+}
+
 /// What a run did, step by step (the last time that it was done), and the tensors that it left.
-struct Left {
+pub(super) struct Left {
     /// Labelled tokens, loss, norm.
-    steps: BTreeMap<u64, (u64, f64, f64)>,
-    classes: Vec<Class>,
+    pub steps: BTreeMap<u64, (u64, f64, f64)>,
+    pub classes: Vec<Class>,
     tensors: Vec<(String, Vec<u8>)>,
 }
 
 impl Left {
-    fn read(run: &Path) -> anyhow::Result<Left> {
+    pub fn read(run: &Path) -> anyhow::Result<Left> {
         let (mut steps, mut classes) = (BTreeMap::new(), Vec::new());
         for line in fs::read_to_string(run.join("events.jsonl"))?.lines() {
             match serde_json::from_str::<Record>(line)?.event {
@@ -153,13 +172,14 @@ pub fn run_refusals(seed: u64, number: u64) -> Tally {
 fn show(asked: &Asked, tally: &mut Tally) -> anyhow::Result<()> {
     let label = &asked.label;
     let (plain, refused) = (asked.folder.join("plain"), asked.folder.join("refused"));
-    let ended = asked.train(&plain, false, false)?;
+    let ended = asked.train(&plain, &[], false)?;
     ensure!(ended.is_none(), "the undisturbed run stopped");
     let mut resumed = false;
-    if asked.train(&refused, true, false).context("under refusals")?.is_some() {
+    let random = [Injection::Random { share: asked.share }];
+    if asked.train(&refused, &random, false).context("under refusals")?.is_some() {
         resumed = true;
         tally.cover("stopped and resumed");
-        let ended = asked.train(&refused, false, true).context("resumed")?;
+        let ended = asked.train(&refused, &[], true).context("resumed")?;
         ensure!(ended.is_none(), "the resumed run stopped");
     }
     let (plain, refused) = (Left::read(&plain)?, Left::read(&refused)?);
@@ -175,11 +195,6 @@ fn show(asked: &Asked, tally: &mut Tally) -> anyhow::Result<()> {
         tally.check("identical rungs leave every loss", plain.steps == refused.steps, || label.clone());
         return Ok(());
     }
-    let most = if asked.precision == DType::F32 { F32_DISTANCE } else { BF16_DISTANCE };
-    let pairs = plain.steps.values().zip(refused.steps.values());
-    let apart = pairs.flat_map(|(a, b)| [(a.1, b.1), (a.2, b.2)]).map(|(a, b)| (a - b).abs() / a.abs().max(b.abs()));
-    let apart = apart.fold(0.0, f64::max);
-    let kind = format!("distance of losses and norms over other rungs, {}", asked.precision);
-    tally.figure(&kind, apart, apart <= most, || format!("{label}: {:?}, {:?}", plain.steps, refused.steps));
+    asked.near("over other rungs", &plain, &refused, tally);
     Ok(())
 }

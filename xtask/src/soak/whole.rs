@@ -186,7 +186,7 @@ pub fn work(number: usize, folder: &Path) -> anyhow::Result<()> {
 
 fn finish(file: RunFile) -> anyhow::Result<()> {
     let run = Run::new(file)?;
-    let plan = run.prepared().answer.plan.clone();
+    let plan = run.prepared().planned.plan.clone();
     ensure!(plan.fits, "does not fit: {:?}", plan.needs);
     let outcome = run.start(&mut |_| {}, &AtomicBool::new(false))?;
     let (memory, device) = (&outcome.result.memory[0], &plan.devices[0]);

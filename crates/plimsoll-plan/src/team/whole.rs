@@ -24,6 +24,7 @@ pub(super) fn plan(team: &TeamQuestion, parts: &mut [Part]) -> Plan {
         sequences: part.sequences,
         layers: None,
         state: None,
+        algorithms: None,
         busy_seconds: *busy,
         idle_seconds: step_seconds - busy,
     };

@@ -198,6 +198,18 @@ impl Rows {
         self.pad_row(0);
     }
 
+    /// Replaces what is held by some rows of another set.
+    pub fn copy_from(&mut self, other: &Rows, rows: std::ops::Range<usize>) {
+        self.clear();
+        self.sequence = other.sequence;
+        let values = rows.start * other.sequence..rows.end * other.sequence;
+        self.tokens.extend_from_slice(&other.tokens[values.clone()]);
+        self.labels.extend_from_slice(&other.labels[values.clone()]);
+        self.positions.extend_from_slice(&other.positions[values.clone()]);
+        self.document_start.extend_from_slice(&other.document_start[values.clone()]);
+        self.weights.extend_from_slice(&other.weights[values]);
+    }
+
     /// Removes all rows and keeps the room.
     pub fn clear(&mut self) {
         for ids in [&mut self.tokens, &mut self.labels, &mut self.positions, &mut self.document_start] {

@@ -7,8 +7,9 @@
 use crate::files::{FilesError, MAX_SHARD_BYTES, WeightFiles, WeightWriter, atomic};
 use crate::run::engine::Engine;
 use crate::run::spaces::{Stored, Storing};
+use crate::run::team::Team;
 use crate::run::trouble::Trouble;
-use plimsoll_core::{Algorithms, Bytes, DType, Failure, Recipe};
+use plimsoll_core::{Algorithms, Bytes, DType, Failure, Member, Plan, Recipe, Sharing};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs;
@@ -34,6 +35,12 @@ pub struct CheckpointInfo {
     pub last_loss: f64,
     /// The choices that the run was made with; used again, so that the bits stay the same.
     pub recipe: Recipe,
+    /// How a team shared the work; none for one device.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sharing: Option<Sharing>,
+    /// What each device of the team did, in the order of ranks; used again.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub team: Vec<Member>,
     /// Threads that computed; as many are used again.
     pub threads: u32,
     /// What the plan took the process to hold outside its arena. Measured once for the whole run: the
@@ -57,6 +64,13 @@ pub struct CheckpointInfo {
 impl CheckpointInfo {
     /// The version that this program writes.
     pub const VERSION: u32 = VERSION;
+
+    /// The same of another plan: what is written down from now on.
+    pub(super) fn goes_by(&mut self, plan: &Plan, charges_bytes: Bytes) {
+        self.recipe = plan.recipe.clone();
+        (self.sharing, self.team) = (plan.sharing, plan.team.clone());
+        (self.algorithms, self.charges_bytes) = (plan.algorithms.clone(), charges_bytes);
+    }
 
     /// Whether a run can have written this: what is believed is safe to compute with.
     fn can_be(&self) -> bool {
@@ -134,11 +148,12 @@ fn folders(run_dir: &Path) -> Vec<(u64, PathBuf)> {
 }
 
 /// Writes a checkpoint, then takes away all but the `keep` newest. Gives its folder.
-pub(super) fn write(run_dir: &Path, info: &CheckpointInfo, engine: &mut Engine, keep: u32) -> Result<PathBuf, Trouble> {
+pub(super) fn write(run_dir: &Path, info: &CheckpointInfo, team: &mut Team, keep: u32) -> Result<PathBuf, Trouble> {
     let path = run_dir.join("checkpoints").join(format!("step-{}", info.step));
     atomic::write_dir(&path, |dir| -> Result<(), Trouble> {
-        let mut writer = WeightWriter::create(dir, "state", engine.files("checkpoint"), MAX_SHARD_BYTES)?;
-        engine.move_files("checkpoint", &mut Storing(&mut writer))?;
+        let tensors = team.first().engine.files("checkpoint");
+        let mut writer = WeightWriter::create(dir, "state", tensors, MAX_SHARD_BYTES)?;
+        team.store("checkpoint", &mut Storing(&mut writer))?;
         writer.finish()?;
         let info = CheckpointInfo { files: sizes(dir)?, ..info.clone() };
         let text = serde_json::to_vec_pretty(&info).expect("plain data has a JSON form");
@@ -201,6 +216,8 @@ mod tests {
             first_loss: 4.0,
             last_loss: 3.5,
             recipe: Recipe::on_device(2, vec![RecomputeLevel::Nothing; 2]),
+            sharing: None,
+            team: vec![],
             threads: 2,
             charges_bytes: Bytes::mib(14),
             algorithms: None,

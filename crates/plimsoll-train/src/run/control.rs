@@ -21,6 +21,9 @@ const HURRY: Duration = Duration::from_secs(5);
 struct Request {
     /// The load line that shall hold from the next step on.
     budget: Budget,
+    /// Of this device; may be left out where there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    device: Option<String>,
 }
 
 /// What a run answers.
@@ -36,6 +39,8 @@ pub struct Reply {
 pub struct Wish {
     /// The load line that is asked for.
     pub budget: Budget,
+    /// The device that is meant.
+    pub device: Option<String>,
     reply: Sender<Reply>,
 }
 
@@ -97,10 +102,10 @@ fn serve(caller: &UnixStream, wishes: &Sender<Wish>) -> io::Result<()> {
     BufReader::new(caller).read_line(&mut line)?;
     let answer = match serde_json::from_str::<Request>(&line) {
         Err(error) => Reply { moved: false, message: format!("not understood: {error}") },
-        Ok(Request { budget }) => {
+        Ok(Request { budget, device }) => {
             let (reply, answer) = channel();
             let ended = Reply { moved: false, message: "the run has ended".into() };
-            match wishes.send(Wish { budget, reply }) {
+            match wishes.send(Wish { budget, device, reply }) {
                 Err(_) => ended,
                 Ok(()) => answer.recv_timeout(PATIENCE).unwrap_or(ended),
             }
@@ -115,14 +120,15 @@ fn serve(caller: &UnixStream, wishes: &Sender<Wish>) -> io::Result<()> {
 ///
 /// # Errors
 /// No run is under way there, or it went away.
-pub fn ask(run_dir: &Path, budget: Budget) -> Result<Reply, Failure> {
+pub fn ask(run_dir: &Path, device: Option<&str>, budget: Budget) -> Result<Reply, Failure> {
     let path = socket(run_dir);
     let nobody = |error: io::Error| {
         Failure::input(format!("{}: no run is under way here ({error})", run_dir.display()))
             .hint("name the folder of a run that `plimsoll train` works on now (run.dir)")
     };
     let mut stream = UnixStream::connect(&path).map_err(nobody)?;
-    let mut text = serde_json::to_vec(&Request { budget }).expect("plain data has a JSON form");
+    let mut text =
+        serde_json::to_vec(&Request { budget, device: device.map(str::to_owned) }).expect("plain data has a JSON form");
     text.push(b'\n');
     stream.write_all(&text).map_err(nobody)?;
     let mut line = String::new();
@@ -141,7 +147,7 @@ mod tests {
         fs::write(socket(folder.path()), "left by a killed run").unwrap();
         let control = Control::listen(folder.path()).unwrap();
         let path = folder.path().to_owned();
-        let caller = thread::spawn(move || ask(&path, Budget::Amount(Bytes::gib(6))));
+        let caller = thread::spawn(move || ask(&path, None, Budget::Amount(Bytes::gib(6))));
         let wish = control.wishes.recv_timeout(HURRY).unwrap();
         assert_eq!(wish.budget, Budget::Amount(Bytes::gib(6)));
         wish.answer(true, "done".into());
@@ -153,7 +159,7 @@ mod tests {
     #[test]
     fn a_folder_without_a_run_and_words_that_mean_nothing_are_told() {
         let folder = tempfile::tempdir().unwrap();
-        assert!(ask(folder.path(), Budget::DEVICE).unwrap_err().message.contains("no run is under way here"));
+        assert!(ask(folder.path(), None, Budget::DEVICE).unwrap_err().message.contains("no run is under way here"));
         let _control = Control::listen(folder.path()).unwrap();
         let mut stream = UnixStream::connect(socket(folder.path())).unwrap();
         stream.write_all(b"{\"budget\": \"six\"}\n").unwrap();

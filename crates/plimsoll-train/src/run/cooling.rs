@@ -58,11 +58,17 @@ impl Cooling {
 }
 
 impl Trainer {
-    fn heat(&mut self) -> Option<Heat> {
-        match self.engine.gpu() {
-            Some(gpu) => gpu.heat(),
-            None => self.cooling.processor(),
-        }
+    /// The warmest device of the team.
+    fn heat(&mut self) -> Option<(String, Heat)> {
+        let cooling = &mut self.cooling;
+        let of = self.team.workers().iter().filter_map(|worker| {
+            let heat = match worker.engine.gpu() {
+                Some(gpu) => gpu.heat(),
+                None => cooling.processor(),
+            };
+            Some((worker.device.name.clone(), heat?))
+        });
+        of.max_by(|(_, a), (_, b)| a.throttled.cmp(&b.throttled).then(a.celsius.total_cmp(&b.celsius)))
     }
 
     /// Between two steps: a device that is too warm, or was slowed down for it, rests. `stop` ends the rest.
@@ -73,12 +79,11 @@ impl Trainer {
             return Ok(());
         }
         self.cooling.looked = Some(start);
-        let device = self.resolved.device.name.clone();
-        let Some(heat) = self.heat() else {
+        let Some((device, heat)) = self.heat() else {
             if std::mem::replace(&mut self.cooling.told, true) {
                 return Ok(());
             }
-            let message = format!("run.max_temperature: no sensor says how warm {device} is, so it never rests");
+            let message = "run.max_temperature: no sensor says how warm a device is, so none ever rests".to_owned();
             return log.emit(Event::Warning { message });
         };
         if !self.cooling.too_warm(&heat) {
@@ -88,7 +93,7 @@ impl Trainer {
         while start.elapsed() < REST && !stop.load(Ordering::Relaxed) && !self.cooling.cool(&now) {
             thread::sleep(LOOK);
             // A sensor that answers no more holds nothing up.
-            let Some(next) = self.heat() else { break };
+            let Some((_, next)) = self.heat() else { break };
             now = next;
         }
         let seconds = start.elapsed().as_secs_f64();

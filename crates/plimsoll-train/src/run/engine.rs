@@ -12,10 +12,12 @@ use plimsoll_device::cuda::open::OnGpu;
 use plimsoll_device::device::{Call, Device, DeviceError, FileSpace, NoFiles, Observer, Stats, Unobserved};
 use plimsoll_device::probe::Memory;
 use plimsoll_device::process;
+use plimsoll_device::transport::Seat;
 use plimsoll_plan::search::Answer;
 use plimsoll_program::scalars::{METRIC_COUNT, METRICS, Metric, SCALAR_COUNT, SCALARS, Scalar};
 use plimsoll_program::{ProgramSet, TensorId};
 use std::collections::HashMap;
+use std::time::Instant;
 
 /// What the host must give for a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -143,6 +145,18 @@ pub struct Engine {
     rehearsal: Rehearsal,
     /// The first op of the update that has not been done: above 1 while a step is half taken.
     update_from: u32,
+    /// Whether it works in a team.
+    seated: bool,
+    own_passes: OwnPasses,
+}
+
+/// The passes of a step in which a device of a team waits for nobody: all but the last backward pass.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct OwnPasses {
+    /// Micro-batches of the step: so many forward passes, and one backward pass less.
+    pub micro_batches: u64,
+    /// What they took, measured.
+    pub seconds: f64,
 }
 
 impl Engine {
@@ -206,6 +220,8 @@ impl Engine {
             observer: Box::new(Unobserved),
             rehearsal: Rehearsal::default(),
             update_from: 1,
+            seated: false,
+            own_passes: OwnPasses::default(),
         }
     }
 
@@ -222,6 +238,21 @@ impl Engine {
         self.device.adopt(answer.set, answer.layout.placement)?;
         (self.names, self.recipe) = (names, answer.plan.recipe);
         Ok(())
+    }
+
+    /// Takes a seat in a team.
+    ///
+    /// # Errors
+    /// A device that cannot work in one.
+    pub fn join(&mut self, seat: Seat) -> Result<(), DeviceError> {
+        self.device.join(seat)?;
+        self.seated = true;
+        Ok(())
+    }
+
+    /// What the passes of the last step took in which it waited for nobody; nothing for a device alone.
+    pub fn own_passes(&self) -> OwnPasses {
+        self.own_passes
     }
 
     /// What its products are done with, where a library had to choose.
@@ -274,9 +305,17 @@ impl Engine {
         if rehearsal.is_over() {
             return device.run_observed(call, files, &mut **observer);
         }
+        rehearsal.check_presence(call.program)?;
+        let start = Instant::now();
+        let slower = rehearsal.slower();
         let length = names.lengths.get(call.program).copied().unwrap_or(1);
         let mut observer = rehearsal.observer(call.program, length, &mut **observer);
-        device.run_observed(call, files, &mut observer)
+        device.run_observed(call, files, &mut observer)?;
+        if slower > 1.0 && ["forward", "backward"].contains(&call.program) {
+            device.settle()?;
+            std::thread::sleep(start.elapsed().mul_f64(slower - 1.0));
+        }
+        Ok(())
     }
 
     /// What was used, measured.
@@ -345,13 +384,23 @@ impl Engine {
         ]);
         self.run("begin")?;
         let values = self.recipe.micro_batch as usize * self.sequence;
+        if rows.is_empty() {
+            // The others of a team wait for what this device adds to theirs, be it nothing.
+            rows.push_empty();
+        }
         let count = self.fill_up(rows);
+        let start = Instant::now();
         for micro_batch in 0..count {
             let inputs = self.names.train.as_ref().expect("the plan trains");
             let range = micro_batch * values..(micro_batch + 1) * values;
             Engine::feed(&mut *self.device, self.precision, inputs, rows, range);
+            let last = micro_batch + 1 == count;
             for program in ["forward", "backward"] {
-                let last = micro_batch + 1 == count;
+                if last && program == "backward" && self.seated {
+                    // From here on it waits for the others, too.
+                    self.device.settle()?;
+                    self.own_passes = OwnPasses { micro_batches: count as u64, seconds: start.elapsed().as_secs_f64() };
+                }
                 self.call(Call { micro_batch: micro_batch as u32, last, ..Call::of(program) }, &mut NoFiles)?;
             }
         }

@@ -1,11 +1,13 @@
 //! A run: from a resolved run file to a trained model. `prepare` opens and plans, `training` is the
-//! loop, `engine` does one step on the device, `checkpoint` is what a run goes on from, `retreat` is what it
-//! does when memory is refused or the load line moves, `pressure` is how it notices others, `cooling` lets a warm device rest.
+//! loop, `team` is the devices that work on it, `engine` does the work of one, `checkpoint` is what a run goes on from, `retreat` is what it
+//! does when memory is refused or the load line moves, `pressure` is how it notices others, `cooling` lets a warm device rest,
+//! `sharing` shares the work anew when a device is gone or `drift`s from its plan.
 
 pub mod bench;
 pub mod checkpoint;
 pub mod control;
 mod cooling;
+mod drift;
 pub mod engine;
 pub mod events;
 pub mod inference;
@@ -17,6 +19,8 @@ pub mod rate;
 pub mod rehearsal;
 mod retreat;
 pub mod samples;
+mod sharing;
 pub mod spaces;
+mod team;
 pub mod training;
 mod trouble;

@@ -1,17 +1,19 @@
 //! What a training run needs before its device is opened: model, data, and a plan with measured charges.
 
+use super::checkpoint::CheckpointInfo;
 use super::engine::Engine;
 use super::open::settle_gpu;
 use super::spaces::ModelSource;
 use super::trouble::Trouble;
-use crate::data::{self, DataSpec, Dataset, Loader};
+use crate::data::{self, DataSpec, Dataset, Loader, Rows};
 use crate::files::AdapterDir;
-use crate::resolve::{Model, Resolved, Work, learned, write_example};
-use crate::run_file::{LoraSection, RunFile};
-use plimsoll_core::{Bytes, DeviceKind, DeviceSpec, Failure, Recipe};
+use crate::resolve::{Model, Resolved, Work, host, learned, question, write_example};
+use crate::run_file::{LoraSection, RunFile, TeamOf};
+use plimsoll_core::{Algorithms, Bytes, DeviceKind, DeviceSpec, Failure, Member, Plan, Recipe, Sharing};
 use plimsoll_device::{calibration, process};
-use plimsoll_plan::search::{Answer, plan_of, search};
-use plimsoll_program::ProgramSet;
+use plimsoll_plan::search::{Answer, Question, plan_of, search};
+use plimsoll_plan::team::{TeamAnswer, TeamQuestion, plan_of_team, share_out};
+use plimsoll_program::{ProgramSet, Share};
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 
@@ -30,12 +32,99 @@ const NEAR_BYTES: Bytes = Bytes::mib(1);
 const ROUNDING_BYTES: Bytes = Bytes::mib(4);
 
 /// What a run was planned with before, and is planned with again where it still fits.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Known {
-    /// Its recipe.
+    /// The recipe of its first device.
     pub recipe: Recipe,
-    /// Its charges.
+    /// The charges of that.
     pub charges_bytes: Bytes,
+    /// What the products of its GPU were done with.
+    pub algorithms: Option<Algorithms>,
+    /// How its team shared the work.
+    pub sharing: Option<Sharing>,
+    /// What each device of the team did; none for one device.
+    pub team: Vec<Member>,
+}
+
+impl Known {
+    /// What a checkpoint says.
+    pub fn of(info: &CheckpointInfo) -> Known {
+        Known {
+            recipe: info.recipe.clone(),
+            charges_bytes: info.charges_bytes,
+            algorithms: info.algorithms.clone(),
+            sharing: info.sharing,
+            team: info.team.clone(),
+        }
+    }
+
+    /// What a plan says.
+    pub fn of_plan(plan: &Plan) -> Option<Known> {
+        Some(Known {
+            recipe: plan.recipe.clone(),
+            charges_bytes: plan.devices.first()?.charges_bytes,
+            algorithms: plan.algorithms.clone(),
+            sharing: plan.sharing,
+            team: plan.team.clone(),
+        })
+    }
+}
+
+/// The part of a run that one device does.
+#[derive(Clone, Debug)]
+pub struct Part {
+    /// The device; its charges are those that were planned with.
+    pub device: DeviceSpec,
+    /// What of each step is its own.
+    pub share: Share,
+    /// Sequences of each step that it computes.
+    pub sequences: u64,
+    /// Its plan, as if it were alone with its share.
+    pub answer: Answer,
+    /// What its products were done with before, where it is a GPU and the run is not new.
+    pub algorithms: Option<Algorithms>,
+}
+
+impl Part {
+    /// What to ask the planner about it.
+    ///
+    /// # Errors
+    /// Pins that do not go with the model.
+    pub fn question<'a>(&'a self, run: &RunFile, model: &'a Model) -> Result<Question<'a>, Failure> {
+        question_of(run, model, &self.device, &self.share, self.sequences)
+    }
+}
+
+/// What to ask the planner about a device's share of a training run.
+///
+/// # Errors
+/// Pins that do not go with the model.
+pub(super) fn question_of<'a>(
+    run: &RunFile,
+    model: &'a Model,
+    device: &'a DeviceSpec,
+    share: &Share,
+    sequences: u64,
+) -> Result<Question<'a>, Failure> {
+    Ok(Question { share: share.clone(), sequences, ..question(run, model, device, Work::Train)? })
+}
+
+/// The plan of a run: the whole, and the part of each device in the order of ranks.
+#[derive(Clone, Debug)]
+pub struct Planned {
+    /// As it is written down.
+    pub plan: Plan,
+    /// One for each device that takes part.
+    pub parts: Vec<Part>,
+}
+
+impl Planned {
+    /// One device does it all.
+    fn alone(device: &DeviceSpec, run: &RunFile, answer: Answer, known: Option<&Known>) -> Planned {
+        let (device, share, sequences) = (device.clone(), Share::ALONE, run.batch_sequences());
+        let algorithms = known.and_then(|known| known.algorithms.clone());
+        Planned { plan: answer.plan.clone(), parts: vec![Part { device, share, sequences, answer, algorithms }] }
+    }
 }
 
 /// All that a run needs, before its device is opened.
@@ -49,7 +138,7 @@ pub struct Prepared {
     /// What is evaluated on.
     pub eval: Option<Dataset>,
     /// The plan.
-    pub answer: Answer,
+    pub planned: Planned,
 }
 
 /// Opens model and data and plans. The recipe of `known` is used again where it still fits.
@@ -64,19 +153,24 @@ pub fn prepare(mut run: RunFile, known: Option<&Known>) -> Result<Prepared, Fail
     let open = |patterns: &[String]| dataset(&run, &resolved.model, patterns, resolved.device.threads as usize);
     let train = open(&run.data.train)?;
     let eval = if run.data.eval.is_empty() { None } else { Some(open(&run.data.eval)?) };
-    let answer = planned(&mut resolved, &run, known)?;
-    let answer = resolved.or_on_cpu(&run, answer, |resolved, run| planned(resolved, run, known))?;
-    if answer.plan.fits {
-        run.decide_rungs(&answer.plan.rungs);
+    let planned = if resolved.others.is_empty() {
+        let answer = planned_alone(&mut resolved, &run, known)?;
+        let answer = resolved.or_on_cpu(&run, answer, |resolved, run| planned_alone(resolved, run, known))?;
+        Planned::alone(&resolved.device, &run, answer, known)
+    } else {
+        planned_team(&mut resolved, &run, known)?
+    };
+    if planned.plan.fits {
+        run.decide_rungs(&planned.plan.rungs);
     }
     if let Some(adapter) = &resolved.model.adapter {
         run.lora = LoraSection { dropout: run.lora.dropout, ..adapter_section(adapter) };
     }
-    Ok(Prepared { run, resolved, train, eval, answer })
+    Ok(Prepared { run, resolved, train, eval, planned })
 }
 
 /// The plan for the device that there is, whose charges are measured now.
-fn planned(resolved: &mut Resolved, run: &RunFile, known: Option<&Known>) -> Result<Answer, Failure> {
+fn planned_alone(resolved: &mut Resolved, run: &RunFile, known: Option<&Known>) -> Result<Answer, Failure> {
     settle_charges(&mut resolved.device, run.batch_sequences(), u64::from(run.data.sequence));
     let measured = resolved.device.charges;
     let wary = charges_with(NEAR_BYTES, run.batch_sequences(), u64::from(run.data.sequence));
@@ -113,6 +207,73 @@ fn planned(resolved: &mut Resolved, run: &RunFile, known: Option<&Known>) -> Res
     }
     answer.plan.learned = learned(&resolved.device);
     Ok(answer)
+}
+
+/// The plan of several devices, whose charges are measured now: each could hold what this process holds beside arenas.
+fn planned_team(resolved: &mut Resolved, run: &RunFile, known: Option<&Known>) -> Result<Planned, Failure> {
+    let mut devices = vec![resolved.device.clone()];
+    devices.extend(resolved.others.iter().cloned());
+    for device in &mut devices {
+        settle_charges(device, run.batch_sequences(), u64::from(run.data.sequence));
+        // Each has a copy of its own rows, and a thread.
+        if device.kind != DeviceKind::Cuda {
+            device.charges = rounded(device.charges + Rows::bytes(run.batch_sequences(), u64::from(run.data.sequence)));
+        }
+    }
+    let before = known.map(|known| known.charges_bytes);
+    for device in devices.iter_mut().filter(|device| device.kind != DeviceKind::Cuda) {
+        device.charges = before.filter(|&before| device.charges <= before + WAVER_BYTES).unwrap_or(device.charges);
+    }
+    let bare: Vec<Bytes> = devices.iter().map(|device| device.charges).collect();
+    let host = host(run, &resolved.device)?.budget;
+    let mut counted = Bytes::ZERO;
+    loop {
+        let mut planned = share_among(run, &resolved.model, &devices, host, known)?;
+        let mut settled = false;
+        for part in &mut planned.parts {
+            if settle_gpu(&mut part.device, &part.answer)? {
+                let device = devices.iter_mut().find(|device| device.name == part.device.name);
+                *device.expect("it is one of them") = part.device.clone();
+                settled = true;
+            }
+        }
+        // The Programs of all devices are in this process.
+        let programs: Bytes = planned.parts.iter().map(|part| programs_bytes(&part.answer.set)).sum();
+        if !settled && (before.is_some() || !planned.plan.fits || programs <= counted) {
+            return Ok(planned);
+        }
+        counted = counted.max(programs);
+        for (device, bare) in devices.iter_mut().zip(&bare).filter(|(device, _)| device.kind != DeviceKind::Cuda) {
+            device.charges = *bare + counted;
+        }
+    }
+}
+
+/// Shares a run out among devices; in the way of `known` where that is a way of these devices and still fits.
+///
+/// # Errors
+/// Pins that do not go with the model.
+pub(super) fn share_among(
+    run: &RunFile,
+    model: &Model,
+    devices: &[DeviceSpec],
+    host: Bytes,
+    known: Option<&Known>,
+) -> Result<Planned, Failure> {
+    let questions = devices.iter().map(|device| question(run, model, device, Work::Train));
+    let team = TeamQuestion { devices: questions.collect::<Result<_, _>>()?, host, all: run.run.team == TeamOf::All };
+    let again = known.filter(|known| !known.team.is_empty()).map(|known| &known.team);
+    let again = again.filter(|team| team.iter().all(|member| devices.iter().any(|d| d.name == member.device)));
+    let again = again.filter(|team| team.iter().all(|member| is_of(&member.recipe, run, model)));
+    let again = again.map(|members| plan_of_team(&team, members)).filter(|answer| answer.plan.fits);
+    let TeamAnswer { parts, plan } = again.unwrap_or_else(|| share_out(&team));
+    let parts = parts.into_iter().map(|part| {
+        let device = devices[part.device].clone();
+        let before = known.and_then(|known| known.team.iter().find(|member| member.device == device.name));
+        let algorithms = before.and_then(|member| member.algorithms.clone());
+        Part { device, share: part.share, sequences: part.sequences, answer: part.answer, algorithms }
+    });
+    Ok(Planned { parts: parts.collect(), plan })
 }
 
 /// Adapters that are trained on are what they were.

@@ -28,8 +28,10 @@ pub const PROGRAMS: [&str; 14] = [
 /// Where the device shall refuse.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Injection {
-    /// `STEP[:PROGRAM[:OP]]`: once, at this place.
+    /// `[DEVICE/]STEP[:PROGRAM[:OP]]`: once, at this place.
     At {
+        /// The device; without one, the first of the team.
+        device: Option<String>,
         /// The step that is being done; work beside the steps belongs to the step before it, and 0 is the start.
         step: u64,
         /// The Program; without one, the first that runs in that step.
@@ -42,6 +44,59 @@ pub enum Injection {
         /// From 0 to 1.
         share: f64,
     },
+    /// `--inject-slow DEVICE:STEP:FACTOR`: from there on its passes take so many times as long.
+    Slow {
+        /// The device.
+        device: String,
+        /// As above.
+        step: u64,
+        /// At least 1.
+        factor: f64,
+    },
+    /// `--inject-loss DEVICE:STEP[:PROGRAM]`: the device is gone from there on.
+    Loss {
+        /// The device.
+        device: String,
+        /// As above.
+        step: u64,
+        /// As above.
+        program: Option<String>,
+    },
+}
+
+impl Injection {
+    /// Reads what stands behind `--inject-slow`.
+    ///
+    /// # Errors
+    /// Something else than a device, a step and a factor.
+    pub fn slow(text: &str) -> Result<Injection, Failure> {
+        let wrong = || {
+            Failure::input(format!("--inject-slow `{text}`: expected DEVICE:STEP:FACTOR, the factor 1 or more"))
+                .hint("such as virtual:b:12:1.5")
+        };
+        let mut parts: Vec<&str> = text.split(':').collect();
+        let factor = parts.pop().and_then(|factor| factor.parse::<f64>().ok()).ok_or_else(wrong)?;
+        let step = parts.pop().and_then(|step| step.parse().ok()).ok_or_else(wrong)?;
+        let device = parts.join(":");
+        let sound = !device.is_empty() && (1.0..=1000.0).contains(&factor);
+        sound.then_some(Injection::Slow { device, step, factor }).ok_or_else(wrong)
+    }
+
+    /// Reads what stands behind `--inject-loss`.
+    ///
+    /// # Errors
+    /// Something else than a device and a step.
+    pub fn loss(text: &str) -> Result<Injection, Failure> {
+        let wrong = || {
+            Failure::input(format!("--inject-loss `{text}`: expected DEVICE:STEP[:PROGRAM]"))
+                .hint("such as virtual:b:12, or cuda:1:12:update")
+        };
+        let mut parts: Vec<&str> = text.split(':').collect();
+        let program = parts.pop_if(|last| PROGRAMS.contains(last)).map(str::to_owned);
+        let step = parts.pop().and_then(|step| step.parse().ok()).ok_or_else(wrong)?;
+        let device = parts.join(":");
+        (!device.is_empty()).then_some(Injection::Loss { device, step, program }).ok_or_else(wrong)
+    }
 }
 
 /// An op of a Program.
@@ -58,14 +113,18 @@ impl FromStr for Injection {
 
     fn from_str(text: &str) -> Result<Injection, Failure> {
         let wrong = || {
-            Failure::input(format!("--inject-oom `{text}`: expected STEP[:PROGRAM[:OP]], or random:P"))
-                .hint("such as 12, 12:backward, 12:update:3, 0:load, or random:0.01")
+            Failure::input(format!("--inject-oom `{text}`: expected [DEVICE/]STEP[:PROGRAM[:OP]], or random:P"))
+                .hint("such as 12, 12:backward, 12:update:3, virtual:b/12:norm, 0:load, or random:0.01")
         };
         if let Some(share) = text.strip_prefix("random:") {
             let share: f64 = share.parse().map_err(|_| wrong())?;
             return (share > 0.0 && share <= 1.0).then_some(Injection::Random { share }).ok_or_else(wrong);
         }
-        let mut parts = text.split(':');
+        let (device, place) = match text.split_once('/') {
+            Some((device, place)) => (Some(device.to_owned()), place),
+            None => (None, text),
+        };
+        let mut parts = place.split(':');
         let step = parts.next().unwrap_or_default().parse().map_err(|_| wrong())?;
         let program = parts.next().map(str::to_owned);
         if let Some(program) = program.as_deref().filter(|name| !PROGRAMS.contains(name)) {
@@ -81,7 +140,7 @@ impl FromStr for Injection {
                 Err(_) => WhichOp::Named(op.to_owned()),
             }),
         };
-        if parts.next().is_some() { Err(wrong()) } else { Ok(Injection::At { step, program, op }) }
+        if parts.next().is_some() { Err(wrong()) } else { Ok(Injection::At { device, step, program, op }) }
     }
 }
 
@@ -93,21 +152,52 @@ pub struct Rehearsal {
     seed: u64,
     step: u64,
     runs: u64,
+    /// The name of the device, and from where on it is gone.
+    device: String,
+    lost_at: Option<(u64, Option<String>)>,
+    slow_from: Option<(u64, f64)>,
 }
 
 impl Rehearsal {
-    /// What was asked for; `seed` draws the random ones.
-    pub fn new(injections: &[Injection], seed: u64) -> Rehearsal {
-        let mut rehearsal = Rehearsal { seed, ..Rehearsal::default() };
+    /// What was asked for of the device of this rank and name; `seed` draws the random ones.
+    pub fn new(injections: &[Injection], seed: u64, rank: u64, device: &str) -> Rehearsal {
+        let seed = if rank == 0 { seed } else { mix(seed ^ mix(rank)) };
+        let mut rehearsal = Rehearsal { seed, device: device.to_owned(), ..Rehearsal::default() };
         for injection in injections {
             match injection {
-                Injection::At { step, program, op } => {
-                    rehearsal.once.push((*step, program.clone(), op.clone()));
+                Injection::At { device: of, step, program, op } => {
+                    if of.as_deref().map_or(rank == 0, |of| of == device) {
+                        rehearsal.once.push((*step, program.clone(), op.clone()));
+                    }
                 }
                 Injection::Random { share } => rehearsal.share = rehearsal.share.max(*share),
+                Injection::Slow { device: of, step, factor } => {
+                    if of == device {
+                        rehearsal.slow_from = Some((*step, *factor));
+                    }
+                }
+                Injection::Loss { device: of, step, program } => {
+                    if of == device {
+                        rehearsal.lost_at = Some((*step, program.clone()));
+                    }
+                }
             }
         }
         rehearsal
+    }
+
+    /// Whether the device is gone when this Program is to run.
+    ///
+    /// # Errors
+    /// It is.
+    pub fn check_presence(&self, program: &str) -> Result<(), DeviceError> {
+        let here = |(step, of): &(u64, Option<String>)| {
+            self.step > *step || self.step == *step && of.as_deref().is_none_or(|of| of == program)
+        };
+        match self.lost_at.as_ref().is_some_and(here) {
+            true => Err(DeviceError::Lost { device: self.device.clone() }),
+            false => Ok(()),
+        }
     }
 
     /// From now on this step is being done.
@@ -117,7 +207,12 @@ impl Rehearsal {
 
     /// Whether nothing will ever be refused any more.
     pub fn is_over(&self) -> bool {
-        self.once.is_empty() && self.share == 0.0
+        self.once.is_empty() && self.share == 0.0 && self.lost_at.is_none() && self.slow_from.is_none()
+    }
+
+    /// How many times as long as they do the passes of the present step shall take.
+    pub fn slower(&self) -> f64 {
+        self.slow_from.filter(|(step, _)| self.step >= *step).map_or(1.0, |(_, factor)| factor)
     }
 
     /// Whether the next move to another plan is refused.
@@ -192,7 +287,12 @@ mod tests {
 
     #[test]
     fn places_are_read_as_they_are_written() {
-        let at = |step, program: Option<&str>, op| Injection::At { step, program: program.map(str::to_owned), op };
+        let at = |step, program: Option<&str>, op| Injection::At {
+            device: None,
+            step,
+            program: program.map(str::to_owned),
+            op,
+        };
         assert_eq!("12".parse(), Ok(at(12, None, None)));
         assert_eq!("12:backward".parse(), Ok(at(12, Some("backward"), None)));
         assert_eq!("3:update:7".parse(), Ok(at(3, Some("update"), Some(WhichOp::Number(7)))));
@@ -207,7 +307,7 @@ mod tests {
     fn a_refusal_happens_once_and_only_at_its_place() {
         let injections: Vec<Injection> =
             ["2:backward:3", "2:re-plan", "4"].iter().map(|text| text.parse().unwrap()).collect();
-        let mut rehearsal = Rehearsal::new(&injections, 1);
+        let mut rehearsal = Rehearsal::new(&injections, 1, 0, "cpu");
         rehearsal.at_step(1);
         assert!(!rehearsal.refuses("backward", 3, "add") && !rehearsal.refuses_replan());
         rehearsal.at_step(2);
@@ -221,7 +321,7 @@ mod tests {
     #[test]
     fn chance_refuses_about_the_share_that_was_asked_for_and_repeats_itself() {
         let draw = |seed| {
-            let mut rehearsal = Rehearsal::new(&[Injection::Random { share: 0.1 }], seed);
+            let mut rehearsal = Rehearsal::new(&[Injection::Random { share: 0.1 }], seed, 0, "cpu");
             (0..2000).map(|_| rehearsal.drawn(50)).collect::<Vec<_>>()
         };
         let drawn = draw(1);

@@ -1,19 +1,19 @@
-//! The retreat: what a run does when its device refuses memory in the middle of work, or when its load line
+//! The retreat: what a run does when a device refuses memory in the middle of work, or when its load line
 //! moves while it is under way. Weights and optimizer are carried over bit for bit, the samples are the same.
 //!
-//! A refusal takes the next recipe below the arena that was refused, first among those that leave every bit as
+//! Of a team only the device that is squeezed changes its recipe, where its share can be done with less; else the shares
+//! are drawn anew (`sharing`). A refusal takes the next recipe below the arena that was refused, first among those that leave every bit as
 //! it is, then among all. A moved line takes the fastest recipe under it. When room returns the run goes back up,
 //! later each time that this turned out to be too early. No retreat goes on for ever: [`TRIES`] refusals without
 //! any finished work end the run, resumable.
 
 use super::events::EventLog;
-use super::prepare::programs_bytes;
+use super::prepare::{programs_bytes, question_of};
 use super::pressure::{Felt, Held, Pressure};
+use super::team::{Worker, passes};
 use super::training::Trainer;
 use super::trouble::Trouble;
-use crate::files::atomic;
-use crate::resolve::{Work, question};
-use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Event, Failure, Plan, Recipe, Retreat};
+use plimsoll_core::{Budget, Bytes, Class, DeviceKind, DeviceSpec, Event, Failure, Plan, Recipe, Retreat};
 use plimsoll_device::calibration;
 use plimsoll_device::device::DeviceError;
 use plimsoll_device::probe::Memory;
@@ -32,23 +32,21 @@ const WORTH: f64 = 0.98;
 /// What the charges of the next start may be above those of this one.
 const WAVER: Bytes = Bytes::mib(4);
 
-/// What a run knows about the memory that it may hold.
+/// What a run knows about the memory that a device may hold for it.
 pub struct Line {
     /// As the user said.
     budget: Budget,
     /// The load line that holds: the budget, or less while others press.
-    bytes: Bytes,
+    pub(super) bytes: Bytes,
     /// The load line of the host: what the user said came to at the start, or less while others press.
-    host: Bytes,
+    pub(super) host: Bytes,
     host_budget: Bytes,
     /// The most that has waited there.
     host_wanted: Bytes,
     /// The charges of the device without those of the Programs.
     bare_charges: Bytes,
     /// The recipe that the planner chose under the budget: where the run goes back to.
-    home: Recipe,
-    /// Refusals since work was last finished.
-    refused: u32,
+    pub(super) home: Recipe,
     /// When to go back up after a refusal: the step, and how many steps to wait the next time.
     up: Option<u64>,
     patience: u64,
@@ -72,7 +70,6 @@ impl Line {
             host_wanted: plan.host.arena_bytes,
             bare_charges: plan.devices[0].charges_bytes.saturating_sub(programs),
             home: plan.recipe.clone(),
-            refused: 0,
             up: None,
             patience: PATIENCE_STEPS,
             pressure,
@@ -82,13 +79,20 @@ impl Line {
     }
 }
 
+impl Line {
+    /// So much waits on the host now.
+    pub fn waits(&mut self, host: Bytes) {
+        self.host_wanted = self.host_wanted.max(host);
+    }
+}
+
 /// What the Programs of a plan add to the charges: those of a GPU are measured with them.
 pub(super) fn charged_programs(device: &DeviceSpec, set: &ProgramSet) -> Bytes {
     if device.kind == DeviceKind::Cuda { Bytes::ZERO } else { programs_bytes(set) }
 }
 
 impl Trainer {
-    /// Does some work until the device does not refuse any more, one rung lower each time.
+    /// Does some work until no device refuses any more, one rung lower each time, or is lost.
     pub(super) fn insist<T>(
         &mut self,
         log: &mut EventLog,
@@ -100,80 +104,108 @@ impl Trainer {
                     self.finished();
                     return Ok(value);
                 }
-                Err(Trouble::Failure(failure)) => return Err(failure),
-                Err(Trouble::Refused(error)) => self.give_way(&error, log)?,
+                Err(Trouble::Refused { rank, error }) => self.give_way(rank, &error, log)?,
+                Err(Trouble::Lost { rank, why }) => self.go_on_without(rank, &why, log)?,
+                Err(other) => return Err(other.into()),
             }
         }
     }
 
+    fn worker(&self, rank: usize) -> &Worker {
+        &self.team.workers()[rank]
+    }
+
+    fn line(&mut self, rank: usize) -> &mut Line {
+        &mut self.team.worker(rank).line
+    }
+
     /// One rung down after a refusal; where there is none, the same once more.
-    fn give_way(&mut self, refused: &DeviceError, log: &mut EventLog) -> Result<(), Failure> {
+    fn give_way(&mut self, rank: usize, refused: &DeviceError, log: &mut EventLog) -> Result<(), Failure> {
         let start = Instant::now();
         self.count_refusal(refused)?;
-        let why = format!("{}: {refused}", self.resolved.device.name);
-        let below = self.plan.devices[0].arena_bytes.saturating_sub(Bytes(1));
-        let lower = match self.under(below + self.resolved.device.charges, self.line.host, true) {
-            Some(answer) => match self.adopt(answer) {
+        let Worker { device, plan, line, .. } = self.worker(rank);
+        let why = format!("{}: {refused}", device.name);
+        let below = plan.devices[0].arena_bytes.saturating_sub(Bytes(1)) + device.charges;
+        let lower = match self.under(rank, below, line.host, true) {
+            Some(answer) => match self.adopt(rank, answer) {
                 Ok(left) => Some(left),
                 // It stays as it was, and this counts as one more refusal.
-                Err(Trouble::Refused(_)) => None,
-                Err(Trouble::Failure(failure)) => return Err(failure),
+                Err(Trouble::Refused { .. }) => None,
+                Err(other) => return Err(other.into()),
             },
             None => None,
         };
+        if lower.is_none() && self.share_with_less(rank, below, &why, log)? {
+            return Ok(());
+        }
         let step = self.step_now();
         if lower.is_some() {
             // What was only rehearsed says nothing of the device.
             if !matches!(refused, DeviceError::Refused { .. }) {
-                self.remember(&why);
+                self.remember(rank, &why);
             }
-            if self.line.up.is_some_and(|up| step < up + self.line.patience) {
-                self.line.patience = self.line.patience.saturating_mul(2);
+            let line = self.line(rank);
+            if line.up.is_some_and(|up| step < up + line.patience) {
+                line.patience = line.patience.saturating_mul(2);
             }
-            self.line.up = Some(step + self.line.patience);
+            line.up = Some(step + line.patience);
         }
-        let left = lower.unwrap_or_else(|| Left::nothing(self));
-        self.tell(left, why, start, log)
+        let left = lower.unwrap_or_else(|| Left::nothing(self.worker(rank)));
+        self.tell(rank, left, why, start, log)
     }
 
     /// Some work was finished: refusals before it do not count any more.
     pub(super) fn finished(&mut self) {
-        self.line.refused = 0;
+        self.refused = 0;
     }
 
     /// What was refused is done again as it is.
-    pub(super) fn do_again(&mut self, refused: &DeviceError, log: &mut EventLog) -> Result<(), Failure> {
+    pub(super) fn do_again(&mut self, rank: usize, refused: &DeviceError, log: &mut EventLog) -> Result<(), Failure> {
         let start = Instant::now();
         self.count_refusal(refused)?;
-        let why = format!("{}: {refused}", self.resolved.device.name);
-        self.tell(Left::nothing(self), why, start, log)
+        let why = format!("{}: {refused}", self.worker(rank).device.name);
+        self.tell(rank, Left::nothing(self.worker(rank)), why, start, log)
     }
 
     /// Counts a refusal; too many without any finished work end the run.
-    fn count_refusal(&mut self, refused: &DeviceError) -> Result<(), Failure> {
-        self.line.refused += 1;
-        if self.line.refused <= TRIES {
+    pub(super) fn count_refusal(&mut self, refused: &DeviceError) -> Result<(), Failure> {
+        self.refused += 1;
+        if self.refused <= TRIES {
             return Ok(());
         }
         let message = format!("step {}: {refused}; {TRIES} tries made no progress", self.step_now());
         Err(Failure::stopped(message).hint("the newest checkpoint stands"))
     }
 
-    /// Asks the planner something about this run on its device as `device` has it, beside such a host.
-    fn ask<T>(&self, device: &DeviceSpec, host: Bytes, ask: impl FnOnce(Question) -> T) -> Result<T, Failure> {
-        let mut question = question(&self.run, &self.resolved.model, device, Work::Train)?;
+    /// Asks the planner something about the share of a device as `device` has it, beside such a host.
+    fn ask<T>(
+        &self,
+        rank: usize,
+        device: &DeviceSpec,
+        host: Bytes,
+        ask: impl FnOnce(Question) -> T,
+    ) -> Result<T, Failure> {
+        let Worker { share, sequences, .. } = self.worker(rank);
+        let mut question = question_of(&self.run, &self.resolved.model, device, share, *sequences)?;
         // What is free now is what this run leaves.
         question.host.budget = host;
         Ok(ask(question))
     }
 
-    /// A plan of this run under load lines of its device and its host.
-    fn plan_under(&self, line: Bytes, host: Bytes, plan: impl Fn(Question) -> Answer) -> Result<Answer, Failure> {
+    /// A plan of a device's share under load lines of the device and its host.
+    fn plan_under(
+        &self,
+        rank: usize,
+        line: Bytes,
+        host: Bytes,
+        plan: impl Fn(Question) -> Answer,
+    ) -> Result<Answer, Failure> {
+        let worker = self.worker(rank);
         let mut counted = Bytes::ZERO;
         loop {
-            let charges = self.line.bare_charges + counted;
-            let device = DeviceSpec { budget: line, charges, ..self.resolved.device.clone() };
-            let answer = self.ask(&device, host, &plan)?;
+            let charges = worker.line.bare_charges + counted;
+            let device = DeviceSpec { budget: line, charges, ..worker.device.clone() };
+            let answer = self.ask(rank, &device, host, &plan)?;
             let programs = charged_programs(&device, &answer.set);
             if !answer.plan.fits || programs <= counted {
                 return Ok(answer);
@@ -183,187 +215,225 @@ impl Trainer {
         }
     }
 
-    /// The fastest plan under the load lines of device and host, if there is one; with `same_bits` first among those
-    /// that change no bit.
-    fn under(&self, line: Bytes, host: Bytes, same_bits: bool) -> Option<Answer> {
+    /// The fastest plan of a device's share under load lines of device and host, if there is one; with `same_bits` first
+    /// among those that change no bit.
+    fn under(&self, rank: usize, line: Bytes, host: Bytes, same_bits: bool) -> Option<Answer> {
         let fastest = |pin: Option<u32>| {
-            let answer = self.plan_under(line, host, |mut question| {
+            let answer = self.plan_under(rank, line, host, |mut question| {
                 question.pins.micro_batch = pin.or(question.pins.micro_batch);
                 search(&question)
             });
             answer.ok().filter(|answer| answer.plan.fits)
         };
-        let same = if same_bits { fastest(Some(self.plan.recipe.micro_batch)) } else { None };
+        let same = if same_bits { fastest(Some(self.worker(rank).plan.recipe.micro_batch)) } else { None };
         same.or_else(|| fastest(None))
     }
 
-    /// Goes over to another plan. What is told about it comes later.
-    fn adopt(&mut self, mut answer: Answer) -> Result<Left, Trouble> {
-        let left = Left::nothing(self);
-        answer.plan.devices[0].budget_bytes = self.line.bytes;
-        answer.plan.host.budget_bytes = self.line.host;
-        let plan = answer.plan.clone();
-        self.engine.adopt(answer)?;
-        // Products of other sizes have algorithms now that the next checkpoint has to know.
-        self.info.algorithms = self.engine.algorithms();
-        self.plan = Plan { algorithms: self.info.algorithms.clone(), ..plan };
-        self.info.recipe = self.plan.recipe.clone();
-        self.resolved.device.charges = self.plan.devices[0].charges_bytes;
-        self.info.charges_bytes = self.resolved.device.charges;
-        self.line.host_wanted = self.line.host_wanted.max(self.plan.host.arena_bytes);
-        if self.plan.devices[0].peak_bytes > self.largest.peak_bytes {
-            self.largest = self.plan.devices[0].clone();
-        }
-        let text = serde_json::to_vec_pretty(&self.plan).expect("plain data has a JSON form");
-        atomic::write_file(&self.folder.join("plan.json"), &text)?;
+    /// A device goes over to another plan of its share. What is told about it comes later.
+    fn adopt(&mut self, rank: usize, mut answer: Answer) -> Result<Left, Trouble> {
+        let worker = self.team.worker(rank);
+        let left = Left::nothing(worker);
+        answer.plan.devices[0].budget_bytes = worker.line.bytes;
+        answer.plan.host.budget_bytes = worker.line.host;
+        let (plan, passes) = (answer.plan.clone(), passes(&worker.device, &answer));
+        worker.engine.adopt(answer).map_err(|error| Trouble::from(error).of_rank(rank))?;
+        worker.goes_by(plan, passes);
+        self.write_plan()?;
         Ok(left)
     }
 
-    fn tell(&mut self, left: Left, why: String, start: Instant, log: &mut EventLog) -> Result<(), Failure> {
-        let to = self.plan.recipe.clone();
-        let device = &self.resolved.device;
-        let class = self.ask(device, self.line.host, |question| question.class_between(&left.recipe, &to))?;
+    fn tell(
+        &mut self,
+        rank: usize,
+        left: Left,
+        why: String,
+        start: Instant,
+        log: &mut EventLog,
+    ) -> Result<(), Failure> {
+        let worker = self.worker(rank);
+        let to = worker.plan.recipe.clone();
+        let class =
+            self.ask(rank, &worker.device, worker.line.host, |question| question.class_between(&left.recipe, &to))?;
+        self.told(rank, left, class, why, start, log)
+    }
+
+    /// Writes down what gave way on a device, what it left and what it went over to.
+    pub(super) fn told(
+        &mut self,
+        rank: usize,
+        left: Left,
+        class: Class,
+        why: String,
+        start: Instant,
+        log: &mut EventLog,
+    ) -> Result<(), Failure> {
+        let worker = self.worker(rank);
         let retreat = Retreat {
             step: self.step_now(),
+            device: worker.device.name.clone(),
             why,
             from: left.recipe,
-            to,
+            to: worker.plan.recipe.clone(),
             class,
             arena_bytes_before: left.arena_bytes,
-            arena_bytes: self.plan.devices[0].arena_bytes,
+            arena_bytes: worker.plan.devices[0].arena_bytes,
             seconds: start.elapsed().as_secs_f64(),
             predicted_step_seconds_before: left.step_seconds,
-            predicted_step_seconds: self.plan.predicted.step_seconds,
+            predicted_step_seconds: worker.plan.predicted.step_seconds,
         };
         self.retreats.push(retreat.clone());
         log.emit(Event::Retreat(retreat))
     }
 
-    /// Between two steps: the load line may have moved, or room may have returned.
+    /// Between two steps: load lines may have moved, or room may have returned.
     pub(super) fn look_around(&mut self, log: &mut EventLog) -> Result<(), Failure> {
         let wishes: Vec<_> = self.control.iter().flat_map(|control| control.wishes()).collect();
         for wish in wishes {
-            let (moved, message) = self.move_line(wish.budget, log)?;
+            let (moved, message) = match self.team.named(wish.device.as_deref()) {
+                Ok(rank) => self.move_line(rank, wish.budget, log)?,
+                Err(message) => (false, message),
+            };
             wish.answer(moved, message);
         }
-        if self.line.up.is_some_and(|up| self.info.step >= up) {
-            self.line.up = None;
-            self.go_home("the recipe that was refused is tried again", log)?;
-        }
-        let start = Instant::now();
-        if self.line.pressure.is_due(start) {
-            self.feel_pressure(start, log)?;
-            self.feel_host_pressure(start, log)?;
-            self.line.pressure.looked(start, Instant::now());
+        for rank in 0..self.team.len() {
+            if self.worker(rank).line.up.is_some_and(|up| self.info.step >= up) {
+                self.line(rank).up = None;
+                self.go_home(rank, "the recipe that was refused is tried again", log)?;
+            }
+            let start = Instant::now();
+            if self.worker(rank).line.pressure.is_due(start) {
+                self.feel_pressure(rank, start, log)?;
+                self.feel_host_pressure(rank, start, log)?;
+                self.line(rank).pressure.looked(start, Instant::now());
+            }
         }
         Ok(())
     }
 
-    /// The user wants another load line. Answers whether it holds from now on, and what that means.
-    fn move_line(&mut self, budget: Budget, log: &mut EventLog) -> Result<(bool, String), Failure> {
+    /// The user wants another load line for a device. Answers whether it holds from now on, and what that means.
+    fn move_line(&mut self, rank: usize, budget: Budget, log: &mut EventLog) -> Result<(bool, String), Failure> {
         let start = Instant::now();
-        let free = self.engine.memory().map(|memory| memory.free).unwrap_or_default();
-        let line = budget.of(free + self.engine.held());
-        let Some(answer) = self.under(line, self.line.host, false) else {
-            let needs = self.smallest();
+        let free = self.team.worker(rank).engine.memory().map(|memory| memory.free).unwrap_or_default();
+        let line = budget.of(free + self.team.held(rank));
+        let Some(answer) = self.under(rank, line, self.worker(rank).line.host, false) else {
+            let needs = self.smallest(rank);
             let message = format!("{line} is not enough: the least that would do is {needs}; the run keeps its plan");
             return Ok((false, message));
         };
-        let faster = answer.plan.predicted.step_seconds < self.plan.predicted.step_seconds;
-        let before = (self.line.budget, self.line.bytes);
-        (self.line.budget, self.line.bytes) = (budget, line);
-        self.line.home = answer.plan.recipe.clone();
-        if self.plan.devices[0].peak_bytes <= line && !faster {
-            self.plan.devices[0].budget_bytes = line;
-            return Ok((true, format!("load line {line}: the plan stays as it is ({})", self.plan.recipe)));
+        let worker = self.team.worker(rank);
+        let faster = answer.plan.predicted.step_seconds < worker.plan.predicted.step_seconds;
+        let before = (worker.line.budget, worker.line.bytes);
+        (worker.line.budget, worker.line.bytes) = (budget, line);
+        worker.line.home = answer.plan.recipe.clone();
+        if worker.plan.devices[0].peak_bytes <= line && !faster {
+            worker.plan.devices[0].budget_bytes = line;
+            let message = format!("load line {line}: the plan stays as it is ({})", worker.plan.recipe);
+            self.write_plan()?;
+            return Ok((true, message));
         }
-        match self.adopt(answer) {
+        match self.adopt(rank, answer) {
             Ok(left) => {
-                self.tell(left, format!("the load line was moved to {line}"), start, log)?;
-                let peak = self.plan.devices[0].peak_bytes;
-                Ok((true, format!("load line {line}: {}, predicted peak {peak}", self.plan.recipe)))
+                self.tell(rank, left, format!("the load line was moved to {line}"), start, log)?;
+                let Worker { plan, .. } = self.worker(rank);
+                let peak = plan.devices[0].peak_bytes;
+                Ok((true, format!("load line {line}: {}, predicted peak {peak}", plan.recipe)))
             }
-            Err(Trouble::Refused(error)) => {
-                (self.line.budget, self.line.bytes) = before;
+            Err(Trouble::Refused { error, .. }) => {
+                let line = self.line(rank);
+                (line.budget, line.bytes) = before;
                 Ok((false, format!("{error}; the run keeps its plan")))
             }
-            Err(Trouble::Failure(failure)) => Err(failure),
+            Err(other) => Err(other.into()),
         }
     }
 
-    fn smallest(&self) -> Bytes {
-        let leanest = self.plan_under(Bytes(1), self.line.host, |question| search(&question));
+    fn smallest(&self, rank: usize) -> Bytes {
+        let host = self.worker(rank).line.host;
+        let leanest = self.plan_under(rank, Bytes(1), host, |question| search(&question));
         let needs = leanest.map(|answer| answer.plan.needs).unwrap_or_default();
         needs.first().map(|need| need.budget_bytes).unwrap_or_default()
     }
 
     /// Back to the recipe that was planned under the user's load line; where that does not fit now, to the fastest that
     /// does. Stays where neither is worth it.
-    fn go_home(&mut self, why: &str, log: &mut EventLog) -> Result<(), Failure> {
+    fn go_home(&mut self, rank: usize, why: &str, log: &mut EventLog) -> Result<(), Failure> {
         let start = Instant::now();
-        let (line, host) = (self.line.bytes, self.line.host);
-        let home = self.plan_under(line, host, |question| plan_of(&question, &self.line.home))?;
-        let there = self.plan.recipe == self.line.home;
-        let best = if home.plan.fits && !there { Some(home) } else { self.under(line, host, false) };
-        let worth = |plan: &Plan| plan.predicted.step_seconds < self.plan.predicted.step_seconds * WORTH;
+        let worker = self.worker(rank);
+        let (line, host) = (worker.line.bytes, worker.line.host);
+        let home = self.plan_under(rank, line, host, |question| plan_of(&question, &worker.line.home))?;
+        let there = worker.plan.recipe == worker.line.home;
+        let best = if home.plan.fits && !there { Some(home) } else { self.under(rank, line, host, false) };
+        let worth = |plan: &Plan| plan.predicted.step_seconds < worker.plan.predicted.step_seconds * WORTH;
         let Some(answer) = best.filter(|answer| worth(&answer.plan)) else { return Ok(()) };
-        match self.adopt(answer) {
+        match self.adopt(rank, answer) {
             Ok(left) => {
-                calibration::forget_shortfalls(Some(&self.resolved.device));
+                let worker = self.team.worker(rank);
+                calibration::forget_shortfalls(Some(&worker.device));
                 if there {
                     // There is more room than there was when the run was planned.
-                    self.line.home = self.plan.recipe.clone();
+                    worker.line.home = worker.plan.recipe.clone();
                 }
-                self.tell(left, why.to_owned(), start, log)
+                self.tell(rank, left, why.to_owned(), start, log)
             }
-            Err(Trouble::Refused(_)) => {
-                self.line.patience = self.line.patience.saturating_mul(2);
-                self.line.up = Some(self.info.step + self.line.patience);
+            Err(Trouble::Refused { .. }) => {
+                let step = self.info.step;
+                let line = self.line(rank);
+                line.patience = line.patience.saturating_mul(2);
+                line.up = Some(step + line.patience);
                 Ok(())
             }
-            Err(Trouble::Failure(failure)) => Err(failure),
+            Err(other) => Err(other.into()),
         }
     }
 
-    /// Others may need memory that this run holds, or give some back.
-    fn feel_pressure(&mut self, start: Instant, log: &mut EventLog) -> Result<(), Failure> {
-        let Some(memory) = self.engine.memory() else { return Ok(()) };
-        let now = self.engine.held();
-        let budget = self.line.budget.of(memory.free + now);
-        let held = Held { now, line: self.line.bytes, budget, wanted: self.largest.peak_bytes };
-        match self.line.pressure.feel(&memory, held, start) {
+    /// Others may need memory that a device holds, or give some back.
+    fn feel_pressure(&mut self, rank: usize, start: Instant, log: &mut EventLog) -> Result<(), Failure> {
+        let Some(memory) = self.team.worker(rank).engine.memory() else { return Ok(()) };
+        let now = self.team.held(rank);
+        let worker = self.team.worker(rank);
+        let budget = worker.line.budget.of(memory.free + now);
+        let held = Held { now, line: worker.line.bytes, budget, wanted: worker.largest.peak_bytes };
+        match worker.line.pressure.feel(&memory, held, start) {
             Felt::Nothing => Ok(()),
             Felt::Room(room) => {
-                (self.line.bytes, self.line.told) = (room, false);
-                self.go_home("others gave memory back", log)
+                (worker.line.bytes, worker.line.told) = (room, false);
+                self.go_home(rank, "others gave memory back", log)
             }
-            Felt::Less(left) if left >= self.plan.devices[0].peak_bytes => Ok(()),
-            Felt::Less(left) => self.shrink(left, self.line.host, &memory, start, log),
+            Felt::Less(left) if left >= worker.plan.devices[0].peak_bytes => Ok(()),
+            Felt::Less(left) => {
+                let host = worker.line.host;
+                self.shrink(rank, left, host, &memory, start, log)
+            }
         }
     }
 
     /// The same for what waits on the host beside a GPU. The host side of a virtual device is in the very memory that
     /// the device is in, which gives way.
-    fn feel_host_pressure(&mut self, start: Instant, log: &mut EventLog) -> Result<(), Failure> {
-        if self.engine.gpu().is_none() || self.line.host_wanted == Bytes::ZERO {
+    fn feel_host_pressure(&mut self, rank: usize, start: Instant, log: &mut EventLog) -> Result<(), Failure> {
+        let worker = self.team.worker(rank);
+        if worker.engine.gpu().is_none() || worker.line.host_wanted == Bytes::ZERO {
             return Ok(());
         }
-        let (memory, now) = (Memory::read(), self.plan.host.arena_bytes);
-        let (line, budget, wanted) = (self.line.host, self.line.host_budget, self.line.host_wanted);
-        match self.line.host_pressure.feel(&memory, Held { now, line, budget, wanted }, start) {
+        let (memory, now) = (Memory::read(), worker.plan.host.arena_bytes);
+        let (line, budget, wanted) = (worker.line.host, worker.line.host_budget, worker.line.host_wanted);
+        match worker.line.host_pressure.feel(&memory, Held { now, line, budget, wanted }, start) {
             Felt::Nothing => Ok(()),
             Felt::Room(room) => {
-                (self.line.host, self.line.told) = (room, false);
-                self.go_home("others gave memory back", log)
+                (worker.line.host, worker.line.told) = (room, false);
+                self.go_home(rank, "others gave memory back", log)
             }
             Felt::Less(left) if left >= now => Ok(()),
-            Felt::Less(left) => self.shrink(self.line.bytes, left, &memory, start, log),
+            Felt::Less(left) => {
+                let line = worker.line.bytes;
+                self.shrink(rank, line, left, &memory, start, log)
+            }
         }
     }
 
-    /// Goes over to the fastest plan under load lines that others have pressed down.
+    /// A device goes over to the fastest plan under load lines that others have pressed down.
     fn shrink(
         &mut self,
+        rank: usize,
         line: Bytes,
         host: Bytes,
         memory: &Memory,
@@ -371,42 +441,46 @@ impl Trainer {
         log: &mut EventLog,
     ) -> Result<(), Failure> {
         let why = format!("{} leaves {} free: others need memory", memory.bound_by, memory.free);
-        let before = (self.line.bytes, self.line.host);
-        let in_vain = match self.under(line, host, false) {
-            None => format!("no recipe of this run holds less than {}", self.plan.devices[0].peak_bytes),
+        let worker = self.worker(rank);
+        let before = (worker.line.bytes, worker.line.host);
+        let in_vain = match self.under(rank, line, host, false) {
+            None => format!("no recipe of this run holds less than {}", worker.plan.devices[0].peak_bytes),
             Some(answer) => {
-                (self.line.bytes, self.line.host) = (line, host);
-                match self.adopt(answer) {
+                let now = self.line(rank);
+                (now.bytes, now.host) = (line, host);
+                match self.adopt(rank, answer) {
                     Ok(left) => {
-                        self.remember(&why);
-                        return self.tell(left, why, start, log);
+                        self.remember(rank, &why);
+                        return self.tell(rank, left, why, start, log);
                     }
-                    Err(Trouble::Failure(failure)) => return Err(failure),
-                    Err(Trouble::Refused(error)) => error.to_string(),
+                    Err(Trouble::Refused { error, .. }) => error.to_string(),
+                    Err(other) => return Err(other.into()),
                 }
             }
         };
-        (self.line.bytes, self.line.host) = before;
-        if std::mem::replace(&mut self.line.told, true) {
+        let line = self.line(rank);
+        (line.bytes, line.host) = before;
+        if std::mem::replace(&mut line.told, true) {
             return Ok(());
         }
         log.emit(Event::Warning { message: format!("{why}; {in_vain}, so the run goes on as it is") })
     }
 
     /// The next plan on this device starts where this run ended up, unless it goes back up before.
-    fn remember(&self, why: &str) {
-        let line = self.plan.devices[0].peak_bytes + WAVER;
-        calibration::keep_shortfall(&self.resolved.device, line, why);
+    fn remember(&self, rank: usize, why: &str) {
+        let worker = self.worker(rank);
+        let line = worker.plan.devices[0].peak_bytes + WAVER;
+        calibration::keep_shortfall(&worker.device, line, why);
     }
 
     /// The step that is being done, or would be next.
-    fn step_now(&self) -> u64 {
+    pub(super) fn step_now(&self) -> u64 {
         self.info.step + 1
     }
 }
 
 /// What was left behind by a move to another plan.
-struct Left {
+pub(super) struct Left {
     recipe: Recipe,
     arena_bytes: Bytes,
     step_seconds: f64,
@@ -414,8 +488,8 @@ struct Left {
 
 impl Left {
     /// As it is: nothing has been left yet.
-    fn nothing(trainer: &Trainer) -> Left {
-        let plan = &trainer.plan;
+    pub(super) fn nothing(worker: &Worker) -> Left {
+        let plan = &worker.plan;
         Left {
             recipe: plan.recipe.clone(),
             arena_bytes: plan.devices[0].arena_bytes,

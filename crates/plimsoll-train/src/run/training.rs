@@ -3,30 +3,33 @@
 use super::checkpoint::{self, Checkpoint, CheckpointInfo};
 use super::control::Control;
 use super::cooling::Cooling;
+use super::drift::Drift;
 use super::engine::{Engine, Evaluated, StepInput};
 use super::events::EventLog;
-use super::prepare::{Known, Prepared, load_weights, prepare, rounded};
+use super::prepare::{Known, Part, Planned, Prepared, load_weights, prepare, rounded};
 use super::rate::learning_rate;
-use super::rehearsal::{Injection, Rehearsal};
+use super::rehearsal::Injection;
 use super::retreat::{Line, charged_programs};
 use super::samples::{Sample, readable, samples};
 use super::spaces::Storing;
+use super::team::{Team, Worker};
 use super::trouble::Trouble;
 use crate::data::{Batches, Dataset, Loader, Order, Rows};
 use crate::files::{WeightWriter, atomic, write_adapter_dir, write_model_dir};
-use crate::resolve::{Resolved, Work, lora, pace};
+use crate::resolve::{Resolved, lora, pace};
 use crate::run_file::{Length, Method, RunFile, Threads};
 use plimsoll_core::{
-    Algorithms, Budget, Bytes, DType, DeviceKind, DeviceMemory, DevicePlan, EvalResult, Event, Failure, LossSpan, Plan,
-    Recipe, Record, Retreat, RunResult, RunStatus, StepSeconds,
+    Budget, DType, DeviceKind, EvalResult, Event, Failure, LossSpan, Member, Plan, Recipe, Record, Retreat, RunResult,
+    RunStatus, Sharing, StepSeconds,
 };
 use plimsoll_device::device::DeviceError;
 use plimsoll_device::probe::Cpu;
 use plimsoll_device::process;
 use plimsoll_plan::price::needed_product_flops;
-use plimsoll_plan::search::{Answer, plan_of, search};
+use plimsoll_plan::search::{plan_of, search};
 use std::collections::BTreeMap;
 use std::fs;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -37,8 +40,6 @@ use std::time::Instant;
 pub struct Run {
     prepared: Prepared,
     checkpoint: Option<Checkpoint>,
-    /// What the products of a GPU were done with before.
-    algorithms: Option<Algorithms>,
     warnings: Vec<String>,
     injections: Vec<Injection>,
     saves: bool,
@@ -70,14 +71,7 @@ impl Run {
                 .hint("or start anew elsewhere: --set run.dir=runs/another"));
         }
         let prepared = prepare(run, None)?;
-        Ok(Run {
-            prepared,
-            checkpoint: None,
-            algorithms: None,
-            warnings: Vec::new(),
-            injections: Vec::new(),
-            saves: true,
-        })
+        Ok(Run { prepared, checkpoint: None, warnings: Vec::new(), injections: Vec::new(), saves: true })
     }
 
     /// Plans to go on with a run from its newest whole checkpoint; from the start, where there never was one.
@@ -97,18 +91,9 @@ impl Run {
                 run.run.threads = threads(Some(info.threads)).map_or(Threads::Auto, Threads::Count);
             }
         }
-        let (known, algorithms) = match &checkpoint {
-            Some(Checkpoint { info, .. }) => {
-                let known = Known { recipe: info.recipe.clone(), charges_bytes: info.charges_bytes };
-                (Some(known), info.algorithms.clone())
-            }
-            None => match planned_before(&folder) {
-                Some(Plan { recipe, devices, algorithms, .. }) => {
-                    let charges = devices.first().map(|device| device.charges_bytes);
-                    (charges.map(|charges_bytes| Known { recipe, charges_bytes }), algorithms)
-                }
-                None => (None, None),
-            },
+        let known = match &checkpoint {
+            Some(Checkpoint { info, .. }) => Some(Known::of(info)),
+            None => planned_before(&folder),
         };
         let prepared = prepare(run, known.as_ref())?;
         if let Some(Checkpoint { info, path, .. }) = &checkpoint {
@@ -126,16 +111,16 @@ impl Run {
                 let message = format!("data.train: tokens or labels are not those of {}", path.display());
                 return Err(Failure::input(message).hint("put the files back as they were; other data are another run"));
             }
-            let how = |recipe: &Recipe, threads: u32| format!("{recipe}, {threads} threads");
-            let now = how(&prepared.answer.plan.recipe, prepared.resolved.device.threads);
-            let before = how(&info.recipe, info.threads);
+            let plan = &prepared.planned.plan;
+            let now = how(&plan.recipe, plan.sharing, &plan.team, prepared.planned.parts[0].device.threads);
+            let before = how(&info.recipe, info.sharing, &info.team, info.threads);
             if now != before {
                 warnings.push(format!(
                     "planned anew ({now}; the checkpoint had {before}): last bits may differ from an undisturbed run"
                 ));
             }
         }
-        Ok(Run { prepared, checkpoint, algorithms, warnings, injections: Vec::new(), saves: true })
+        Ok(Run { prepared, checkpoint, warnings, injections: Vec::new(), saves: true })
     }
 
     /// The device shall refuse memory at these places.
@@ -162,7 +147,7 @@ impl Run {
     /// # Panics
     /// When the plan does not fit: the caller has seen it.
     pub fn start(self, watch: &mut dyn FnMut(&Record), stop: &AtomicBool) -> Result<Outcome, Failure> {
-        assert!(self.prepared.answer.plan.fits, "a plan that does not fit is not started");
+        assert!(self.prepared.planned.plan.fits, "a plan that does not fit is not started");
         let folder = PathBuf::from(&self.prepared.run.run.dir);
         make_folder(&folder)?;
         let mut log = EventLog::open(&folder, watch)?;
@@ -201,13 +186,16 @@ pub(super) struct Trainer {
     pub(super) resolved: Resolved,
     data: Arc<Dataset>,
     eval: Option<Arc<Dataset>>,
-    pub(super) engine: Engine,
+    pub(super) team: Team,
+    /// The plan of all.
     pub(super) plan: Plan,
-    /// The plan of the device that held most so far.
-    pub(super) largest: DevicePlan,
     pub(super) info: CheckpointInfo,
-    pub(super) line: Line,
     pub(super) retreats: Vec<Retreat>,
+    pub(super) drift: Drift,
+    /// How often the shares were looked at anew because of it.
+    pub(super) shared_again: u32,
+    /// Refusals since work was last finished.
+    pub(super) refused: u32,
     pub(super) cooling: Cooling,
     pub(super) control: Option<Control>,
     batches: Batches,
@@ -223,24 +211,20 @@ pub(super) struct Trainer {
 
 impl Trainer {
     fn open(run: Run, folder: PathBuf, control: Option<Control>, log: &mut EventLog) -> Result<Trainer, Failure> {
-        let Run { prepared, checkpoint, injections, algorithms: before, saves, .. } = run;
-        let Prepared { run, mut resolved, train, eval, answer } = prepared;
+        let Run { prepared, checkpoint, injections, saves, .. } = run;
+        let Prepared { run, resolved, train, eval, planned } = prepared;
         let precision = run.arithmetic(resolved.device.kind);
-        let product_flops = needed_product_flops(&answer.set);
-        let generates = answer.set.program("prefill").is_some();
-        let programs = charged_programs(&resolved.device, &answer.set);
+        let generates = planned.parts[0].answer.set.program("prefill").is_some();
+        let product_flops = planned.parts.iter().map(step_product_flops).sum();
         // From here on the peak is this run's: what the data took before has been given back or is a charge.
         let _ = process::reset_peak();
-        let (mut engine, plan) = open_engine(&run, &mut resolved, answer, before.as_ref())?;
-        if let (Some(before), Some(now)) = (&before, plan.algorithms.as_ref().filter(|_| engine.chose_anew())) {
-            let message = format!(
-                "some algorithms of products were chosen anew (now: {now}; before: {before}): last bits may differ from \
-                 an undisturbed run"
-            );
-            log.emit(Event::Warning { message })?;
-        }
+        let (mut team, plan) = open_team(&run, &resolved, planned, log)?;
         let recipe = plan.recipe.clone();
-        let device = &resolved.device;
+        let first = &team.first().device;
+        let (threads, charges_bytes, kind) = (first.threads, first.charges, first.kind);
+        let rates = team.workers().iter().map(|worker| &worker.device.rates);
+        let peak_flops = rates.map(|rates| if precision == DType::Bf16 { rates.bf16_flops } else { rates.f32_flops });
+        let peak_flops = peak_flops.sum();
         let order = Order { seed: run.train.seed, rows: train.rows(), shuffle: run.data.shuffle };
         let end = match run.length() {
             Some(Length::Epochs(epochs)) => Some(order.rows_of_epochs(epochs).max(1)),
@@ -259,8 +243,10 @@ impl Trainer {
             first_loss: f64::NAN,
             last_loss: f64::NAN,
             recipe,
-            threads: device.threads,
-            charges_bytes: device.charges,
+            sharing: plan.sharing,
+            team: plan.team.clone(),
+            threads,
+            charges_bytes,
             algorithms: plan.algorithms.clone(),
             precision,
             rows: train.rows(),
@@ -278,32 +264,31 @@ impl Trainer {
             },
             None => fresh,
         };
-        engine.rehearse(Rehearsal::new(&injections, run.train.seed));
+        let team_size = team.len();
+        team.rehearse(&injections, run.train.seed);
         let cooling = Cooling::new(run.run.max_temperature);
         let mut trainer = Trainer {
             folder,
             generates,
             saves,
             // A virtual device keeps its own pace, and a GPU leaves the processor usable.
-            pace: if device.kind == DeviceKind::Cpu { pace(&run, device.threads) } else { 1.0 },
-            product_flops: product_flops * batches.rows.div_ceil(u64::from(info.recipe.micro_batch)) as f64,
-            peak_flops: if precision == DType::Bf16 { device.rates.bf16_flops } else { device.rates.f32_flops },
+            pace: if kind == DeviceKind::Cpu { pace(&run, threads) } else { 1.0 },
+            product_flops,
+            peak_flops,
             last_saved: (info.step, Instant::now()),
-            line: {
-                let budget = if resolved.fallback.is_some() { run.host() } else { run.memory.budget };
-                Line::new(budget, &plan, programs)
-            },
-            largest: plan.devices[0].clone(),
             run,
             resolved,
             data: Arc::new(train),
             eval: eval.map(Arc::new),
-            engine,
+            team,
             plan,
             info,
             batches,
             control,
             retreats: Vec::new(),
+            refused: 0,
+            drift: Drift::new(team_size),
+            shared_again: 0,
             cooling,
             seconds: Vec::new(),
             last_eval: None,
@@ -314,15 +299,28 @@ impl Trainer {
 
     /// Weights and optimizer: of a checkpoint, else the first ones.
     fn fill(&mut self, checkpoint: Option<&Checkpoint>) -> Result<(), Trouble> {
-        let (model, engine) = (&self.resolved.model, &mut self.engine);
-        let frozen = self.run.train.method == Method::Lora;
-        if checkpoint.is_none() || frozen {
-            load_weights(engine, model, &self.run)?;
-        }
-        match checkpoint {
-            Some(checkpoint) => checkpoint::restore(checkpoint, engine),
-            None => Ok(engine.run("fresh")?),
-        }
+        let Trainer { resolved, run, team, .. } = self;
+        let (model, run) = (&resolved.model, &*run);
+        let frozen = run.train.method == Method::Lora;
+        team.all(|worker| {
+            if checkpoint.is_none() || frozen {
+                load_weights(&mut worker.engine, model, run)?;
+            }
+            match checkpoint {
+                Some(checkpoint) => checkpoint::restore(checkpoint, &mut worker.engine),
+                None => Ok(worker.engine.run("fresh")?),
+            }
+        })?;
+        Ok(())
+    }
+
+    /// The plan as it is by now: on disk, and for the next checkpoint.
+    pub(super) fn write_plan(&mut self) -> Result<(), Failure> {
+        self.plan = self.team.plan(&self.plan);
+        let charges = self.team.first().device.charges;
+        self.info.goes_by(&self.plan, charges);
+        let text = serde_json::to_vec_pretty(&self.plan).expect("plain data has a JSON form");
+        Ok(atomic::write_file(&self.folder.join("plan.json"), &text)?)
     }
 
     fn is_last(&self) -> bool {
@@ -348,11 +346,11 @@ impl Trainer {
             step: self.info.step + 1,
             steps: self.info.steps.unwrap_or(0),
             parameters: self.resolved.model.config.parameters(),
-            arena_bytes: self.plan.devices[0].arena_bytes,
+            arena_bytes: self.plan.devices.iter().map(|device| device.arena_bytes).sum(),
             predicted_step_seconds: self.plan.predicted.step_seconds,
             product_flops: self.product_flops,
             peak_flops: self.peak_flops,
-            simulated: self.resolved.device.simulated(),
+            simulated: self.team.workers().iter().any(|worker| worker.device.simulated()),
         })?;
         let mut loader = Loader::start(Arc::clone(&self.data), self.batches, self.info.step);
         while !self.is_last() {
@@ -386,9 +384,9 @@ impl Trainer {
         let input =
             StepInput { step, learning_rate: rate, betas: train.betas, clip_norm: train.clip_norm, labelled_tokens };
         let tokens = rows.tokens.len() as u64;
-        self.engine.at_step(step);
+        self.team.at_step(step);
         // Until here nothing has changed: a step that is refused is dropped and done again, with the same rows.
-        let found = self.insist(log, |trainer| Ok(trainer.engine.gradients(rows, &input)?))?;
+        let found = self.insist(log, |trainer| trainer.team.gradients(rows, &input))?;
         if !found.is_finite() {
             let message = format!("step {step}: the loss is {} and the gradient norm {}", found.loss, found.norm);
             return Err(Failure::stopped(message)
@@ -396,10 +394,16 @@ impl Trainer {
                 .hint("a lower train.learning_rate or train.clip_norm, in a run of its own, is the usual cure; look at the samples of this step, too"));
         }
         // From here on it only rolls forward, tensor by tensor, as it is: what is refused is done again.
-        while let Err(error) = self.engine.update() {
-            match Trouble::from(error) {
-                Trouble::Refused(error) => self.do_again(&error, log)?,
-                Trouble::Failure(failure) => return Err(failure),
+        let mut gone = None;
+        while let Err(trouble) = self.team.update() {
+            match trouble {
+                Trouble::Refused { rank, error } => self.do_again(rank, &error, log)?,
+                // The others finish the step before they share its work.
+                Trouble::Lost { rank, why } => {
+                    self.part_with(rank, &why, log)?;
+                    gone = Some(why);
+                }
+                other => return Err(other.into()),
             }
         }
         self.finished();
@@ -408,6 +412,10 @@ impl Trainer {
         let seconds = start.elapsed().as_secs_f64();
         self.seconds.push(seconds);
         self.info.step = step;
+        self.watch_drift(log)?;
+        if let Some(why) = gone {
+            self.share_anew(&format!("{why}: the others share its work"), log)?;
+        }
         self.info.elapsed_seconds += seconds;
         self.info.last_loss = found.loss;
         if step == 1 {
@@ -421,7 +429,7 @@ impl Trainer {
             tokens,
             labelled_tokens,
             seconds,
-            bytes: self.engine.held(),
+            bytes: self.team.held_by_all(),
         })
     }
 
@@ -431,7 +439,7 @@ impl Trainer {
             return Ok(());
         }
         let start = Instant::now();
-        let sum = self.insist(log, |trainer| evaluate(&mut trainer.engine, &data))?;
+        let sum = self.insist(log, |trainer| trainer.team.evaluate(&data))?;
         let exact_match = (sum.samples > 0).then(|| sum.exact as f64 / sum.samples as f64);
         self.last_eval = Some((self.info.step, EvalResult { loss: sum.loss(), exact_match }));
         log.emit(Event::Evaluation {
@@ -451,7 +459,7 @@ impl Trainer {
         let start = Instant::now();
         let keep = self.run.train.keep;
         self.insist(log, |trainer| {
-            checkpoint::write(&trainer.folder, &trainer.info, &mut trainer.engine, keep).map(|_| ())
+            checkpoint::write(&trainer.folder, &trainer.info, &mut trainer.team, keep).map(|_| ())
         })?;
         self.last_saved = (self.info.step, Instant::now());
         log.emit(Event::Checkpoint {
@@ -463,10 +471,9 @@ impl Trainer {
 
     /// Writes what was trained, whole or not at all: a Hugging Face directory, or adapters as a PEFT directory.
     fn write_model(&mut self) -> Result<PathBuf, Trouble> {
-        let (model, engine) = (&self.resolved.model, &mut self.engine);
-        let tensors = engine.files("save").to_vec();
-        let write =
-            |writer: &mut WeightWriter| -> Result<(), Trouble> { Ok(engine.move_files("save", &mut Storing(writer))?) };
+        let (model, team) = (&self.resolved.model, &mut self.team);
+        let tensors = team.first().engine.files("save").to_vec();
+        let write = |writer: &mut WeightWriter| team.store("save", &mut Storing(writer));
         if self.run.train.method == Method::Lora {
             let path = self.folder.join("adapter");
             let base = model.weights(&self.run).and_then(|_| model.folder());
@@ -489,18 +496,12 @@ impl Trainer {
                 model = Some(self.insist(log, Trainer::write_model)?);
             }
             if let (true, Some(eval)) = (self.generates, self.eval.clone()) {
-                drawn =
-                    self.insist(log, |trainer| samples(&mut trainer.engine, &eval, &trainer.resolved.model.config))?;
+                drawn = self.insist(log, |trainer| {
+                    samples(&mut trainer.team.first().engine, &eval, &trainer.resolved.model.config)
+                })?;
             }
         }
-        let stats = self.engine.stats();
-        let measured = match self.engine.gpu() {
-            // All that it holds was taken at the start.
-            Some(_) => self.engine.held(),
-            // What waits on the host is not on the device, though it is in this process.
-            None => process::peak_resident().unwrap_or(Bytes::ZERO).saturating_sub(stats.host_bytes),
-        };
-        let device = &self.largest;
+        let memory = self.team.memory();
         let tokens = (self.batches.rows * u64::from(self.run.data.sequence)) as f64;
         let predicted = self.plan.predicted.step_seconds;
         let path = self.folder.join("result.json");
@@ -523,15 +524,10 @@ impl Trainer {
             tokens_per_second: if median > 0.0 { tokens / median } else { 0.0 },
             step_seconds,
             eval: self.last_eval.map(|(_, result)| result),
-            memory: vec![DeviceMemory {
-                device: device.name.clone(),
-                budget_bytes: device.budget_bytes,
-                arena_bytes: device.arena_bytes,
-                arena_measured_bytes: stats.arena_measured_bytes,
-                predicted_bytes: device.peak_bytes,
-                measured_bytes: measured,
-            }],
+            memory,
             recipe: self.info.recipe.clone(),
+            sharing: self.plan.sharing,
+            team: self.team.results(),
             retreats: self.retreats,
             rested_seconds: self.cooling.seconds,
             fallback: self.resolved.fallback.clone(),
@@ -544,7 +540,7 @@ impl Trainer {
         };
         log.emit(Event::End { status: word.into(), step: self.info.step })?;
         // A tokenizer may take tens of megabytes: it is opened when the arena has been given back.
-        drop(self.engine);
+        drop(self.team);
         let samples = match self.resolved.model.tokenizer() {
             Some(tokenizer) if !drawn.is_empty() => readable(&drawn, &tokenizer)?,
             _ => Vec::new(),
@@ -556,62 +552,107 @@ impl Trainer {
 /// What a GPU holds beside the arena wavers: a plan that was made with a little less is made again.
 const PLANS_MAX: u32 = 3;
 
-/// Opens the device of a plan. Where a GPU turns out to hold more beside the arena than was planned with, no arena was
-/// taken yet: the plan is made once more, so that the load line holds.
-fn open_engine(
+/// Opens the devices of a plan.
+fn open_team(
     run: &RunFile,
-    resolved: &mut Resolved,
-    mut answer: Answer,
-    algorithms: Option<&Algorithms>,
-) -> Result<(Engine, Plan), Failure> {
-    let (precision, sequence) = (run.arithmetic(resolved.device.kind), u64::from(run.data.sequence));
+    resolved: &Resolved,
+    planned: Planned,
+    log: &mut EventLog,
+) -> Result<(Team, Plan), Failure> {
+    let Planned { mut plan, mut parts } = planned;
+    let mut workers = Vec::new();
+    for part in &mut parts {
+        let worker = open_worker(run, resolved, part)?;
+        if let (Some(before), Some(now)) = (&part.algorithms, &worker.plan.algorithms)
+            && worker.engine.chose_anew()
+        {
+            let message = format!(
+                "some algorithms of products were chosen anew (now: {now}; before: {before}): last bits may differ from \
+                 an undisturbed run"
+            );
+            log.emit(Event::Warning { message })?;
+        }
+        workers.push(worker);
+    }
+    let team = Team::new(workers)?;
+    if team.len() == 1 {
+        plan = team.workers()[0].plan.clone();
+    }
+    Ok((team, plan))
+}
+
+/// Opens the device of a part. Where a GPU turns out to hold more beside the arena than was planned with, no arena was
+/// taken yet: its part is planned once more, so that the load line holds.
+fn open_worker(run: &RunFile, resolved: &Resolved, part: &mut Part) -> Result<Worker, Failure> {
+    let (precision, sequence) = (run.arithmetic(part.device.kind), u64::from(run.data.sequence));
     let vocab = resolved.model.config.vocab;
     let mut plans = 1;
     loop {
-        let plan = answer.plan.clone();
-        let held = match Engine::open(answer, precision, &resolved.device, algorithms, sequence, vocab) {
+        let (answer, plan) = (part.answer.clone(), part.answer.plan.clone());
+        let programs = charged_programs(&part.device, &answer.set);
+        let held = match Engine::open(answer, precision, &part.device, part.algorithms.as_ref(), sequence, vocab) {
             Ok(engine) => {
                 let plan = Plan { algorithms: engine.algorithms(), ..plan };
-                return Ok((engine, plan));
+                let budget = match &resolved.fallback {
+                    Some(_) => run.host(),
+                    None => run.budget_of(&part.device.name),
+                };
+                let line = Line::new(budget, &plan, programs);
+                return Ok(Worker::new(part, engine, plan, line));
             }
             Err(DeviceError::MoreCharges { held, .. }) if plans < PLANS_MAX => held,
             Err(error) => return Err(error.into()),
         };
         plans += 1;
-        resolved.device.charges = rounded(held);
-        let question = resolved.question(run, Work::Train)?;
-        answer = plan_of(&question, &plan.recipe);
+        part.device.charges = rounded(held);
+        let question = part.question(run, &resolved.model)?;
+        let mut answer = plan_of(&question, &plan.recipe);
         if !answer.plan.fits {
             answer = search(&question);
         }
         if !answer.plan.fits {
-            let message = format!("{} holds {held} beside the arena, more than was planned for", resolved.device.name);
+            let message = format!("{} holds {held} beside the arena, more than was planned for", part.device.name);
             let least = answer.plan.needs.first().map(|need| need.budget_bytes);
             let hint = least.map(|least| format!("the least that would do: --budget {}", Budget::Amount(least)));
             return Err(hint.into_iter().fold(Failure::does_not_fit(message), Failure::hint));
         }
+        part.answer = answer;
     }
 }
 
-/// What a run that never reached a checkpoint was planned with: the same again gives the same bits.
-fn planned_before(folder: &Path) -> Option<Plan> {
-    serde_json::from_slice(&fs::read(folder.join("plan.json")).ok()?).ok()
+/// Operations in the products of a part's sequences of a step.
+fn step_product_flops(part: &Part) -> f64 {
+    let micro_batch = u64::from(part.answer.plan.recipe.micro_batch);
+    needed_product_flops(&part.answer.set) * part.sequences.div_ceil(micro_batch) as f64
 }
 
-/// All rows of a data set once, in order.
-pub(super) fn evaluate(engine: &mut Engine, data: &Dataset) -> Result<Evaluated, Trouble> {
+/// What a run that never reached a checkpoint was planned with: the same again gives the same bits.
+fn planned_before(folder: &Path) -> Option<Known> {
+    let plan: Plan = serde_json::from_slice(&fs::read(folder.join("plan.json")).ok()?).ok()?;
+    Known::of_plan(&plan)
+}
+
+/// How a run does it, in words: another way, other last bits.
+fn how(recipe: &Recipe, sharing: Option<Sharing>, team: &[Member], threads: u32) -> String {
+    let Some(sharing) = sharing else { return format!("{recipe}, {threads} threads") };
+    let member = |member: &Member| format!("{} {} sequences, {}", member.device, member.sequences, member.recipe);
+    format!("{sharing} shared by {}", team.iter().map(member).collect::<Vec<_>>().join("; "))
+}
+
+/// Some rows of a data set once, in order.
+pub(super) fn evaluate(engine: &mut Engine, data: &Dataset, rows_of: Range<u64>) -> Result<Evaluated, Trouble> {
     let at_once = u64::from(engine.recipe().micro_batch);
     let mut rows = Rows::new(at_once, data.sequence());
     let mut sum = Evaluated::default();
-    for first in (0..data.rows()).step_by(at_once as usize) {
-        data.read(first..(first + at_once).min(data.rows()), &mut rows)?;
+    for first in rows_of.clone().step_by(at_once as usize) {
+        data.read(first..(first + at_once).min(rows_of.end), &mut rows)?;
         sum.add(engine.evaluate(&mut rows)?);
     }
     Ok(sum)
 }
 
 /// The value below which `share` of the values lie; 0 where there is none.
-fn quantile(values: &[f64], share: f64) -> f64 {
+pub(super) fn quantile(values: &[f64], share: f64) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
     sorted.get(((sorted.len() as f64 - 1.0) * share).round() as usize).copied().unwrap_or(0.0)

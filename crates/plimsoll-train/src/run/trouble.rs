@@ -1,5 +1,5 @@
-//! What can go wrong while a device works for a run: it refuses memory, which a run survives, or anything else,
-//! which ends it.
+//! What can go wrong while devices work for a run: one refuses memory, which a run survives, one is gone, which a team
+//! survives, or anything else, which ends the run.
 
 use crate::data::DataError;
 use crate::files::FilesError;
@@ -9,15 +9,64 @@ use plimsoll_device::device::DeviceError;
 /// Why work was not done.
 #[derive(Debug)]
 pub enum Trouble {
-    /// The device refused memory. What it holds is as it was before the op that it refused.
-    Refused(DeviceError),
+    /// A device refused memory. What it holds is as it was before the op that it refused.
+    Refused {
+        /// Its rank in the team.
+        rank: usize,
+        /// What it says.
+        error: DeviceError,
+    },
+    /// A device is gone, with all that stood on it.
+    Lost {
+        /// Its rank in the team.
+        rank: usize,
+        /// What is known of it.
+        why: String,
+    },
+    /// Another device of the team could not do its part, and says so itself.
+    Peer(DeviceError),
     /// Anything else.
     Failure(Failure),
 }
 
+impl Trouble {
+    /// In words, for the others.
+    pub(super) fn what(&self) -> String {
+        match self {
+            Trouble::Refused { error, .. } | Trouble::Peer(error) => error.to_string(),
+            Trouble::Lost { why, .. } => why.clone(),
+            Trouble::Failure(failure) => failure.message.clone(),
+        }
+    }
+
+    /// The same, of the device of this rank.
+    pub(super) fn of_rank(self, rank: usize) -> Trouble {
+        match self {
+            Trouble::Refused { error, .. } => Trouble::Refused { rank, error },
+            Trouble::Lost { why, .. } => Trouble::Lost { rank, why },
+            other => other,
+        }
+    }
+
+    /// Which of several troubles a run has to answer first.
+    pub(super) fn weight(&self) -> u32 {
+        match self {
+            Trouble::Failure(_) => 3,
+            Trouble::Lost { .. } => 2,
+            Trouble::Refused { .. } => 1,
+            Trouble::Peer(_) => 0,
+        }
+    }
+}
+
 impl From<DeviceError> for Trouble {
     fn from(error: DeviceError) -> Trouble {
-        if error.is_refusal() { Trouble::Refused(error) } else { Trouble::Failure(error.into()) }
+        match error {
+            DeviceError::Lost { .. } => Trouble::Lost { rank: 0, why: error.to_string() },
+            DeviceError::Peer { .. } => Trouble::Peer(error),
+            error if error.is_refusal() => Trouble::Refused { rank: 0, error },
+            error => Trouble::Failure(error.into()),
+        }
     }
 }
 
@@ -42,7 +91,8 @@ impl From<DataError> for Trouble {
 impl From<Trouble> for Failure {
     fn from(trouble: Trouble) -> Failure {
         match trouble {
-            Trouble::Refused(error) => error.into(),
+            Trouble::Refused { error, .. } | Trouble::Peer(error) => error.into(),
+            Trouble::Lost { why, .. } => Failure::stopped(why),
             Trouble::Failure(failure) => failure,
         }
     }

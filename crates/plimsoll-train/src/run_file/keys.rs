@@ -55,6 +55,7 @@ pub(super) const KEYS: &[(&str, &str)] = &[
     ("run.max_temperature", "degrees Celsius, from 30 to 120"),
     ("run.threads", "\"auto\" or a whole number from 1 to 1024"),
     ("run.fallback", "\"cpu\" or \"none\""),
+    ("run.team", "\"auto\" or \"all\""),
 ];
 
 /// What a known key expects.

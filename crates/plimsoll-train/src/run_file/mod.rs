@@ -13,7 +13,7 @@ mod tests;
 pub use read::{RunFileError, list_setting, model_setting, setting};
 
 use plimsoll_core::{Budget, DType, DeviceKind, RecomputeLevel, Rung};
-use plimsoll_plan::request::DevicesRequest;
+use plimsoll_plan::request::{DeviceRequest, DevicesRequest};
 use serde::{Deserialize, Serialize};
 
 /// Models and data that start with this are made by Plimsoll itself; they are no paths.
@@ -329,6 +329,8 @@ pub struct RunSection {
     pub max_temperature: Option<f64>,
     /// What does the work where a device cannot hold it by any rung that may be taken.
     pub fallback: FallbackTo,
+    /// Which of several devices work on the run.
+    pub team: TeamOf,
 }
 
 impl Default for RunSection {
@@ -339,6 +341,7 @@ impl Default for RunSection {
             threads: Threads::Auto,
             max_temperature: None,
             fallback: FallbackTo::Cpu,
+            team: TeamOf::Auto,
         }
     }
 }
@@ -351,6 +354,17 @@ pub enum FallbackTo {
     Cpu,
     /// Nothing: the run is refused.
     None,
+}
+
+/// Which of several devices work on a run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum TeamOf {
+    /// Those that make it faster, or possible.
+    #[default]
+    Auto,
+    /// All of them, whatever it costs.
+    All,
 }
 
 /// Threads that compute.
@@ -424,6 +438,20 @@ impl RunFile {
     /// The devices asked for.
     pub fn devices(&self) -> DevicesRequest {
         self.run.devices.parse().expect("a loaded run file has devices that can be read")
+    }
+
+    /// The load line of a device: its own where it was named with one, else that of all.
+    pub fn budget_of(&self, device: &str) -> Budget {
+        let own = self
+            .devices()
+            .devices
+            .into_iter()
+            .find(|asked| {
+                let any_gpu = matches!(asked, DeviceRequest::Cuda { index: None, .. }) && device.starts_with("cuda:");
+                any_gpu || asked.name() == device
+            })
+            .and_then(|asked| asked.budget());
+        own.unwrap_or(self.memory.budget)
     }
 
     /// The load line of the host.

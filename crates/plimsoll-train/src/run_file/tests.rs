@@ -343,8 +343,9 @@ fn any_file() -> impl Strategy<Value = RunFile> {
         let devices = ["auto", "cpu=6GiB", "rtx3090,host=64GiB"][length].to_owned();
         let threads = if flags[1] { Threads::Auto } else { Threads::Count(count) };
         let max_temperature = flags[2].then_some(30.0 + 90.0 * share);
+        let team = if flags[1] { TeamOf::All } else { TeamOf::Auto };
         let fallback = if flags[0] { FallbackTo::Cpu } else { FallbackTo::None };
-        file.run = RunSection { dir, devices, threads, max_temperature, fallback };
+        file.run = RunSection { dir, devices, threads, max_temperature, fallback, team };
         file
     })
 }

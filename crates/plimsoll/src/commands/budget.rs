@@ -10,7 +10,7 @@ use plimsoll_train::run::control;
 /// # Errors
 /// No run is under way there, or it cannot do with so little (exit 3: it goes on as it was).
 pub fn run(args: &BudgetArgs) -> Result<Exit, Failure> {
-    let reply = control::ask(&args.run_dir, args.budget)?;
+    let reply = control::ask(&args.run_dir, args.device.as_deref(), args.budget)?;
     if !reply.moved {
         return Err(Failure::does_not_fit(reply.message));
     }

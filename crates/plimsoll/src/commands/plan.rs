@@ -134,7 +134,7 @@ fn memory_of_gpu(device: &str) -> Option<(Bytes, Bytes)> {
 }
 
 /// What is planned, in one line.
-fn title(file: &RunFile, config: &ModelConfig) -> String {
+pub fn title(file: &RunFile, config: &ModelConfig) -> String {
     let name = Path::new(file.model_name()).file_name().map_or_else(|| "?".into(), |name| name.to_string_lossy());
     let parameters = count(config.parameters() as f64);
     let (tokens, sequence) = (file.train.batch_tokens, file.data.sequence);

@@ -1,6 +1,6 @@
 //! `plimsoll train`: a run from its plan to its summary.
 
-use super::plan::{refuse, shown};
+use super::plan::{refuse, title};
 use crate::args::TrainArgs;
 use crate::{say, signals};
 use plimsoll_core::{DeviceKind, Exit, Failure, RunStatus};
@@ -8,6 +8,7 @@ use plimsoll_train::data::Dataset;
 use plimsoll_train::resolve::pace;
 use plimsoll_train::run::training::{Outcome, Run};
 use plimsoll_train::run_file::RunFile;
+use plimsoll_watch::plan::{PlanView, table};
 use plimsoll_watch::summary::{Sample, resume_command, summary};
 use plimsoll_watch::terminal::for_stdout;
 
@@ -25,19 +26,24 @@ pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
     }
     let prepared = run.prepared();
     if !args.json && !args.quiet {
-        let table = shown(&prepared.run, &prepared.resolved, &prepared.answer, false);
-        let device = &prepared.resolved.device;
-        let threads = match device.kind {
-            DeviceKind::Cpu => threads_line(&prepared.run, device.threads),
+        let parts = &prepared.planned.parts;
+        let table = table(&PlanView {
+            title: &title(&prepared.run, &prepared.resolved.model.config),
+            plan: &prepared.planned.plan,
+            specs: &parts.iter().map(|part| part.device.clone()).collect::<Vec<_>>(),
+            tried: &parts[0].answer.tried,
+            allow: &prepared.run.memory.allow,
+        });
+        let threads = match &parts[0].device {
+            device if device.kind == DeviceKind::Cpu => threads_line(&prepared.run, device.threads),
             _ => String::new(),
         };
-        let left_out = prepared.resolved.left_out().map_or(String::new(), |line| line + "\n");
-        say::answer(&format!("{}{threads}{table}{left_out}\n", data_line("train", &prepared.train)));
+        say::answer(&format!("{}{threads}{table}\n", data_line("train", &prepared.train)));
     }
-    if !prepared.answer.plan.fits {
-        return refuse(&prepared.run, &prepared.answer.plan, !args.json && !args.quiet);
+    if !prepared.planned.plan.fits {
+        return refuse(&prepared.run, &prepared.planned.plan, !args.json && !args.quiet);
     }
-    let simulated = prepared.resolved.device.simulated();
+    let simulated = prepared.planned.plan.devices.iter().any(|device| device.simulated);
     // Not earlier: until here nothing is lost when a signal ends the program at once.
     let stop = signals::install().map_err(|error| Failure::bug(format!("signals cannot be caught: {error}")))?;
     let mut watcher = for_stdout(args.json, args.quiet);

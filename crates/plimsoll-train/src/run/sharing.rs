@@ -1,0 +1,140 @@
+//! How a run shares its work anew while it is under way: when a device is gone, and when devices turn out to be faster or
+//! slower than the plan says. The experiment stays what it is: every step has the same samples.
+
+use super::drift::Drift;
+use super::events::EventLog;
+use super::prepare::{Known, Planned, share_among};
+use super::retreat::Left;
+use super::training::Trainer;
+use super::trouble::Trouble;
+use plimsoll_core::{Bytes, Class, DeviceSpec, Event, Failure, Sharing};
+use std::time::Instant;
+
+/// Other shares must make a step this much faster to be worth the move.
+const WORTH: f64 = 0.98;
+
+impl Trainer {
+    /// A device is gone. What it computed of the present step is dropped, and where the others have all that the run needs,
+    /// they go on from the last step that was finished.
+    pub(super) fn go_on_without(&mut self, rank: usize, why: &str, log: &mut EventLog) -> Result<(), Failure> {
+        self.part_with(rank, why, log)?;
+        self.share_anew(&format!("{why}: the others share its work"), log)
+    }
+
+    /// Lets a device that is gone leave the team, without another plan.
+    pub(super) fn part_with(&mut self, rank: usize, why: &str, log: &mut EventLog) -> Result<(), Failure> {
+        let gone = |hint: &str| {
+            Failure::stopped(format!("step {}: {why}", self.step_now())).hint(hint).hint("the newest checkpoint stands")
+        };
+        if self.team.len() == 1 {
+            return Err(gone("no other device works on this run"));
+        }
+        if self.plan.sharing != Some(Sharing::Batch) {
+            return Err(gone("a part of the weights stood on it alone"));
+        }
+        let worker = self.team.leave(rank);
+        let (step, device) = (self.step_now(), worker.device.name.clone());
+        log.emit(Event::Lost { step, device, why: why.to_owned(), left: self.team.names() })
+    }
+
+    /// A device has no recipe for its share that holds less than `line`: the others take some of it, or all. Whether they
+    /// can.
+    pub(super) fn share_with_less(
+        &mut self,
+        rank: usize,
+        line: Bytes,
+        why: &str,
+        log: &mut EventLog,
+    ) -> Result<bool, Failure> {
+        if self.team.len() == 1 || self.plan.sharing != Some(Sharing::Batch) {
+            return Ok(false);
+        }
+        let start = Instant::now();
+        let mut specs = self.team.specs();
+        specs[rank].budget = line;
+        let planned = share_among(&self.run, &self.resolved.model, &specs, self.host_line(), None)?;
+        if !planned.plan.fits {
+            return Ok(false);
+        }
+        self.take_shares(planned, why, start, log)?;
+        Ok(true)
+    }
+
+    /// Devices that turn out to be faster or slower than planned share the work as they really are.
+    pub(super) fn watch_drift(&mut self, log: &mut EventLog) -> Result<(), Failure> {
+        if self.team.len() == 1 {
+            return Ok(());
+        }
+        let Some(factors) = self.drift.see(self.info.step, &self.team.passed()) else { return Ok(()) };
+        let start = Instant::now();
+        let mut specs = self.team.specs();
+        for (spec, factor) in specs.iter_mut().zip(&factors) {
+            spec.rates = spec.rates.paced(1.0 / factor);
+        }
+        let host = self.host_line();
+        let now = Known::of_plan(&self.plan);
+        let as_they_are = share_among(&self.run, &self.resolved.model, &specs, host, now.as_ref())?;
+        let planned = share_among(&self.run, &self.resolved.model, &specs, host, None)?;
+        self.shared_again += 1;
+        let worth = planned.plan.predicted.step_seconds < as_they_are.plan.predicted.step_seconds * WORTH;
+        if !planned.plan.fits || !worth {
+            self.drift = Drift::rested(self.team.len(), self.info.step, self.shared_again);
+            return Ok(());
+        }
+        let name =
+            |(spec, factor): (&DeviceSpec, &f64)| format!("{} takes {factor:.2} times what was planned", spec.name);
+        let why = specs.iter().zip(&factors).map(name).collect::<Vec<_>>().join(", ");
+        self.take_shares(planned, &why, start, log)
+    }
+
+    fn host_line(&self) -> Bytes {
+        self.team.workers().iter().map(|worker| worker.line.host).max().unwrap_or(Bytes::ZERO)
+    }
+
+    /// The devices that there are share the work of a step anew, under the load lines that hold now.
+    pub(super) fn share_anew(&mut self, why: &str, log: &mut EventLog) -> Result<(), Failure> {
+        let start = Instant::now();
+        let specs: Vec<DeviceSpec> = self.team.specs();
+        let planned = share_among(&self.run, &self.resolved.model, &specs, self.host_line(), None)?;
+        if !planned.plan.fits {
+            return Err(Failure::stopped(format!("{why}; no recipe of this run fits on what is left"))
+                .hint("the newest checkpoint stands")
+                .hint("then name more devices, or allow more: --allow"));
+        }
+        self.take_shares(planned, why, start, log)
+    }
+
+    /// All go over to other shares; who has none leaves.
+    pub(super) fn take_shares(
+        &mut self,
+        planned: Planned,
+        why: &str,
+        start: Instant,
+        log: &mut EventLog,
+    ) -> Result<(), Failure> {
+        let Planned { plan, parts } = planned;
+        let unused: Vec<String> =
+            self.team.names().into_iter().filter(|name| parts.iter().all(|part| part.device.name != *name)).collect();
+        for name in unused {
+            let rank = self.team.rank_of(&name).expect("it is one of them");
+            self.team.leave(rank);
+        }
+        // By name: the plan may order them otherwise.
+        self.team.order_as(&parts.iter().map(|part| part.device.name.clone()).collect::<Vec<_>>());
+        let left: Vec<Left> = self.team.workers().iter().map(Left::nothing).collect();
+        // Who has gone over already does so again.
+        while let Err(trouble) = self.team.adopt(&parts) {
+            match trouble {
+                Trouble::Refused { error, .. } => self.count_refusal(&error)?,
+                other => return Err(other.into()),
+            }
+        }
+        self.plan = plan;
+        self.drift = Drift::rested(self.team.len(), self.info.step, self.shared_again);
+        self.write_plan()?;
+        for (rank, left) in left.into_iter().enumerate() {
+            self.told(rank, left, Class::Reordered, why.to_owned(), start, log)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,461 @@
+//! The devices that work on a run, each with its engine, its share of every step, and the load line that it is held
+//! under. A team of one is the rule. What several do they do at the same time, each on a thread of its own; what one of
+//! them refuses is dropped by all, so that they stay at the same step.
+
+use super::engine::{Engine, Evaluated, StepInput, StepLoss};
+use super::prepare::Part;
+use super::rehearsal::{Injection, Rehearsal};
+use super::retreat::Line;
+use super::training::{evaluate, quantile};
+use super::trouble::Trouble;
+use crate::data::{Dataset, Rows};
+use plimsoll_core::{
+    Bytes, DeviceKind, DeviceMemory, DevicePlan, DeviceSpec, HostSpec, Member, MemberResult, Plan, Sharing, Space,
+};
+use plimsoll_device::device::{DeviceError, FileSpace};
+use plimsoll_device::process;
+use plimsoll_device::transport::{Seat, Transport, memory};
+use plimsoll_plan::price::Prices;
+use plimsoll_plan::search::Answer;
+use plimsoll_program::Share;
+use std::ops::Range;
+use std::panic::resume_unwind;
+use std::sync::{Arc, Mutex};
+use std::thread;
+
+/// One device at work.
+pub struct Worker {
+    /// What it is; its charges are those of its plan.
+    pub device: DeviceSpec,
+    /// What of each step is its own.
+    pub share: Share,
+    /// Sequences of each step that it computes.
+    pub sequences: u64,
+    /// The device with its Programs.
+    pub engine: Engine,
+    /// Its own plan, as if it were alone with its share.
+    pub plan: Plan,
+    /// The plan under which it held most so far.
+    pub largest: DevicePlan,
+    /// The load line, and what moves it.
+    pub line: Line,
+    /// Its part of a step, where there are others.
+    rows: Rows,
+    /// Whether it has done the update of the present step.
+    updated: bool,
+    /// Predicted seconds of a forward and of a backward pass in which it waits for nobody.
+    passes: [f64; 2],
+    /// What such passes took in the last step, measured and predicted.
+    passed: (f64, f64),
+    /// What was measured of them over what was predicted, in each step.
+    factors: Vec<f64>,
+}
+
+impl Worker {
+    /// A device that is open under the plan of its part.
+    pub fn new(part: &Part, engine: Engine, plan: Plan, line: Line) -> Worker {
+        Worker {
+            device: part.device.clone(),
+            share: part.share.clone(),
+            sequences: part.sequences,
+            engine,
+            largest: plan.devices[0].clone(),
+            plan,
+            line,
+            rows: Rows::default(),
+            updated: false,
+            passes: passes(&part.device, &part.answer),
+            passed: (0.0, 0.0),
+            factors: Vec::new(),
+        }
+    }
+
+    /// It has gone over to another plan; `passes` are its predicted passes.
+    pub fn goes_by(&mut self, plan: Plan, passes: [f64; 2]) {
+        self.passes = passes;
+        // Products of other sizes have algorithms now that the next checkpoint has to know.
+        self.plan = Plan { algorithms: self.engine.algorithms(), ..plan };
+        self.device.charges = self.plan.devices[0].charges_bytes;
+        self.line.waits(self.plan.host.arena_bytes);
+        if self.plan.devices[0].peak_bytes > self.largest.peak_bytes {
+            self.largest = self.plan.devices[0].clone();
+        }
+    }
+
+    /// The rows of a step that are its own; in the last step of all there may be fewer.
+    fn own(&self, rows: usize) -> Range<usize> {
+        let first = (self.share.first_sequence as usize).min(rows);
+        first..(first + self.sequences as usize).min(rows)
+    }
+}
+
+/// Predicted seconds of a forward and of a backward pass in which a device waits for nobody.
+pub fn passes(device: &DeviceSpec, answer: &Answer) -> [f64; 2] {
+    let (rates, team_link) = (&device.rates, device.team_link);
+    let prices = Prices { rates, host: &HostSpec::NONE, precision: answer.precision, team_link };
+    ["forward", "backward"]
+        .map(|name| answer.set.program(name).map_or(0.0, |program| prices.program_seconds(&answer.set, program, false)))
+}
+
+/// All devices of a run, in the order of ranks.
+pub struct Team {
+    workers: Vec<Worker>,
+    transport: Arc<dyn Transport>,
+}
+
+/// What carries bytes between so many devices.
+fn transport(devices: usize) -> Arc<dyn Transport> {
+    memory::Memory::between(devices as u32)
+}
+
+/// Tells the others when its thread panics: they may be waiting for what it would have sent.
+struct GiveUpOnPanic<'a>(&'a dyn Transport, usize);
+
+impl Drop for GiveUpOnPanic<'_> {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            self.0.give_up(self.1 as u32, "a fault of its own");
+        }
+    }
+}
+
+impl Team {
+    /// Brings open devices together.
+    ///
+    /// # Errors
+    /// A device that cannot work in a team.
+    pub fn new(workers: Vec<Worker>) -> Result<Team, DeviceError> {
+        let transport = transport(workers.len());
+        let mut team = Team { workers, transport };
+        team.seat()?;
+        Ok(team)
+    }
+
+    /// Tells every device its place.
+    fn seat(&mut self) -> Result<(), DeviceError> {
+        if self.len() == 1 {
+            return Ok(());
+        }
+        for (rank, worker) in (0..).zip(&mut self.workers) {
+            worker.engine.join(Seat { rank, transport: Arc::clone(&self.transport) })?;
+        }
+        Ok(())
+    }
+
+    /// How many devices there are.
+    pub fn len(&self) -> usize {
+        self.workers.len()
+    }
+
+    /// All of them.
+    pub fn workers(&self) -> &[Worker] {
+        &self.workers
+    }
+
+    /// One of them.
+    pub fn worker(&mut self, rank: usize) -> &mut Worker {
+        &mut self.workers[rank]
+    }
+
+    /// The one that writes files and draws samples.
+    pub fn first(&mut self) -> &mut Worker {
+        &mut self.workers[0]
+    }
+
+    /// The rank of the device of this name; where none is named there must be one alone.
+    ///
+    /// # Errors
+    /// No such device, in words.
+    pub fn named(&self, device: Option<&str>) -> Result<usize, String> {
+        let names = || self.workers.iter().map(|worker| worker.device.name.as_str()).collect::<Vec<_>>().join(", ");
+        match device {
+            None if self.len() == 1 => Ok(0),
+            None => Err(format!("name the device: --device one of {}", names())),
+            Some(name) => {
+                let rank = self.workers.iter().position(|worker| worker.device.name == name);
+                rank.ok_or_else(|| format!("no `{name}` works on this run; there is {}", names()))
+            }
+        }
+    }
+
+    /// All do some work at the same time. Where one cannot, none has done it, and what happened to that one is told.
+    pub fn all<T: Send>(&mut self, work: impl Fn(&mut Worker) -> Result<T, Trouble> + Sync) -> Result<Vec<T>, Trouble> {
+        let transport = &*self.transport;
+        let work = |rank: usize, worker: &mut Worker| {
+            let _guard = GiveUpOnPanic(transport, rank);
+            let result = work(worker);
+            if let Err(trouble) = &result {
+                transport.give_up(rank as u32, &trouble.what());
+            }
+            result.map_err(|trouble| trouble.of_rank(rank))
+        };
+        let (first, others) = self.workers.split_first_mut().expect("a team has a device");
+        let results: Vec<Result<T, Trouble>> = thread::scope(|scope| {
+            let work = &work;
+            let threads: Vec<_> =
+                (1..).zip(others).map(|(rank, worker)| scope.spawn(move || work(rank, worker))).collect();
+            let mut results = vec![work(0, first)];
+            results.extend(threads.into_iter().map(|t| t.join().unwrap_or_else(|panic| resume_unwind(panic))));
+            results
+        });
+        self.transport.clear();
+        let mut done = Vec::new();
+        let mut worst: Option<Trouble> = None;
+        for result in results {
+            match result {
+                Ok(value) => done.push(value),
+                Err(trouble) if worst.as_ref().is_none_or(|worst| trouble.weight() > worst.weight()) => {
+                    worst = Some(trouble);
+                }
+                Err(_) => {}
+            }
+        }
+        worst.map_or(Ok(done), Err)
+    }
+
+    /// From now on this step is being done: for rehearsals.
+    pub fn at_step(&mut self, step: u64) {
+        for worker in &mut self.workers {
+            worker.engine.at_step(step);
+            worker.updated = false;
+        }
+    }
+
+    /// Devices refuse, and are lost, where this says.
+    pub fn rehearse(&mut self, injections: &[Injection], seed: u64) {
+        for (rank, worker) in (0..).zip(&mut self.workers) {
+            worker.engine.rehearse(Rehearsal::new(injections, seed, rank, &worker.device.name));
+        }
+    }
+
+    /// Gradients of all rows of a step, and the clip factor: on each device those of its own rows, summed up over all.
+    /// The weights stay as they are.
+    ///
+    /// # Errors
+    /// What a device fails with; the step is dropped on all of them.
+    pub fn gradients(&mut self, rows: &mut Rows, input: &StepInput) -> Result<StepLoss, Trouble> {
+        if let [only] = &mut self.workers[..] {
+            return Ok(only.engine.gradients(rows, input)?);
+        }
+        let rows = &*rows;
+        let found = self.all(|worker| {
+            let own = worker.own(rows.len());
+            worker.rows.copy_from(rows, own);
+            Ok(worker.engine.gradients(&mut worker.rows, input)?)
+        })?;
+        for worker in &mut self.workers {
+            let own = worker.engine.own_passes();
+            let (forward, backward) = (own.micro_batches as f64, own.micro_batches as f64 - 1.0);
+            let predicted = forward * worker.passes[0] + backward * worker.passes[1];
+            worker.passed = (own.seconds, predicted);
+            worker.factors.push(own.seconds / predicted);
+        }
+        Ok(found[0])
+    }
+
+    /// Measured and predicted seconds of the passes in which each device waited for nobody, in the last step.
+    pub fn passed(&self) -> Vec<(f64, f64)> {
+        self.workers.iter().map(|worker| worker.passed).collect()
+    }
+
+    /// The weights change, on all devices in the same way. Called again after a refusal, it goes on where it stopped, on
+    /// those that are not done.
+    ///
+    /// # Errors
+    /// What a device fails with; the others have done it all the same.
+    pub fn update(&mut self) -> Result<(), Trouble> {
+        self.all(|worker| {
+            if !worker.updated {
+                worker.engine.update()?;
+                worker.updated = true;
+            }
+            Ok(())
+        })?;
+        Ok(())
+    }
+
+    /// Loss and hits over a data set, each device on a part of the rows.
+    ///
+    /// # Errors
+    /// Data that cannot be read, and what a device fails with.
+    pub fn evaluate(&mut self, data: &Dataset) -> Result<Evaluated, Trouble> {
+        let total: u64 = self.workers.iter().map(|worker| worker.sequences).sum();
+        let rows = data.rows();
+        let at = |sequences: u64| (u128::from(rows) * u128::from(sequences) / u128::from(total)) as u64;
+        let parts = self.all(|worker| {
+            let first = worker.share.first_sequence;
+            let own = if total == worker.sequences { 0..rows } else { at(first)..at(first + worker.sequences) };
+            evaluate(&mut worker.engine, data, own)
+        })?;
+        let mut sum = Evaluated::default();
+        parts.into_iter().for_each(|part| sum.add(part));
+        Ok(sum)
+    }
+
+    /// What a device holds now, measured: a GPU by itself, the others in this process, of which what belongs to other
+    /// devices and to the host's side is not theirs.
+    pub fn held(&mut self, rank: usize) -> Bytes {
+        let elsewhere = self.arenas_beside(rank);
+        let worker = &mut self.workers[rank];
+        match worker.engine.gpu() {
+            Some(_) => worker.engine.held(),
+            None => process::resident().unwrap_or(Bytes::ZERO).saturating_sub(elsewhere),
+        }
+    }
+
+    /// Bytes of arenas in this process's memory that are not the device's own.
+    fn arenas_beside(&mut self, rank: usize) -> Bytes {
+        let mut sum = Bytes::ZERO;
+        for (other, worker) in self.workers.iter_mut().enumerate() {
+            let of_process = worker.device.kind != DeviceKind::Cuda;
+            let memory = worker.engine.device().memory();
+            sum += memory.bytes(Space::Host);
+            if other != rank && of_process {
+                sum += memory.bytes(Space::Device);
+            }
+        }
+        sum
+    }
+
+    /// The plan of all, from what each goes by now.
+    pub fn plan(&self, before: &Plan) -> Plan {
+        if let [only] = &self.workers[..] {
+            return only.plan.clone();
+        }
+        let busiest = |team: &[Member]| team.iter().map(|member| member.busy_seconds).fold(0.0, f64::max);
+        let exchange = before.predicted.step_seconds - busiest(&before.team);
+        let mut plan = before.clone();
+        for ((worker, device), member) in self.workers.iter().zip(&mut plan.devices).zip(&mut plan.team) {
+            *device = worker.plan.devices[0].clone();
+            member.recipe = worker.plan.recipe.clone();
+            member.busy_seconds = worker.plan.predicted.step_seconds;
+            member.algorithms = worker.plan.algorithms.clone();
+        }
+        let step_seconds = busiest(&plan.team) + exchange;
+        plan.team.iter_mut().for_each(|member| member.idle_seconds = step_seconds - member.busy_seconds);
+        plan.predicted.tokens_per_second *= plan.predicted.step_seconds / step_seconds;
+        plan.predicted.step_seconds = step_seconds;
+        plan.recipe = self.workers[0].plan.recipe.clone();
+        plan.host.arena_bytes = self.workers.iter().map(|worker| worker.plan.host.arena_bytes).sum();
+        plan.host.peak_bytes = plan.host.arena_bytes;
+        plan
+    }
+
+    /// The names of all devices.
+    pub fn names(&self) -> Vec<String> {
+        self.workers.iter().map(|worker| worker.device.name.clone()).collect()
+    }
+
+    /// The devices as the planner sees them now: under the load lines that hold, with what they hold beside their arenas.
+    pub fn specs(&self) -> Vec<DeviceSpec> {
+        self.workers.iter().map(|worker| DeviceSpec { budget: worker.line.bytes, ..worker.device.clone() }).collect()
+    }
+
+    /// The place of a device.
+    pub fn rank_of(&self, name: &str) -> Option<usize> {
+        self.workers.iter().position(|worker| worker.device.name == name)
+    }
+
+    /// Takes the order of these names, which are those of all devices.
+    pub fn order_as(&mut self, names: &[String]) {
+        self.workers.sort_by_key(|worker| names.iter().position(|name| *name == worker.device.name));
+    }
+
+    /// Every device goes over to its part of another way to share the work.
+    ///
+    /// # Errors
+    /// What a device refuses: then some have gone over, and some have not.
+    pub fn adopt(&mut self, parts: &[Part]) -> Result<(), Trouble> {
+        for (rank, (worker, part)) in self.workers.iter_mut().zip(parts).enumerate() {
+            worker.engine.adopt(part.answer.clone()).map_err(|error| Trouble::from(error).of_rank(rank))?;
+            (worker.share, worker.sequences) = (part.share.clone(), part.sequences);
+            worker.device.rates = part.device.rates.clone();
+            worker.goes_by(part.answer.plan.clone(), passes(&part.device, &part.answer));
+            worker.line.home = worker.plan.recipe.clone();
+        }
+        Ok(self.seat()?)
+    }
+
+    /// What all devices hold now, measured.
+    pub fn held_by_all(&mut self) -> Bytes {
+        if self.len() == 1 {
+            return self.held(0);
+        }
+        let on_gpus = self.workers.iter_mut().filter(|worker| worker.engine.gpu().is_some());
+        let on_gpus: Bytes = on_gpus.map(|worker| worker.engine.held()).sum();
+        let hosts = self.workers.iter_mut().map(|worker| worker.engine.device().memory().bytes(Space::Host)).sum();
+        let process = process::resident().unwrap_or(Bytes::ZERO).saturating_sub(hosts);
+        let all_gpus = self.workers.iter().all(|worker| worker.device.kind == DeviceKind::Cuda);
+        if all_gpus { on_gpus } else { on_gpus + process }
+    }
+
+    /// Runs a Program that writes files: the first device does it, with the help of the others where what is written
+    /// stands in parts on all of them.
+    ///
+    /// # Errors
+    /// What a device or a file fails with.
+    pub fn store(&mut self, program: &str, files: &mut dyn FileSpace) -> Result<(), Trouble> {
+        if self.workers[0].share.sharing.is_none_or(|sharing| sharing == Sharing::Batch) {
+            return Ok(self.workers[0].engine.move_files(program, files)?);
+        }
+        let files = Mutex::new(Some(files));
+        self.all(|worker| {
+            let mine = if worker.share.rank == 0 { files.lock().ok().and_then(|mut files| files.take()) } else { None };
+            match mine {
+                Some(files) => worker.engine.move_files(program, files)?,
+                None => worker.engine.run(program)?,
+            }
+            Ok(())
+        })?;
+        Ok(())
+    }
+
+    /// What each device held, beside what its plan said.
+    pub fn memory(&mut self) -> Vec<DeviceMemory> {
+        let peak = process::peak_resident().unwrap_or(Bytes::ZERO);
+        (0..self.len())
+            .map(|rank| {
+                let elsewhere = self.arenas_beside(rank);
+                let worker = &mut self.workers[rank];
+                let stats = worker.engine.stats();
+                let measured = match worker.engine.gpu() {
+                    // All that it holds was taken at the start.
+                    Some(_) => worker.engine.held(),
+                    // What waits on the host is not on the device, though it is in this process.
+                    None => peak.saturating_sub(elsewhere),
+                };
+                let plan = &worker.largest;
+                DeviceMemory {
+                    device: plan.name.clone(),
+                    budget_bytes: plan.budget_bytes,
+                    arena_bytes: plan.arena_bytes,
+                    arena_measured_bytes: stats.arena_measured_bytes,
+                    predicted_bytes: plan.peak_bytes,
+                    measured_bytes: measured,
+                }
+            })
+            .collect()
+    }
+
+    /// What each did in the last step; nothing of a device alone.
+    pub fn results(&self) -> Vec<MemberResult> {
+        if self.len() == 1 {
+            return vec![];
+        }
+        let result = |worker: &Worker| MemberResult {
+            device: worker.device.name.clone(),
+            simulated: worker.device.simulated(),
+            sequences: worker.sequences,
+            recipe: worker.plan.recipe.clone(),
+            passes_over_predicted: quantile(&worker.factors, 0.5),
+        };
+        self.workers.iter().map(result).collect()
+    }
+
+    /// A device that is gone leaves; the others are told their new places by the next plan.
+    pub fn leave(&mut self, rank: usize) -> Worker {
+        let worker = self.workers.remove(rank);
+        self.transport = transport(self.workers.len());
+        worker
+    }
+}

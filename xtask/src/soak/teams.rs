@@ -1,0 +1,112 @@
+//! Teams of unequal simulated devices, drawn at random: what the plan says fits runs with every line held, and is the
+//! experiment of one device; under refusals and losses at random a run ends done or can be gone on with, with the same
+//! samples, and none hangs (the soak's watch over its cases).
+
+use super::case::Draw;
+use super::refusals::{Asked, Left, STEPS};
+use super::tally::Tally;
+use anyhow::{Context, ensure};
+use plimsoll_core::RunResult;
+use plimsoll_train::run::rehearsal::Injection;
+use plimsoll_train::run::training::Run;
+use std::fs;
+use std::path::Path;
+
+/// Two to four devices.
+fn devices(draw: &mut Draw) -> String {
+    let count = draw.from(2, 4);
+    let device = |number: u64, draw: &mut Draw| {
+        let budget = draw.of(&[40, 48, 56, 64, 96]);
+        let pace = draw.of(&["0.4", "0.3", "0.2", "0.1", "0.05"]);
+        let link = draw.of(&["16GB/s", "1GB/s", "125MB/s+100us"]);
+        format!("virtual:d{number}={budget}MiB@{pace}:16GB/s:{link}")
+    };
+    let list: Vec<String> = (0..count).map(|number| device(number, draw)).collect();
+    let host = draw.of(&["", ",host=64MiB"]);
+    format!("{}{host}", list.join(","))
+}
+
+/// One team, undisturbed and disturbed.
+pub fn run_team(seed: u64, number: u64) -> Tally {
+    let mut tally = Tally::default();
+    let asked = Asked::on(seed ^ 11, number, &devices);
+    let label = asked.as_ref().map_or_else(|_| number.to_string(), |asked| asked.label.clone());
+    let result = asked.and_then(|asked| show(asked, seed, number, &mut tally));
+    tally.check("teams end done or resumable", result.is_ok(), || format!("{label}: {:#}", result.unwrap_err()));
+    tally
+}
+
+fn show(mut asked: Asked, seed: u64, number: u64, tally: &mut Tally) -> anyhow::Result<()> {
+    let mut draw = Draw::new(seed ^ 12, number);
+    if draw.chance(0.6) {
+        asked.settings.push("run.team=all".to_owned());
+    }
+    let shown = in_folder(&asked, &mut draw, tally);
+    let _ = fs::remove_dir_all(&asked.folder);
+    shown
+}
+
+fn in_folder(asked: &Asked, draw: &mut Draw, tally: &mut Tally) -> anyhow::Result<()> {
+    let [alone, plain, disturbed] = ["alone", "plain", "disturbed"].map(|name| asked.folder.join(name));
+    let planned = Run::new(asked.file(&plain)?)?;
+    let plan = &planned.prepared().planned.plan;
+    tally.cover("planned");
+    if !plan.fits {
+        tally.cover("refused");
+        let said = !plan.needs.is_empty() || !plan.left_out.is_empty();
+        tally.check("a no says what would do", said, || asked.label.clone());
+        return Ok(());
+    }
+    let names: Vec<String> = plan.devices.iter().map(|device| device.name.clone()).collect();
+    tally.cover(&format!("a team of {}", names.len()));
+    drop(planned);
+
+    let ended = asked.train(&plain, &[], false)?;
+    ensure!(ended.is_none(), "the undisturbed team stopped");
+    lines_are_held(asked, &plain, tally)?;
+    let mut one = asked.settings.clone();
+    one.push("run.devices=cpu".to_owned());
+    let single = Asked { settings: one, folder: asked.folder.clone(), label: asked.label.clone(), ..*asked };
+    ensure!(single.train(&alone, &[], false)?.is_none(), "one device stopped");
+    let (alone, undisturbed) = (Left::read(&alone)?, Left::read(&plain)?);
+    same_samples(asked, &alone, &undisturbed, tally);
+    asked.near("of a team and one device", &alone, &undisturbed, tally);
+
+    let mut injections = vec![Injection::Random { share: asked.share.min(0.1) }];
+    while names.len() > 1 && draw.chance(0.5) {
+        let device = names[draw.from(0, names.len() as u64 - 1) as usize].clone();
+        let program = draw.of(&[None, Some("forward"), Some("backward"), Some("norm"), Some("update")]);
+        injections.push(Injection::Loss { device, step: draw.from(1, STEPS), program: program.map(str::to_owned) });
+    }
+    tally.cover(if injections.len() > 1 { "with losses" } else { "with refusals alone" });
+    if asked.train(&disturbed, &injections, false).context("disturbed")?.is_some() {
+        tally.cover("stopped and resumed");
+        ensure!(asked.train(&disturbed, &[], true).context("resumed")?.is_none(), "the resumed team stopped");
+    }
+    lines_are_held(asked, &disturbed, tally)?;
+    let disturbed = Left::read(&disturbed)?;
+    same_samples(asked, &undisturbed, &disturbed, tally);
+    asked.near("of a disturbed team", &undisturbed, &disturbed, tally);
+    Ok(())
+}
+
+fn same_samples(asked: &Asked, one: &Left, other: &Left, tally: &mut Tally) {
+    let samples = |left: &Left| left.steps.iter().map(|(step, (labelled, ..))| (*step, *labelled)).collect::<Vec<_>>();
+    tally.check("the samples of every step are the same", samples(one) == samples(other), || {
+        format!("{}: {:?} was {:?}", asked.label, samples(other), samples(one))
+    });
+}
+
+/// Arenas are as large as planned, and with what the process holds beside them under each device's line.
+fn lines_are_held(asked: &Asked, run: &Path, tally: &mut Tally) -> anyhow::Result<()> {
+    let result: RunResult = serde_json::from_slice(&fs::read(run.join("result.json"))?)?;
+    for memory in &result.memory {
+        tally.check("no arena is larger than planned", memory.arena_measured_bytes <= memory.arena_bytes, || {
+            format!("{}: {memory:?}", asked.label)
+        });
+        tally.check("every plan is under its line", memory.predicted_bytes <= memory.budget_bytes, || {
+            format!("{}: {memory:?}", asked.label)
+        });
+    }
+    Ok(())
+}

@@ -1,0 +1,147 @@
+//! `cargo xtask worth`: what unequal devices are worth together. Each device of a team trains alone, then all of them, then
+//! a team in which the fastest is as slow as the slowest (what an even split comes to: the fast one waits). Simulated
+//! devices, real runs of the release binary; a measurement, so CI does not run it.
+
+use anyhow::{Context, Result, ensure};
+use clap::Parser;
+use plimsoll_core::RunResult;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// A team has this share of what its devices do alone, at least.
+const SUM_LEAST: f64 = 0.95;
+/// And beats the even split of the pair 1 : 0.57 by this.
+const EVEN_LEAST: f64 = 1.30;
+
+/// Measure teams of unequal devices against what each does alone.
+#[derive(Debug, Parser)]
+#[command(name = "cargo xtask worth")]
+struct Args {
+    /// Cores that the devices of a team have together, at most 0.8 of the machine's
+    #[arg(long, default_value_t = 1.5)]
+    cores: f64,
+    /// Sequences of a step
+    #[arg(long, default_value_t = 64)]
+    sequences: u64,
+    /// Steps of each run
+    #[arg(long, default_value_t = 12)]
+    steps: u64,
+    /// The link between the devices
+    #[arg(long, default_value = "16GB/s")]
+    link: String,
+}
+
+/// Teams by the speeds of their devices.
+const TEAMS: [(&str, &[f64]); 4] = [
+    ("1 : 0.57", &[1.0, 0.57]),
+    ("1 : 0.5", &[1.0, 0.5]),
+    ("1 : 0.25", &[1.0, 0.25]),
+    ("8 equal", &[1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+];
+
+/// Measures every team and prints a row for each.
+///
+/// # Errors
+/// A run that fails, or a team that is worth less than is promised.
+pub fn run(arguments: &[String]) -> Result<()> {
+    let args = Args::parse_from(std::iter::once("worth").chain(arguments.iter().map(String::as_str)));
+    let folder = std::env::temp_dir().join(format!("plimsoll-worth-{}", std::process::id()));
+    fs::create_dir_all(&folder).context("no room for the runs")?;
+    let measured = measure(&args, &folder);
+    let _ = fs::remove_dir_all(&folder);
+    measured
+}
+
+fn measure(args: &Args, folder: &Path) -> Result<()> {
+    let binary = binary()?;
+    write_run(args, folder)?;
+    println!("simulated devices, {} sequences of 64 tokens a step; tokens/s, measured", args.sequences);
+    println!("{:<10} {:>9} {:>9} {:>9} {:>7} {:>7}", "team", "sum alone", "together", "predicted", "share", "to even");
+    let mut short = Vec::new();
+    for (name, speeds) in TEAMS {
+        let scale = args.cores / speeds.iter().sum::<f64>();
+        let paces: Vec<f64> = speeds.iter().map(|speed| (1000.0 * speed * scale).floor() / 1000.0).collect();
+        let speed = |paces: &[f64]| -> Result<RunResult> { train(&binary, folder, &devices(args, paces)) };
+        let mut alone = 0.0;
+        let mut known: Vec<(f64, f64)> = Vec::new();
+        for &pace in &paces {
+            let tokens = match known.iter().find(|(of, _)| *of == pace) {
+                Some((_, tokens)) => *tokens,
+                None => speed(&[pace])?.tokens_per_second,
+            };
+            known.push((pace, tokens));
+            alone += tokens;
+        }
+        let together = speed(&paces)?;
+        let slowest = paces.iter().copied().fold(f64::INFINITY, f64::min);
+        let even = speed(&vec![slowest; paces.len()])?.tokens_per_second;
+        let (share, to_even) = (together.tokens_per_second / alone, together.tokens_per_second / even);
+        let predicted = (args.sequences * 64) as f64 / together.step_seconds.predicted;
+        println!(
+            "{name:<10} {alone:>9.0} {:>9.0} {predicted:>9.0} {:>6.1}% {to_even:>6.2}x",
+            together.tokens_per_second,
+            100.0 * share
+        );
+        if share < SUM_LEAST || speeds[1] == 0.57 && to_even < EVEN_LEAST {
+            short.push(name);
+        }
+    }
+    ensure!(short.is_empty(), "worth less than is promised: {}", short.join(", "));
+    Ok(())
+}
+
+fn devices(args: &Args, paces: &[f64]) -> String {
+    let device = |(number, pace): (usize, &f64)| format!("virtual:d{number}=200MiB@{pace}:16GB/s:{}", args.link);
+    paces.iter().enumerate().map(device).collect::<Vec<_>>().join(",")
+}
+
+/// A small model on tokens drawn at random: what is learned does not matter.
+fn write_run(args: &Args, folder: &Path) -> Result<()> {
+    let tokens = args.sequences * 64;
+    let mut state = 1u64;
+    let mut draw = || {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (state >> 33) % 1000
+    };
+    let line = |draw: &mut dyn FnMut() -> u64| {
+        let ids: Vec<String> = (0..65).map(|_| draw().to_string()).collect();
+        format!("{{\"input_ids\": [{}]}}\n", ids.join(", "))
+    };
+    let lines: String = (0..4 * args.sequences).map(|_| line(&mut draw)).collect();
+    fs::write(folder.join("train.jsonl"), lines)?;
+    let config = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128,
+        "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4,
+        "vocab_size": 1024, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "hidden_act": "silu", "tie_word_embeddings": true, "torch_dtype": "float32"}"#;
+    fs::write(folder.join("config.json"), config)?;
+    let run = format!(
+        "[model]\npath = \"config.json\"\ninit = \"random\"\n[data]\ntrain = \"train.jsonl\"\nformat = \"tokens\"\n\
+         sequence = 64\n[train]\nsteps = {}\nbatch_tokens = {tokens}\n[run]\ndir = \"run\"\nteam = \"all\"\n",
+        args.steps
+    );
+    Ok(fs::write(folder.join("run.toml"), run)?)
+}
+
+fn train(binary: &Path, folder: &Path, devices: &str) -> Result<RunResult> {
+    let run = folder.join("run");
+    if run.exists() {
+        fs::remove_dir_all(&run)?;
+    }
+    let output = Command::new(binary)
+        .current_dir(folder)
+        .args(["train", "run.toml", "--quiet", "--no-save", "--devices", devices])
+        .output()
+        .context("the binary cannot be started")?;
+    ensure!(output.status.success(), "{devices}: {}", String::from_utf8_lossy(&output.stderr));
+    Ok(serde_json::from_slice(&fs::read(run.join("result.json"))?)?)
+}
+
+/// The release binary, built now.
+fn binary() -> Result<PathBuf> {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let status =
+        Command::new(cargo).args(["build", "--release", "--quiet"]).status().context("cargo cannot be started")?;
+    ensure!(status.success(), "the release build fails");
+    Ok(std::env::current_dir()?.join("target/release/plimsoll"))
+}
