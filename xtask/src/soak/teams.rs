@@ -17,7 +17,7 @@ fn devices(draw: &mut Draw) -> String {
     let count = draw.from(2, 4);
     let device = |number: u64, draw: &mut Draw| {
         let budget = draw.of(&[40, 48, 56, 64, 96]);
-        let pace = draw.of(&["0.4", "0.3", "0.2", "0.1", "0.05"]);
+        let pace = draw.of(&["0.1", "0.07", "0.05", "0.03", "0.02"]);
         let link = draw.of(&["16GB/s", "1GB/s", "125MB/s+100us"]);
         format!("virtual:d{number}={budget}MiB@{pace}:16GB/s:{link}")
     };
@@ -38,7 +38,7 @@ pub fn run_team(seed: u64, number: u64) -> Tally {
 
 fn show(mut asked: Asked, seed: u64, number: u64, tally: &mut Tally) -> anyhow::Result<()> {
     let mut draw = Draw::new(seed ^ 12, number);
-    if draw.chance(0.6) {
+    if draw.chance(0.8) {
         asked.settings.push("run.team=all".to_owned());
     }
     let shown = in_folder(&asked, &mut draw, tally);
