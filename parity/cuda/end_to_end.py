@@ -213,8 +213,13 @@ class EndToEnd(unittest.TestCase):
             self.assertIn("stand-in", report["device_model"])
 
     def test_a_budget_that_is_too_small_is_refused_with_what_would_do(self):
-        said = self.train("too-small", exit=3, **{"memory.budget": "310MiB"})
+        small = {"memory.budget": "310MiB"}
+        said = self.train("too-small", exit=3, **small, **{"run.fallback": "none"})
         self.assertIn("MiB", said)
+        # The processor is the last rung, and is named.
+        self.train("too-small-on-cpu", **small)
+        self.assertEqual(self.result("too-small-on-cpu")["memory"][0]["device"], "cpu")
+        self.assertTrue(any(said.startswith("fallback to CPU: cuda:0") for said in self.warnings("too-small-on-cpu")))
 
     def test_a_run_feels_what_others_take_of_its_gpu(self):
         total, foreign, run = 128 << 20, self.root / "foreign", self.root / "pressed"
