@@ -111,7 +111,7 @@ pub struct Exchange {
     pub rank: u32,
     /// The other end of a message.
     pub peer: Option<u32>,
-    /// Its number: unique within a step, in each iteration of its block.
+    /// Its number: unique within its Program, in each iteration of its block.
     pub sequence: Index,
     /// Whether it is done in the last micro-batch of a step alone: what is summed over micro-batches is whole then.
     pub last: bool,

@@ -1,7 +1,7 @@
 //! Every operand of an op, to be renamed by passes.
 
 use crate::op::{Op, OpKind, Quantised};
-use crate::tensor::{Operand, TensorId};
+use crate::tensor::{Index, Operand, TensorId};
 
 impl Op {
     /// The same op on other tensors.
@@ -10,6 +10,27 @@ impl Op {
         let mut op = self.clone();
         for operand in operands_mut(&mut op.kind) {
             operand.tensor = rename(operand.tensor);
+        }
+        op
+    }
+
+    /// The op as it is in one iteration of its block, by itself.
+    #[must_use]
+    pub fn iteration(&self, variable: i64) -> Op {
+        let mut op = self.clone();
+        let settle = |index: &mut Index| *index = Index { base: index.at(variable, 0), scale: 0, ..*index };
+        for operand in operands_mut(&mut op.kind) {
+            settle(&mut operand.slot);
+            settle(&mut operand.offset);
+        }
+        match &mut op.kind {
+            OpKind::InitNormal { first, .. } | OpKind::InitUniform { first, .. } => settle(first),
+            OpKind::Dropout { first_sample, layer, .. } => {
+                settle(first_sample);
+                settle(layer);
+            }
+            OpKind::CollectiveStart(exchange) | OpKind::CollectiveWait(exchange) => settle(&mut exchange.sequence),
+            _ => {}
         }
         op
     }
@@ -104,5 +125,22 @@ fn with_quantised<'a>(plain: &'a mut Operand, quantised: &'a mut Quantised) -> V
     match quantised {
         Quantised::Int8 { codes, scales } => vec![plain, codes, scales],
         Quantised::Nf4 { codes, scales, groups } => vec![plain, codes, scales, groups],
+    }
+}
+
+/// How many elements an op works on, where it works on each by itself.
+pub(crate) fn elements_mut(kind: &mut OpKind) -> Option<&mut u64> {
+    match kind {
+        OpKind::AdamW { elements, .. }
+        | OpKind::AdamW8 { elements, .. }
+        | OpKind::Sgd { elements, .. }
+        | OpKind::Cast { elements, .. }
+        | OpKind::Fill { elements, .. }
+        | OpKind::SquaredNorm { elements, .. }
+        | OpKind::InitNormal { elements, .. }
+        | OpKind::InitUniform { elements, .. }
+        | OpKind::TransferStart { elements, .. }
+        | OpKind::TransferWait { elements, .. } => Some(elements),
+        _ => None,
     }
 }

@@ -1,6 +1,8 @@
 //! The part of an optimizer step that a device of a team computes: what the passes that share out are told.
 
+use crate::formats::STATE_BLOCK;
 use plimsoll_core::Sharing;
+use std::ops::Range;
 
 /// The part of a step that one device computes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -23,4 +25,39 @@ impl Share {
     /// All of it.
     pub const ALONE: Share =
         Share { sharing: None, rank: 0, ranks: 1, first_sequence: 0, state: Vec::new(), layers: Vec::new() };
+
+    /// The elements of a tensor's slot that each rank holds where state is shared out, in order. Parts begin at whole
+    /// blocks of 8-bit state, so that a block has one owner; a small tensor may be one rank's alone.
+    pub fn parts(&self, elements: u64) -> Vec<Range<u64>> {
+        let all: u64 = self.state.iter().sum();
+        let (mut before, mut end) = (0, 0);
+        let parts = self.state.iter().enumerate().map(|(rank, own)| {
+            before += own;
+            let first = end;
+            let cut = u128::from(elements) * u128::from(before) / u128::from(all.max(1));
+            let last = rank + 1 == self.state.len();
+            end = if last { elements } else { (cut as u64).next_multiple_of(STATE_BLOCK).min(elements) };
+            first..end
+        });
+        parts.collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_cover_everything_once_and_no_block_has_two_owners() {
+        for state in [vec![512, 512], vec![1000, 24], vec![0, 700, 324], vec![1, 1, 1022]] {
+            let share = Share { ranks: state.len() as u32, state, ..Share::ALONE };
+            for elements in [1, 255, 256, 257, 1000, 123_456] {
+                let parts = share.parts(elements);
+                assert_eq!((parts.len(), parts[0].start), (share.ranks as usize, 0));
+                assert_eq!(parts.last().map(|part| part.end), Some(elements));
+                assert!(parts.windows(2).all(|pair| pair[0].end == pair[1].start));
+                assert!(parts.iter().all(|part| part.start == elements || part.start.is_multiple_of(STATE_BLOCK)));
+            }
+        }
+    }
 }

@@ -5,6 +5,7 @@ use super::Question;
 use crate::layout::ALIGNMENT;
 use crate::lifetimes::{Lifetimes, lifetimes};
 use plimsoll_core::{Recipe, RecomputeLevel, Space};
+use plimsoll_program::Share;
 use plimsoll_program::models::ModelConfig;
 
 /// States of the dynamic program that are kept for a layer.
@@ -77,6 +78,8 @@ fn across(lifetimes: &Lifetimes, tick: u32) -> u64 {
 /// Measures the levels on a model of three equal layers.
 pub(super) fn profile(question: &Question, micro_batch: u32) -> Profile {
     let small = ModelConfig { layers: 3, ..question.config.clone() };
+    // What layers keep and compute again is the same in a team; what goes between its devices is measured whole.
+    let question = &Question { share: Share::ALONE, ..question.clone() };
     let prices = question.prices();
     let mut result = Profile { levels: Vec::new(), base: 0, top: 0 };
     for level in RecomputeLevel::ALL {

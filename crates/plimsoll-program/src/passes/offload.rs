@@ -17,7 +17,7 @@
 
 use crate::formats::STATE_BLOCK;
 use crate::op::{Access, Mode, Op, OpKind, Queue};
-use crate::operands::operands_mut;
+use crate::operands::{elements_mut, operands_mut};
 use crate::program::{Block, Program, ProgramSet};
 use crate::tensor::{Index, Lifetime, Operand, Tensor, TensorId};
 use plimsoll_core::{Category, Offload, Space, WorkName};
@@ -271,11 +271,8 @@ impl Pass {
 
     /// An op of one iteration, with every operand where it is now.
     fn unrolled(&self, op: &Op, variable: i64) -> Op {
-        let mut op = op.clone();
+        let mut op = op.iteration(variable);
         for operand in operands_mut(&mut op.kind) {
-            let Index { micro_batch, .. } = operand.slot;
-            operand.slot = Index { base: operand.slot.at(variable, 0), scale: 0, micro_batch };
-            operand.offset = Index { base: operand.offset.at(variable, 0), scale: 0, ..operand.offset };
             let Some(home) = self.homes.get(&operand.tensor) else { continue };
             let on_host = i64::from(home.on_host);
             let stay = if home.tensor == operand.tensor { 0 } else { self.set.tensor(operand.tensor).slots };
@@ -285,16 +282,6 @@ impl Pass {
             } else {
                 operand.slot = Index::fixed(slot - on_host);
             }
-        }
-        let settle = |index: &mut Index| *index = Index { base: index.at(variable, 0), scale: 0, ..*index };
-        match &mut op.kind {
-            OpKind::InitNormal { first, .. } | OpKind::InitUniform { first, .. } => settle(first),
-            OpKind::Dropout { first_sample, layer, .. } => {
-                settle(first_sample);
-                settle(layer);
-            }
-            OpKind::CollectiveStart(exchange) | OpKind::CollectiveWait(exchange) => settle(&mut exchange.sequence),
-            _ => {}
         }
         op
     }
@@ -465,7 +452,7 @@ impl Rewrite<'_> {
         let part = |first: u64| {
             let mut ops = ops.clone();
             for op in &mut ops {
-                set_elements(op, piece.min(whole - first));
+                *elements_mut(&mut op.kind).expect("it works element by element") = piece.min(whole - first);
                 for operand in operands_mut(&mut op.kind) {
                     // Beside what has an element for each, there are scales of blocks, and scalars.
                     match self.pass.set.tensor(operand.tensor).elements() {
@@ -864,15 +851,5 @@ fn by_element(op: &Op) -> Option<u64> {
         | OpKind::Sgd { elements, .. }
         | OpKind::Cast { elements, .. } => Some(elements),
         _ => None,
-    }
-}
-
-fn set_elements(op: &mut Op, count: u64) {
-    if let OpKind::AdamW { elements, .. }
-    | OpKind::AdamW8 { elements, .. }
-    | OpKind::Sgd { elements, .. }
-    | OpKind::Cast { elements, .. } = &mut op.kind
-    {
-        *elements = count;
     }
 }

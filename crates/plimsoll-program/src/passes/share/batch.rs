@@ -1,17 +1,14 @@
-//! Sharing out a step over the devices of a team: each rank's Programs, with the collectives that make them one run.
-//!
-//! *Batch*: every rank has the whole model and some of the sequences. Gradients are scaled by the labelled tokens of the
-//! whole step wherever they are made, so their sum over the ranks is that of one device, whatever the shares. They are
-//! summed in the backward pass of a rank's last micro-batch, each bucket as soon as it is whole: what lies above the
-//! layers, each layer, what lies below. The sums run beside the rest of the pass; nobody waits for them before its end.
-//! The update is every rank's own, on the same bits.
+//! *Batch*: every rank has the whole model. Gradients are summed in the backward pass of a rank's last micro-batch, each
+//! bucket as soon as it is whole: what lies above the layers, each layer, what lies below. The sums run beside the rest of
+//! the pass; nobody waits for them before its end. The update is every rank's own, on the same bits.
 
-use crate::op::{Collective, Exchange, Mode, Op, OpKind, Piece, Queue};
-use crate::program::{Block, Program, ProgramSet};
+use super::exchanged;
+use crate::op::{Collective, Exchange, Mode, Piece};
+use crate::program::{Block, ProgramSet};
 use crate::scalars::{METRICS, Metric};
 use crate::share::Share;
 use crate::tensor::{Index, Operand, TensorId};
-use plimsoll_core::{Category, Offload, Sharing};
+use plimsoll_core::{Category, Offload};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Parts begin at multiples of so many elements: a cache line and more.
@@ -24,22 +21,8 @@ const ABOVE: i64 = 2;
 const BELOW: i64 = 3;
 const LAYERS: i64 = 16;
 
-/// The Programs of one rank. `offload` is what will wait on the host: its gradients are summed while they are on the
-/// device.
-///
-/// # Panics
-/// For ways to share out that are not written yet.
-pub fn share(set: ProgramSet, share: &Share, offload: &Offload) -> ProgramSet {
-    match share.sharing {
-        None => set,
-        Some(_) if share.ranks == 1 => set,
-        Some(Sharing::Batch) => batch(set, share, offload),
-        Some(other) => panic!("sharing {other:?} is not written yet"),
-    }
-}
-
-fn batch(mut set: ProgramSet, share: &Share, offload: &Offload) -> ProgramSet {
-    draw_for_own_sequences(&mut set, share);
+/// The Programs of one rank.
+pub(super) fn share(mut set: ProgramSet, share: &Share, offload: &Offload) -> ProgramSet {
     if let Some(number) = set.program_index("backward") {
         let blocks = std::mem::take(&mut set.programs[number].blocks);
         let reduce = Reduce { set: &set, share, offload, blocks: vec![], waits: vec![] };
@@ -52,26 +35,13 @@ fn batch(mut set: ProgramSet, share: &Share, offload: &Offload) -> ProgramSet {
     set
 }
 
-/// What is drawn at random depends on a sequence's place in the whole step.
-fn draw_for_own_sequences(set: &mut ProgramSet, share: &Share) {
-    let blocks = set.programs.iter_mut().flat_map(|program: &mut Program| &mut program.blocks);
-    for op in blocks.flat_map(|block| &mut block.ops) {
-        if let OpKind::Dropout { first_sample, .. } = &mut op.kind {
-            first_sample.base += share.first_sequence as i64;
-        }
-    }
-}
-
 /// The loss of the whole step on every rank. Its norm follows from gradients that all have.
 fn sum_of_losses(set: &ProgramSet, share: &Share) -> Block {
     let metrics = set.find(METRICS).expect("every set has its metrics");
     let loss = Operand::whole(metrics).from(Index::fixed(Metric::LossSum as i64));
     let piece = Piece { input: loss, output: loss, counts: even_parts(1, share.ranks) };
     let exchange = all_reduce(share, vec![piece], Index::fixed(LOSS), false);
-    Block::once(
-        "loss",
-        [OpKind::CollectiveStart(exchange.clone()), OpKind::CollectiveWait(exchange)].map(on_wire).into(),
-    )
+    Block::once("loss", exchanged(exchange).into())
 }
 
 /// Elements, about evenly.
@@ -82,10 +52,6 @@ fn even_parts(elements: u64, ranks: u32) -> Vec<u64> {
 
 fn all_reduce(share: &Share, pieces: Vec<Piece>, sequence: Index, last: bool) -> Exchange {
     Exchange { collective: Collective::AllReduce, pieces, rank: share.rank, peer: None, sequence, last }
-}
-
-fn on_wire(kind: OpKind) -> Op {
-    Op { kind, queue: Queue::Communication }
 }
 
 /// Puts sums of gradients into a backward pass.
@@ -140,9 +106,8 @@ impl Reduce<'_> {
         }
         let pieces = gradients.iter().map(|(id, _)| self.piece(Operand::whole(*id))).collect();
         let exchange = all_reduce(self.share, pieces, Index::fixed(number), true);
-        let start = on_wire(OpKind::CollectiveStart(exchange.clone()));
-        self.blocks.push(Block::once("sums", vec![start]));
-        let wait = Block::once("sums", vec![on_wire(OpKind::CollectiveWait(exchange))]);
+        let [start, wait] = exchanged(exchange).map(|op| Block::once("sums", vec![op]));
+        self.blocks.push(start);
         // What waits on the host comes to the device for its sum alone.
         match self.offload.embedding || self.offload.head {
             true => self.blocks.push(wait),
@@ -156,8 +121,8 @@ impl Reduce<'_> {
         if !gradients.is_empty() {
             let pieces = gradients.into_iter().map(|id| self.piece(Operand::layer(id, 0))).collect();
             let exchange = all_reduce(self.share, pieces, Index::layer(LAYERS), true);
-            block.ops.push(on_wire(OpKind::CollectiveStart(exchange.clone())));
-            let wait = on_wire(OpKind::CollectiveWait(exchange));
+            let [start, wait] = exchanged(exchange);
+            block.ops.push(start);
             match self.offload.gradients > 0 {
                 true => block.ops.push(wait),
                 false => self.waits.push(Block { name: "sums".into(), ops: vec![wait], ..block }),
