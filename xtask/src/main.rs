@@ -9,6 +9,7 @@ mod kill;
 mod predict;
 mod soak;
 mod stand_in;
+mod sweep;
 mod worth;
 
 const USAGE: &str = "usage: cargo xtask CHORE
@@ -20,6 +21,7 @@ const USAGE: &str = "usage: cargo xtask CHORE
   predict     predict and measure step times of recipes drawn at random; predict --help says how
   soak        show on random models that plans are exact; soak --help says how
   stand-in    run the real programs on a stand-in for a GPU (runs on the CPU), and compare with the CPU
+  sweep       30 runs of mixed size on two unequal devices, packed by bytes; sweep --help says how
   worth       measure teams of unequal simulated devices against what each does alone; worth --help says how";
 
 fn main() -> anyhow::Result<()> {
@@ -31,6 +33,7 @@ fn main() -> anyhow::Result<()> {
         Some("kill") => kill::run(&arguments[1..]),
         Some("predict") => predict::run(&arguments[1..]),
         Some("soak") => soak::run(&arguments[1..]),
+        Some("sweep") => sweep::run(&arguments[1..]),
         Some("stand-in") => cuda::on_stand_in(),
         Some("worth") => worth::run(&arguments[1..]),
         _ => anyhow::bail!("{USAGE}"),

@@ -14,6 +14,7 @@ mod failure;
 mod models_bench;
 mod plan;
 mod result;
+mod sweep;
 
 pub use budget::{Budget, ParseBudgetError};
 pub use bytes::{Bytes, ParseBytesError};
@@ -27,3 +28,4 @@ pub use plan::{
     Predicted, Recipe, RecomputeLevel, Rung, RungPrice, Sharing, Space, WorkName, describe_levels,
 };
 pub use result::{DeviceMemory, EvalResult, LossSpan, MemberResult, Retreat, RunResult, RunStatus, StepSeconds};
+pub use sweep::{RunDemand, SweepDevice, SweepReport, SweepRun, SweepState};

@@ -379,7 +379,10 @@ pub(crate) fn host(file: &RunFile, device: &DeviceSpec) -> Result<HostSpec, Fail
 }
 
 /// The devices that a run file names, at least one, with their load lines.
-fn devices(file: &RunFile) -> Result<Vec<DeviceSpec>, Failure> {
+///
+/// # Errors
+/// Devices that are not here, or cannot be used together.
+pub fn devices(file: &RunFile) -> Result<Vec<DeviceSpec>, Failure> {
     let mut devices = open_devices(file)?;
     for device in &mut devices {
         if let Some(short) = calibration::shortfall(device) {

@@ -8,5 +8,6 @@ pub mod models;
 pub mod plan;
 pub mod progress;
 pub mod summary;
+pub mod sweep;
 pub mod terminal;
 pub mod text;

@@ -25,6 +25,8 @@ pub enum Command {
     Train(TrainArgs),
     /// Show what a run would hold, Program by Program, and how fast it would be; nothing is run
     Plan(PlanArgs),
+    /// Train several runs side by side on unequal devices, packed by bytes
+    Sweep(SweepArgs),
     /// Show the devices of this machine, what Plimsoll would take of each, and why
     Devices(DevicesArgs),
     /// Move the load line of a run that is under way
@@ -60,6 +62,7 @@ impl Command {
         match self {
             Command::Train(args) => args.json,
             Command::Plan(args) => args.json,
+            Command::Sweep(_) => false,
             Command::Devices(args) => args.json,
             Command::Budget(args) => args.json,
             Command::Bench { what: BenchCommand::Devices(_) | BenchCommand::Models(_) } => false,
@@ -135,6 +138,9 @@ pub struct TrainArgs {
     /// Save no checkpoint and no model: for runs that are only measured
     #[arg(long, conflicts_with = "resume")]
     pub no_save: bool,
+    /// Stop, as after an interrupt, when standard input ends: whoever started the run is gone, or wants it to stop
+    #[arg(long)]
+    pub stop_on_eof: bool,
     /// Print events, one JSON object a line, and the result as the last
     #[arg(long)]
     pub json: bool,
@@ -249,6 +255,93 @@ impl PlanArgs {
                 RunFile::from_settings(&settings)
             }
         }
+    }
+}
+
+/// `plimsoll sweep`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Example:
+  plimsoll sweep run.toml --devices virtual:a=240MiB@0.6,virtual:b=80MiB@0.2 \\
+    --set train.learning_rate=1e-4,3e-4,1e-3 --set train.seed=1,2
+
+A key with several values, parted by commas, is tried with each; several such keys with all pairs: six runs here.
+Commas in brackets or quotes belong to a value. Every run is planned for every device, and started where there is
+room for its bytes; a worker holds no more than it was given.")]
+pub struct SweepArgs {
+    /// The run files; without one, the built-in example
+    #[arg(value_name = "RUN.toml", conflicts_with = "resume")]
+    pub runs: Vec<PathBuf>,
+    /// Set a key of all run files, to one value or to each of several: train.seed=1,2,3
+    #[arg(long = "set", value_name = "KEY=VALUE[,VALUE...]", conflicts_with = "resume")]
+    pub set: Vec<String>,
+    /// The devices that the runs share, such as cuda:0,cuda:1, cpu=6GiB, or virtual:a=240MiB@0.6,virtual:b=80MiB@0.2
+    #[arg(long)]
+    pub devices: Option<String>,
+    /// The most that a device may hold: a share of what is free, such as 90%, or an amount, such as 6GiB
+    #[arg(long)]
+    budget: Option<String>,
+    /// Lossy rungs that runs may take where nothing else fits: bf16, adam8bit, lora, int8, nf4, with commas
+    #[arg(long, value_name = "RUNGS", conflicts_with = "resume")]
+    allow: Option<String>,
+    /// The folder of the sweep; each run has its own in it. Without one: runs/sweep, runs/sweep-2, ...
+    #[arg(long, value_name = "DIR", conflicts_with = "resume")]
+    pub dir: Option<PathBuf>,
+    /// Go on with the sweep in this folder: what is done stays, everything else is tried again
+    #[arg(long, value_name = "DIR")]
+    pub resume: Option<PathBuf>,
+    /// How often a run is started again that has ended early
+    #[arg(long)]
+    pub retries: Option<u32>,
+    /// The most workers on a device; without it, as many as their bytes allow
+    #[arg(long, value_parser = at_least_one())]
+    pub workers: Option<u32>,
+    /// Rehearse: in that run the device refuses memory there, such as sums-seed=2=12:backward
+    #[arg(long, value_name = "RUN=STEP[:PROGRAM[:OP]]")]
+    pub inject_oom: Vec<String>,
+    /// Write the report to this file, too, as JSON
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+    /// Print the table alone
+    #[arg(long, short)]
+    pub quiet: bool,
+    /// Say what a run needs of a device, as JSON: what a sweep asks in a process of its own
+    #[arg(long, value_name = "RUN.toml", hide = true)]
+    pub demand: Option<PathBuf>,
+}
+
+impl SweepArgs {
+    /// The settings of all runs, before those of the grid.
+    pub fn settings(&self) -> Vec<String> {
+        self.allow.iter().map(|allow| setting("memory.allow", allow)).collect()
+    }
+
+    /// The devices and their load lines, as a run file that says nothing else of interest; `before` are those of the sweep
+    /// that goes on.
+    ///
+    /// # Errors
+    /// What is wrong with them.
+    pub fn devices(&self, before: Option<&str>) -> Result<RunFile, Failure> {
+        let devices = self.devices.as_deref().or(before).map(|devices| setting("run.devices", devices));
+        let budget = self.budget.clone().unwrap_or_else(|| Budget::DEVICE.to_string());
+        let settings: Vec<String> = devices.into_iter().chain([setting("memory.budget", &budget)]).collect();
+        RunFile::load(None, &settings)
+    }
+
+    /// What is rehearsed: the run's name and the place.
+    ///
+    /// # Errors
+    /// A place that cannot be read.
+    pub fn injections(&self) -> Result<Vec<(String, String)>, Failure> {
+        let read = |text: &String| {
+            let (name, place) = text.rsplit_once('=').ok_or_else(|| {
+                Failure::input(format!("--inject-oom `{text}`: expected RUN=STEP[:PROGRAM[:OP]]"))
+                    .hint("a run is named as in the table of the sweep")
+            })?;
+            place.parse::<Injection>()?;
+            Ok((name.to_owned(), place.to_owned()))
+        };
+        self.inject_oom.iter().map(read).collect()
     }
 }
 

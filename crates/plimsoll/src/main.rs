@@ -35,6 +35,7 @@ fn run(command: Command) -> Result<Exit, Failure> {
     match command {
         Command::Train(args) => commands::train::run(&args),
         Command::Plan(args) => commands::plan::run(&args),
+        Command::Sweep(args) => commands::sweep::run(&args),
         Command::Budget(args) => commands::budget::run(&args),
         Command::Devices(args) => commands::devices::show(&args),
         Command::Bench { what: BenchCommand::Devices(args) } => commands::devices::measure(&args),

@@ -6,6 +6,7 @@
 //! they are allowed (`rungs`), and at last the plan says what it would need.
 
 mod ladder;
+mod lean;
 mod measure;
 mod menu;
 mod offload;
@@ -29,6 +30,7 @@ use profile::{Profile, choose, profile};
 use rungs::Sets;
 
 pub use ladder::ladder;
+pub use lean::lean;
 pub(crate) use measure::bare;
 pub(crate) use menu::Menu;
 pub use rungs::under;

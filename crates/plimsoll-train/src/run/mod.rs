@@ -7,6 +7,7 @@ pub mod bench;
 pub mod checkpoint;
 pub mod control;
 mod cooling;
+pub mod demand;
 mod drift;
 pub mod engine;
 pub mod events;

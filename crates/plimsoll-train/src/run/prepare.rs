@@ -29,7 +29,7 @@ const WAVER_BYTES: Bytes = Bytes::mib(2);
 const NEAR_BYTES: Bytes = Bytes::mib(1);
 
 /// Charges are rounded up to a multiple of this.
-const ROUNDING_BYTES: Bytes = Bytes::mib(4);
+pub(super) const ROUNDING_BYTES: Bytes = Bytes::mib(4);
 
 /// What a run was planned with before, and is planned with again where it still fits.
 #[derive(Clone, Debug, PartialEq)]

@@ -5,6 +5,7 @@
 //! devices: whether a path exists or a preset is known is the business of who opens it.
 
 mod check;
+pub mod grid;
 mod keys;
 mod read;
 #[cfg(test)]

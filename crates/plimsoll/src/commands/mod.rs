@@ -5,4 +5,5 @@ pub mod devices;
 pub mod model;
 pub mod models;
 pub mod plan;
+pub mod sweep;
 pub mod train;

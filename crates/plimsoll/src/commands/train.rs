@@ -46,6 +46,9 @@ pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
     let simulated = prepared.planned.plan.devices.iter().any(|device| device.simulated);
     // Not earlier: until here nothing is lost when a signal ends the program at once.
     let stop = signals::install().map_err(|error| Failure::bug(format!("signals cannot be caught: {error}")))?;
+    if args.stop_on_eof {
+        signals::stop_on_eof(&stop);
+    }
     let mut watcher = for_stdout(args.json, args.quiet);
     let outcome = run.start(&mut |record| watcher.see(record), &stop)?;
     Ok(tell(args, &outcome, simulated))

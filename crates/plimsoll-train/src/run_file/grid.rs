@@ -1,0 +1,166 @@
+//! Grids of settings: `train.seed=1,2` stands for two settings of a key, and several such for all pairs of them.
+
+use super::{RunFile, RunFileError};
+use plimsoll_core::Failure;
+use std::path::Path;
+
+/// Keys that a sweep gives its runs itself.
+const OWN: [(&str, &str); 2] = [
+    ("run.dir", "every run has a folder in the sweep's: --dir"),
+    ("run.devices", "the devices are the sweep's: --devices"),
+];
+
+/// One point of a grid.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Point {
+    /// All settings, `section.key=value`.
+    pub settings: Vec<String>,
+    /// What tells it from the others: the settings of keys that have several values, as `key=value`.
+    pub words: Vec<String>,
+}
+
+/// All points of a grid, the last key changing fastest. Each text is `section.key=value` or
+/// `section.key=value,value,...`; commas in brackets or quotes belong to a value.
+///
+/// # Errors
+/// A text without a key or a value, and keys that a sweep gives its runs itself.
+pub fn grid(texts: &[String]) -> Result<Vec<Point>, Failure> {
+    let mut points = vec![Point::default()];
+    for text in texts {
+        let wrong = |message: &str| RunFileError::Setting { text: text.clone(), message: message.to_owned() };
+        let (key, values) = text.split_once('=').ok_or_else(|| wrong("no `=` between key and value"))?;
+        let key = key.trim();
+        if let Some((_, why)) = OWN.iter().find(|(own, _)| *own == key) {
+            return Err(Failure::input(format!("--set {text}: a sweep sets {key} itself")).hint(*why));
+        }
+        let values = split(values);
+        if values.iter().any(String::is_empty) {
+            return Err(wrong("a value is missing").into());
+        }
+        let several = values.len() > 1;
+        let name = key.rsplit('.').next().unwrap_or(key);
+        points = points
+            .iter()
+            .flat_map(|point| {
+                values.iter().map(move |value| {
+                    let mut next = point.clone();
+                    next.settings.push(format!("{key}={value}"));
+                    next.words.extend(several.then(|| format!("{name}={value}")));
+                    next
+                })
+            })
+            .collect();
+    }
+    Ok(points)
+}
+
+/// The runs of a sweep: every run file (none: the built-in example) at every point of a grid, with a name of its own
+/// that can be a folder's.
+///
+/// # Errors
+/// What is wrong with a run file or a setting.
+pub fn runs(files: &[&Path], settings: &[String], points: &[Point]) -> Result<Vec<(String, RunFile)>, Failure> {
+    let files: Vec<Option<&Path>> = match files {
+        [] => vec![None],
+        files => files.iter().copied().map(Some).collect(),
+    };
+    let mut runs: Vec<(String, RunFile)> = Vec::new();
+    for path in files {
+        let stem = path.and_then(Path::file_stem).map_or("sums".into(), |stem| stem.to_string_lossy());
+        for point in points {
+            let settings = [settings, &point.settings].concat();
+            let file = RunFile::load(path, &settings)?;
+            file.check_trainable()?;
+            let name = folder_name(&[&[stem.to_string()], &point.words[..]].concat().join("-"));
+            let taken = |name: &str| runs.iter().any(|(other, _)| other == name);
+            let numbered = (2..).map(|number| format!("{name}-{number}"));
+            let name = std::iter::once(name.clone()).chain(numbered).find(|name| !taken(name));
+            runs.push((name.expect("numbers do not end"), file));
+        }
+    }
+    Ok(runs)
+}
+
+/// A text as the name of a folder: what a shell or a file system would trip over becomes `-`.
+fn folder_name(text: &str) -> String {
+    const LONGEST: usize = 120;
+    let plain = |letter: char| letter.is_ascii_alphanumeric() || "._=+-".contains(letter);
+    let name: String = text.chars().map(|letter| if plain(letter) { letter } else { '-' }).take(LONGEST).collect();
+    // Hidden files of a folder are its own.
+    name.trim_start_matches(['.', '-']).to_owned()
+}
+
+/// Splits at commas that stand in no brackets and no quotes.
+fn split(text: &str) -> Vec<String> {
+    let mut parts = vec![String::new()];
+    let (mut depth, mut quote) = (0_u32, None);
+    for letter in text.chars() {
+        match (letter, quote) {
+            (',', None) if depth == 0 => {
+                parts.push(String::new());
+                continue;
+            }
+            ('"' | '\'', None) => quote = Some(letter),
+            (_, Some(open)) if letter == open => quote = None,
+            ('[' | '{', None) => depth += 1,
+            (']' | '}', None) => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+        parts.last_mut().expect("never empty").push(letter);
+    }
+    parts.iter().map(|part| part.trim().to_owned()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn points(texts: &[&str]) -> Vec<Point> {
+        grid(&texts.iter().map(|text| (*text).to_owned()).collect::<Vec<_>>()).unwrap()
+    }
+
+    #[test]
+    fn several_values_of_several_keys_are_all_pairs_and_the_last_changes_fastest() {
+        let grid = points(&["train.learning_rate=1e-4, 3e-4", "train.steps=5", "train.seed=1,2"]);
+        let words: Vec<String> = grid.iter().map(|point| point.words.join(" ")).collect();
+        assert_eq!(
+            words,
+            [
+                "learning_rate=1e-4 seed=1",
+                "learning_rate=1e-4 seed=2",
+                "learning_rate=3e-4 seed=1",
+                "learning_rate=3e-4 seed=2"
+            ]
+        );
+        assert_eq!(grid[2].settings, ["train.learning_rate=3e-4", "train.steps=5", "train.seed=1"]);
+        assert_eq!(points(&[]), [Point::default()]);
+    }
+
+    #[test]
+    fn commas_in_brackets_and_quotes_belong_to_a_value() {
+        let grid = points(&["train.betas=[0.9,0.95],[0.8,0.9]", "memory.allow=\"bf16,lora\""]);
+        assert_eq!(grid.len(), 2);
+        assert_eq!(grid[1].settings, ["train.betas=[0.8,0.9]", "memory.allow=\"bf16,lora\""]);
+    }
+
+    #[test]
+    fn what_is_no_grid_is_told() {
+        let refused = |text: &str| grid(&[text.to_owned()]).unwrap_err().to_string();
+        assert!(refused("train.seed").starts_with("--set train.seed: no `=`"));
+        assert!(refused("train.seed=1,,2").contains("a value is missing"));
+        assert!(refused("run.dir=a,b").contains("--dir") && refused("run.devices=cpu").contains("--devices"));
+    }
+
+    #[test]
+    fn runs_have_names_that_can_be_folders_and_are_told_apart() {
+        let grid = points(&["train.betas=[0.9,0.95],[0.8,0.9]", "train.seed=1"]);
+        let names = |points: &[Point]| -> Vec<String> {
+            runs(&[], &[], points).unwrap().into_iter().map(|(name, _)| name).collect()
+        };
+        assert_eq!(names(&grid), ["sums-betas=-0.9-0.95-", "sums-betas=-0.8-0.9-"]);
+        assert_eq!(names(&[Point::default(), Point::default()]), ["sums", "sums-2"]);
+        assert_eq!(folder_name("../a b"), "a-b");
+        let wrong = runs(&[], &["train.stepz=1".into()], &[Point::default()]).unwrap_err();
+        assert!(wrong.to_string().contains("did you mean `train.steps`"), "{wrong}");
+    }
+}

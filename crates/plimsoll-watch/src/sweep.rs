@@ -1,0 +1,162 @@
+//! A sweep as a person reads it: a line when a worker starts or ends, and in the end a table. Pure: data to text.
+
+use crate::text::{columns, percent, seconds};
+use plimsoll_core::{Bytes, SweepDevice, SweepReport, SweepRun, SweepState};
+
+/// That a worker has started.
+pub fn started(run: &SweepRun) -> String {
+    let device = run.device.as_deref().unwrap_or_default();
+    let share = percent(run.share.unwrap_or(0.0), 0);
+    let again = if run.retries > 0 { format!(", again ({})", run.retries) } else { String::new() };
+    let left = seconds(run.predicted_seconds.unwrap_or(0.0) - run.seconds);
+    format!(
+        "start  {}: {} of {device} and {share} of its time{again}, {left} predicted\n",
+        run.name,
+        bytes(run.predicted_bytes)
+    )
+}
+
+/// That a worker has ended, and what becomes of the run.
+pub fn ended(run: &SweepRun) -> String {
+    let why = run.why.as_ref().map_or(String::new(), |why| format!(": {why}"));
+    let loss = run.loss.map_or(String::new(), |loss| format!(", loss {loss:.4}"));
+    match run.state {
+        SweepState::Done => format!("done   {}: {} steps{loss}, {}\n", run.name, run.steps, seconds(run.seconds)),
+        SweepState::Waiting => format!("again  {}: after step {}{why}\n", run.name, run.steps),
+        _ => format!("ended  {}: {}, after step {}{why}\n", run.name, state(run.state), run.steps),
+    }
+}
+
+/// All runs in one table, what is wrong with those that are not done, and how the devices were used.
+pub fn table(report: &SweepReport) -> String {
+    let head = [
+        "run",
+        "device",
+        "bytes predicted",
+        "measured",
+        "seconds predicted",
+        "measured",
+        "steps",
+        "loss",
+        "eval loss",
+        "retries",
+        "state",
+    ];
+    let mut rows = vec![head.map(str::to_owned).to_vec()];
+    rows.extend(report.runs.iter().map(row));
+    let whys = report.runs.iter().filter(|run| run.state != SweepState::Done);
+    let whys = whys.filter_map(|run| Some(format!("{}: {}\n", run.name, run.why.as_ref()?))).collect::<String>();
+    let devices: String = report.devices.iter().map(device).collect();
+    format!("\n{}\n{whys}{devices}{}", columns(&rows, ""), ending(report))
+}
+
+fn row(run: &SweepRun) -> Vec<String> {
+    let loss = |loss: Option<f64>| loss.map_or_else(String::new, |loss| format!("{loss:.4}"));
+    vec![
+        run.name.clone(),
+        run.device.clone().unwrap_or_default(),
+        bytes(run.predicted_bytes),
+        bytes(run.measured_bytes),
+        run.predicted_seconds.map_or_else(String::new, seconds),
+        if run.seconds > 0.0 { seconds(run.seconds) } else { String::new() },
+        run.steps.to_string(),
+        loss(run.loss),
+        loss(run.eval_loss),
+        run.retries.to_string(),
+        state(run.state).to_owned(),
+    ]
+}
+
+fn bytes(bytes: Option<Bytes>) -> String {
+    bytes.map_or_else(String::new, |bytes| bytes.to_string())
+}
+
+fn state(state: SweepState) -> &'static str {
+    match state {
+        SweepState::Waiting => "waiting",
+        SweepState::Running => "running",
+        SweepState::Done => "done",
+        SweepState::Stopped => "stopped",
+        SweepState::DoesNotFit => "does not fit",
+        SweepState::Failed => "failed",
+    }
+}
+
+fn device(device: &SweepDevice) -> String {
+    let simulated = if device.simulated { " (simulated)" } else { "" };
+    let SweepDevice { name, given_bytes, budget_bytes, workers, .. } = device;
+    format!("{name}{simulated}: at most {workers} workers at a time, {given_bytes} of {budget_bytes} given to them\n")
+}
+
+fn ending(report: &SweepReport) -> String {
+    let done = report.runs.iter().filter(|run| run.state == SweepState::Done).count();
+    let retries: u32 = report.runs.iter().map(|run| run.retries).sum();
+    let mut text = format!(
+        "{done} of {} runs done ({}), {retries} retries\n",
+        report.runs.len(),
+        percent(report.success_rate(), 1)
+    );
+    if report.bound_seconds > 0.0 {
+        let above = |seconds: f64| percent(seconds / report.bound_seconds - 1.0, 1);
+        text += &format!(
+            "first start to last end: {} measured, {} predicted; no packing could be below {} (predicted): {} and {} above\n",
+            seconds(report.seconds),
+            seconds(report.predicted_seconds),
+            seconds(report.bound_seconds),
+            above(report.seconds),
+            above(report.predicted_seconds),
+        );
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_table_has_all_runs_and_says_why_one_is_not_done() {
+        let done = SweepRun {
+            state: SweepState::Done,
+            device: Some("virtual:a".into()),
+            predicted_bytes: Some(Bytes::mib(40)),
+            measured_bytes: Some(Bytes::mib(38)),
+            share: Some(0.25),
+            predicted_seconds: Some(10.0),
+            seconds: 11.0,
+            steps: 20,
+            loss: Some(1.5),
+            ..SweepRun::new("one")
+        };
+        let why = "fits on none of the devices: virtual:a has 96.00 MiB, the least that would do there is 1.00 GiB";
+        let refused = SweepRun { state: SweepState::DoesNotFit, why: Some(why.into()), ..SweepRun::new("huge") };
+        assert_eq!(started(&done), "start  one: 40.00 MiB of virtual:a and 25 % of its time, -1000000 µs predicted\n");
+        assert_eq!(ended(&done), "done   one: 20 steps, loss 1.5000, 11.00 s\n");
+        let device = SweepDevice {
+            name: "virtual:a".into(),
+            simulated: true,
+            budget_bytes: Bytes::mib(96),
+            given_bytes: Bytes::mib(80),
+            workers: 2,
+        };
+        let text = table(&SweepReport {
+            version: SweepReport::VERSION,
+            asked: "virtual:a=96MiB".into(),
+            retries: 2,
+            workers: None,
+            devices: vec![device],
+            runs: vec![done, refused],
+            predicted_seconds: 10.5,
+            bound_seconds: 10.0,
+            seconds: 11.0,
+        });
+        assert!(
+            text.contains("virtual:a        40.00 MiB  38.00 MiB            10.00 s   11.00 s     20  1.5000"),
+            "{text}"
+        );
+        assert!(text.contains(&format!("huge: {why}\n")), "{text}");
+        assert!(text.contains("virtual:a (simulated): at most 2 workers at a time, 80.00 MiB of 96.00 MiB"), "{text}");
+        assert!(text.contains("1 of 2 runs done (50.0 %), 0 retries\n"), "{text}");
+        assert!(text.contains("(predicted): 10.0 % and 5.0 % above\n"), "{text}");
+    }
+}

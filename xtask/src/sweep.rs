@@ -1,0 +1,175 @@
+//! `cargo xtask sweep`: 30 runs of mixed size on a pair of unequal virtual devices, 24 : 8, and how far the last one ends
+//! after what no packing could be below. It is a measurement: on a machine that is too busy for the paces it says little.
+
+use anyhow::{Context, Result, ensure};
+use clap::Parser;
+use plimsoll_core::{SweepReport, SweepState};
+use plimsoll_device::probe::Cpu;
+use serde_json::json;
+use std::fmt::Write;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// How far above the bound the last run may end.
+const ABOVE_MOST: f64 = 0.10;
+
+/// Sweep 30 runs of mixed size over two devices.
+#[derive(Debug, Parser)]
+#[command(name = "cargo xtask sweep")]
+struct Args {
+    /// The devices
+    #[arg(long, default_value = "virtual:a=192MiB@0.30,virtual:b=64MiB@0.15")]
+    devices: String,
+    /// Runs
+    #[arg(long, default_value_t = 30)]
+    runs: u64,
+    /// All runs are so many times as long
+    #[arg(long, default_value_t = 1.0)]
+    longer: f64,
+    /// The program; without it, a release build of this tree
+    #[arg(long)]
+    binary: Option<PathBuf>,
+}
+
+/// Writes models, data and run files, sweeps, and prints the table as markdown.
+///
+/// # Errors
+/// A run that is not done, a line that was crossed, or an end that is too far above the bound.
+pub fn run(arguments: &[String]) -> Result<()> {
+    let args = Args::parse_from(std::iter::once("sweep").chain(arguments.iter().map(String::as_str)));
+    let binary = args.binary.clone().map_or_else(release, Ok)?;
+    let folder = std::env::temp_dir().join(format!("plimsoll-sweep-{}", std::process::id()));
+    fs::create_dir_all(&folder)?;
+    let files: Vec<PathBuf> = (0..args.runs).map(|number| write(&folder, number, &args)).collect::<Result<_>>()?;
+    know_the_rates(&folder)?;
+    let status = Command::new(binary)
+        .env("PLIMSOLL_CACHE", folder.join("cache"))
+        .arg("sweep")
+        .args(&files)
+        .args(["--devices", &args.devices, "--dir"])
+        .arg(folder.join("sweep"))
+        .status()
+        .context("the sweep cannot be started")?;
+    let report: SweepReport = serde_json::from_slice(&fs::read(folder.join("sweep/sweep.json"))?)?;
+    println!("{}", markdown(&report));
+    ensure!(status.success(), "runs are not done: {}", folder.display());
+    for run in &report.runs {
+        ensure!(run.measured_bytes <= run.predicted_bytes, "{} held more than it was given", run.name);
+    }
+    let above = report.seconds / report.bound_seconds - 1.0;
+    ensure!(above <= ABOVE_MOST, "the last run ended {:.1} % above the bound", above * 100.0);
+    fs::remove_dir_all(&folder)?;
+    Ok(())
+}
+
+/// A core of 50 GFLOP/s, about half of what cores with AVX-512 do: the devices that are played are the same everywhere,
+/// and a machine that does other work, too, has time to play them.
+fn know_the_rates(folder: &Path) -> Result<()> {
+    let cpu = Cpu::read();
+    let entry = |threads: u32| {
+        json!({
+            "plimsoll": env!("CARGO_PKG_VERSION"), "device": "cpu", "model": cpu.model, "features": cpu.features,
+            "threads": threads,
+            "rates": {
+                "f32_flops": 5e10, "bf16_flops": 5e10, "memory_bytes_per_second": 1e10, "op_seconds": 5e-6,
+                "host_link": {"bytes_per_second": 1e10, "latency_seconds": 2e-6}, "measured": true,
+            },
+        })
+    };
+    let known: Vec<_> = (1..=cpu.threads).map(entry).collect();
+    fs::create_dir_all(folder.join("cache"))?;
+    fs::write(folder.join("cache/devices.json"), serde_json::to_string(&known)?)?;
+    Ok(())
+}
+
+fn release() -> Result<PathBuf> {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let status = Command::new(cargo).args(["build", "--release", "-p", "plimsoll"]).status()?;
+    ensure!(status.success(), "the program does not build");
+    Ok(PathBuf::from("target/release/plimsoll"))
+}
+
+/// A run of a size of its own: six models, steps and batches that repeat with other periods.
+fn write(folder: &Path, number: u64, args: &Args) -> Result<PathBuf> {
+    let (hidden, layers) = [(64, 2), (96, 3), (128, 4), (192, 4), (256, 4), (320, 6)][(number % 6) as usize];
+    let sequences = [4, 8, 16, 8, 32][(number % 5) as usize];
+    let tokens = 64 * sequences;
+    // About as much work for each, times 1 to 3.
+    let parameters = (layers * 12 * hidden * hidden + 512 * hidden) as f64;
+    let times = 1.0 + (number * 7 % 11) as f64 / 5.0;
+    let steps = ((args.longer * times * 9e10 / (6.0 * parameters * tokens as f64)) as u64).max(5);
+    let model = folder.join(format!("model-{hidden}"));
+    fs::create_dir_all(&model)?;
+    let config = json!({
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": hidden,
+        "num_hidden_layers": layers, "num_attention_heads": hidden / 32, "num_key_value_heads": hidden / 32,
+        "head_dim": 32, "intermediate_size": 8 * hidden / 3 / 32 * 32, "hidden_act": "silu",
+        "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "attention_bias": false,
+        "mlp_bias": false, "tie_word_embeddings": true, "initializer_range": 0.02, "bos_token_id": null,
+        "eos_token_id": 0, "torch_dtype": "float32",
+    });
+    fs::write(model.join("config.json"), config.to_string())?;
+    let data = folder.join("train.jsonl");
+    if !data.exists() {
+        let row = |row: u64| {
+            let ids: Vec<u64> = (0..64).map(|place| 1 + (row * row + 7 * place * (row % 5 + 1)) % 500).collect();
+            format!("{}\n", json!({ "input_ids": ids }))
+        };
+        fs::write(&data, (0..2000).map(row).collect::<String>())?;
+    }
+    let path = folder.join(format!("{number:02}-{layers}x{hidden}.toml"));
+    let text = format!(
+        "[model]\npath = {model:?}\ninit = \"random\"\n[data]\ntrain = {data:?}\nformat = \"tokens\"\nsequence = 64\n\
+         [train]\nsteps = {steps}\nbatch_tokens = {tokens}\nlearning_rate = 1e-3\n"
+    );
+    fs::write(&path, text)?;
+    Ok(path)
+}
+
+fn markdown(report: &SweepReport) -> String {
+    let mib =
+        |bytes: Option<plimsoll_core::Bytes>| bytes.map_or_else(String::new, |bytes| format!("{:.1}", bytes.as_mib()));
+    let mut text = String::from(
+        "| run | device | share of its time | MiB given | MiB measured | s predicted | s measured | steps | loss | retries | state |\n\
+         |---|---|--:|--:|--:|--:|--:|--:|--:|--:|---|\n",
+    );
+    for run in &report.runs {
+        let state = serde_json::to_value(run.state).expect("a word");
+        let _ = writeln!(
+            text,
+            "| {} | {} | {:.0} % | {} | {} | {:.1} | {:.1} | {} | {:.3} | {} | {} |",
+            run.name,
+            run.device.as_deref().unwrap_or_default(),
+            run.share.unwrap_or(0.0) * 100.0,
+            mib(run.predicted_bytes),
+            mib(run.measured_bytes),
+            run.predicted_seconds.unwrap_or(0.0),
+            run.seconds,
+            run.steps,
+            run.loss.unwrap_or(f64::NAN),
+            run.retries,
+            state.as_str().unwrap_or_default(),
+        );
+    }
+    let done = report.runs.iter().filter(|run| run.state == SweepState::Done).count();
+    let above = |seconds: f64| (seconds / report.bound_seconds - 1.0) * 100.0;
+    let _ = writeln!(
+        text,
+        "\n{done} of {} done; first start to last end {:.1} s measured ({:+.1} %), {:.1} s predicted ({:+.1} %); bound {:.1} s (predicted)",
+        report.runs.len(),
+        report.seconds,
+        above(report.seconds),
+        report.predicted_seconds,
+        above(report.predicted_seconds),
+        report.bound_seconds,
+    );
+    for device in &report.devices {
+        let _ = writeln!(
+            text,
+            "{}: at most {} workers at a time, {} of {} given to them",
+            device.name, device.workers, device.given_bytes, device.budget_bytes
+        );
+    }
+    text
+}
