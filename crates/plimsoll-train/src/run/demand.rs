@@ -114,7 +114,8 @@ mod tests {
     use super::*;
 
     fn run(settings: &[&str]) -> RunFile {
-        let settings: Vec<String> = settings.iter().map(|setting| (*setting).to_owned()).collect();
+        let model = "model.preset=smollm2-135m";
+        let settings: Vec<String> = [&[model], settings].concat().into_iter().map(str::to_owned).collect();
         RunFile::parse("run.toml", "", &settings).unwrap()
     }
 
