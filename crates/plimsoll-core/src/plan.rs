@@ -160,9 +160,9 @@ pub struct Offload {
     pub weights: u32,
     /// Layers whose inputs wait from the forward to the backward pass.
     pub inputs: u32,
-    /// Whether the embedding's table and its gradient wait; the host looks up the rows.
+    /// Whether the embedding's table and its gradient wait; the host looks up the rows. A tied head waits with it.
     pub embedding: bool,
-    /// Whether the head and its gradient wait, and are on the device for the loss alone.
+    /// Whether the head and its gradient wait, and come to the device for the loss, a block of rows after another.
     pub head: bool,
     /// Whether the host updates what belongs to the optimizer state that waits: gradients go there, and new weights come
     /// back. Else the state comes to the device, a piece at a time.
@@ -174,6 +174,11 @@ impl Offload {
     /// Everything stays on the device.
     pub const NOTHING: Offload =
         Offload { optimizer: 0, gradients: 0, weights: 0, inputs: 0, embedding: false, head: false, update: false };
+
+    /// Whether the head comes to the device in blocks; where it is `tied`, it is the embedding's table.
+    pub fn streams_head(&self, tied: bool) -> bool {
+        if tied { self.embedding } else { self.head }
+    }
 
     /// Whether everything stays on the device.
     pub fn is_nothing(&self) -> bool {

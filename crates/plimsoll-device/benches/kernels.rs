@@ -247,12 +247,13 @@ fn others<T: Real<Wide = f32>>(bench: &mut Bench, lanes: u64) {
 
     let kept = numbers::<T>(ROWS * VOCAB);
     let mut logits = kept.clone();
-    let mut scratch = vec![0.0; ROWS];
-    bench.time("cross_entropy", 0, Work::Bytes(size * ROWS * VOCAB), |pool| {
-        cross_entropy(pool, VOCAB, &logits, &tokens, &ones, None, &mut scratch);
+    let mut stats = vec![0.0; 4 * ROWS];
+    let of = Labelled { labels: &tokens, weights: &ones, first: 0, columns: VOCAB };
+    bench.time("softmax_stats", 1, Work::Bytes(size * ROWS * VOCAB), |pool| {
+        softmax_stats(pool, of, &logits, &mut stats, true);
     });
-    bench.time("cross_entropy_grad", 1, Work::Bytes(2 * size * ROWS * VOCAB), |pool| {
-        cross_entropy_grad(pool, VOCAB, &mut logits, &tokens, &ones, 1.0, None, &mut scratch);
+    bench.time("softmax_grad", 1, Work::Bytes(2 * size * ROWS * VOCAB), |pool| {
+        softmax_grad(pool, of, &mut logits, &stats, 1.0);
     });
 }
 

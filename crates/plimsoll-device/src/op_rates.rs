@@ -220,6 +220,7 @@ fn reference_step(subject: &Subject) -> Result<BTreeMap<String, f64>, BenchError
         source: Source::Random { seed: 1 },
         method: Method::Full,
         base: Base::Plain,
+        streamed_head: false,
         training: Some(Training {
             optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full },
             recompute: vec![RecomputeLevel::Nothing],

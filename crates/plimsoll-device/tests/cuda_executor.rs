@@ -82,6 +82,7 @@ fn programs_of(form: &Form, precision: DType, kernels: Kernels) -> ProgramSet {
         source: Source::Random { seed: 4 },
         method: form.method.clone(),
         base: form.base,
+        streamed_head: false,
         training: Some(Training {
             // An epsilon above the rounding of gradients: else a step magnifies it where they are nearly 0.
             optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-3, decay: 0.1, state: form.state },

@@ -349,7 +349,7 @@ fn swiglu_and_its_gradient_in_place_or_not() {
 
 #[test]
 #[ignore = "needs g++: cargo xtask cuda-check"]
-fn cross_entropy_its_gradient_and_its_hits() {
+fn the_loss_in_blocks_its_gradient_and_its_hits() {
     everywhere(|mut gpu, of, kind, draw| {
         for (rows, vocab) in [(1, 3), (5, 33), (3, 1000), (2, 5003)] {
             let mut logits: Vec<f64> = draw.many(kind, rows * vocab).iter().map(|x| kind.rounded(4.0 * x)).collect();
@@ -368,28 +368,42 @@ fn cross_entropy_its_gradient_and_its_hits() {
             }
             let mut scalars = vec![0.0; SCALAR_COUNT as usize];
             scalars[Scalar::InverseTokens as usize] = 0.125;
-            for gradient in [false, true] {
-                let (mut want, mut want_correct) = (logits.clone(), vec![7; rows]);
-                let room = &mut scratch(rows as u64);
-                let correct = Some(&mut want_correct[..]);
-                let loss = if gradient {
-                    cpu::cross_entropy_grad(&pool(), vocab, &mut want, &labels, &weights, 0.125, correct, room)
-                } else {
-                    cpu::cross_entropy(&pool(), vocab, &want, &labels, &weights, correct, room)
+            for block in [vocab, vocab.div_ceil(3), vocab.div_ceil(2).next_multiple_of(64)] {
+                let (glabels, gweights) = (gpu.put_integers(&labels), gpu.put(Kind::F32, &weights));
+                let gscalars = gpu.put(Kind::F32, &scalars);
+                let (mut stats, gstats) = (scratch(4 * rows as u64), gpu.room(Kind::F32, 4 * rows));
+                let blocks: Vec<(usize, usize)> =
+                    (0..vocab).step_by(block).map(|first| (first, block.min(vocab - first))).collect();
+                let part = |first: usize, columns: usize| -> Vec<f64> {
+                    logits.chunks(vocab).flat_map(|row| &row[first..first + columns]).copied().collect()
                 };
-                let (glogits, glabels) = (gpu.put(kind, &logits), gpu.put_integers(&labels));
-                let (gweights, gscalars) = (gpu.put(Kind::F32, &weights), gpu.put(Kind::F32, &scalars));
+                for &(first, columns) in &blocks {
+                    let part = part(first, columns);
+                    let of_cpu = cpu::Labelled { labels: &labels, weights: &weights, first, columns };
+                    cpu::softmax_stats(&pool(), of_cpu, &part, &mut stats, first == 0);
+                    let places = [gpu.put(kind, &part), glabels, gweights, gstats];
+                    gpu.run(&softmax_stats(of, places, rows as u64, first as u64, columns as u64, first == 0));
+                }
+                let mut want_correct = vec![7; rows];
+                let loss = cpu::cross_entropy(&stats, &labels, &weights, Some(&mut want_correct));
                 let metrics = gpu.put(Kind::F64, &vec![1.5; METRIC_COUNT as usize]);
-                let (correct, room) = (gpu.room(Kind::I32, rows), gpu.room(Kind::F32, rows));
-                let inputs = [glabels, gweights, gscalars];
-                let (r, v) = (rows as u64, vocab as u64);
-                gpu.run(&cross_entropy(of, glogits, inputs, metrics, Some(correct), room, r, v, gradient));
+                let correct = gpu.room(Kind::I32, rows);
+                let inputs = [gstats, glabels, gweights];
+                gpu.run(&cross_entropy(of, inputs, metrics, Some(correct), rows as u64));
                 let got = gpu.get(metrics)[Metric::LossSum as usize] - 1.5;
                 assert!((got - loss).abs() <= 1e-5 * loss.abs().max(1.0), "{got} for {loss}");
-                close(&gpu.get(glogits), &want, kind, "gradient");
                 assert_eq!(gpu.get_integers(correct), want_correct);
                 // Hits are not always asked for.
-                gpu.run(&cross_entropy(of, glogits, inputs, metrics, None, room, r, v, false));
+                gpu.run(&cross_entropy(of, inputs, metrics, None, rows as u64));
+                for &(first, columns) in &blocks {
+                    let mut want = part(first, columns);
+                    let glogits = gpu.put(kind, &want);
+                    let of_cpu = cpu::Labelled { labels: &labels, weights: &weights, first, columns };
+                    cpu::softmax_grad(&pool(), of_cpu, &mut want, &stats, 0.125);
+                    let places = [glogits, glabels, gweights, gstats, gscalars];
+                    gpu.run(&softmax_grad(of, places, rows as u64, first as u64, columns as u64));
+                    close(&gpu.get(glogits), &want, kind, "gradient");
+                }
             }
         }
     });
@@ -939,6 +953,7 @@ mod programs {
             source: Source::Random { seed: 4 },
             method: Method::Full,
             base: Base::Plain,
+            streamed_head: false,
             training: Some(Training {
                 // An epsilon above the rounding of gradients: else a step magnifies it where they are nearly 0.
                 optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-3, decay: 0.1, state: AdamState::Full },

@@ -64,17 +64,27 @@ pub fn lifetimes(set: &ProgramSet, phase: &Phase, space: Space) -> Lifetimes {
         for &input in program.inputs.iter().filter(|&&id| in_arena(id)) {
             touch((input, 0), 0);
         }
-        for (op, variable) in program.trace() {
-            tick += 1;
-            for access in op.accesses(&elements_of) {
-                if in_arena(access.operand.tensor) {
-                    slots_of(access.operand, variable).for_each(|slot| touch(slot, tick));
+        for block in &program.blocks {
+            // Between its first and its last iteration, a block that keeps its slots touches nothing new.
+            let skips = block.repeat > 2 && block.keeps_its_slots();
+            for (number, variable) in (1..).zip(block.variables()) {
+                if skips && (2..block.repeat).contains(&number) {
+                    tick += block.ops.len() as u32;
+                    continue;
                 }
-            }
-            if let Some((read, written)) = op.in_place() {
-                let (mut a, mut b) = (slots_of(read, variable), slots_of(written, variable));
-                if let (Some(a), Some(b), None) = (a.next(), b.next(), a.next()) {
-                    pairs.push((a, b, tick));
+                for op in &block.ops {
+                    tick += 1;
+                    for access in op.accesses(&elements_of) {
+                        if in_arena(access.operand.tensor) {
+                            slots_of(access.operand, variable).for_each(|slot| touch(slot, tick));
+                        }
+                    }
+                    if let Some((read, written)) = op.in_place() {
+                        let (mut a, mut b) = (slots_of(read, variable), slots_of(written, variable));
+                        if let (Some(a), Some(b), None) = (a.next(), b.next(), a.next()) {
+                            pairs.push((a, b, tick));
+                        }
+                    }
                 }
             }
         }

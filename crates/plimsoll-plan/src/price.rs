@@ -132,6 +132,13 @@ impl Prices<'_> {
         let mut clock = Clock::new(set, program);
         for block in &program.blocks {
             let seconds: Vec<f64> = block.ops.iter().map(|op| self.op_seconds(set, op)).collect();
+            if block.repeat > 1 && block.keeps_its_slots() && block.ops.iter().all(|op| op.queue == Queue::Compute) {
+                // All iterations need the same of what others touch: one of them stands for all.
+                for (op, seconds) in block.ops.iter().zip(&seconds) {
+                    clock.run(set, op, block.first, seconds * f64::from(block.repeat));
+                }
+                continue;
+            }
             for variable in block.variables() {
                 for (op, seconds) in block.ops.iter().zip(&seconds).filter(|(op, _)| op.runs(last)) {
                     clock.run(set, op, variable, *seconds);

@@ -44,6 +44,7 @@ fn phases(
         source: Source::Random { seed: 1 },
         method: Method::Full,
         base: Base::Plain,
+        streamed_head: false,
         training: Some(Training { optimizer, recompute }),
         evaluate: true,
         generation: Some(Generation { capacity: tokens, chunk: 32 }),

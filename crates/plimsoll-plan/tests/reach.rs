@@ -7,7 +7,7 @@ use plimsoll_core::{
 use plimsoll_plan::paper::paper;
 use plimsoll_plan::search::{Answer, Lossy, Pins, Question, plan_of, search};
 use plimsoll_program::Share;
-use plimsoll_program::models::decoder::{AdamState, Base, Method, Optimizer, Source};
+use plimsoll_program::models::decoder::{AdamState, Base, Method, Optimizer, Source, head_blocks};
 use plimsoll_program::models::preset;
 use plimsoll_program::passes::check::check;
 use std::time::Instant;
@@ -233,4 +233,43 @@ fn who_does_the_update_is_a_matter_of_price() {
         other.offload.update = !by_host;
         assert!(plan.predicted.step_seconds < plan_of(&question, &other).plan.predicted.step_seconds);
     }
+}
+
+#[test]
+fn a_head_that_waits_frees_all_but_two_blocks_of_it() {
+    let config = preset("llama-3.1-8b").expect("listed");
+    let device = paper("rtx3070", Budget::Share(1.0)).expect("listed");
+    let sequence = 4096;
+    let question = Question {
+        config: &config,
+        precision: DType::Bf16,
+        sequence,
+        sequences: 16,
+        source: Source::Random { seed: 1 },
+        optimizer: Some(ADAMW),
+        evaluate: true,
+        generation: None,
+        device: &device,
+        host: HostSpec { budget: Bytes::gib(16), memory_bytes_per_second: 30e9 },
+        lossy: adapters_in_4_bit(),
+        pins: Pins::default(),
+        rungs: vec![],
+        share: Share::ALONE,
+    };
+    let layers = config.layers as usize;
+    let planned = |head: bool| {
+        let offload = Offload { inputs: layers as u32, embedding: true, head, ..Offload::NOTHING };
+        let recipe = Recipe { offload, ..Recipe::on_device(1, vec![RecomputeLevel::Block; layers]) };
+        plan_of(&question, &recipe).plan
+    };
+    let (stays, waits) = (planned(false), planned(true));
+    let [whole, block] = [config.vocab, head_blocks(config.vocab)[0].end].map(|rows| rows * config.hidden * 2);
+    // The wide sums of the gradient are of all rows then.
+    let sums = sequence * config.hidden * 4;
+    let freed = stays.devices[0].arena_bytes.0 - waits.devices[0].arena_bytes.0;
+    assert!(freed + sums >= whole - 2 * block && freed <= whole, "{} freed", Bytes(freed));
+    assert_eq!((stays.class, waits.class), (Class::Reordered, Class::Reordered), "by its micro-batches alone");
+    let seconds = waits.predicted.step_seconds - stays.predicted.step_seconds;
+    println!("{} freed for {seconds:.2} s of {:.2} s a step", Bytes(freed), stays.predicted.step_seconds);
+    assert!(seconds > 0.0, "logits are made twice");
 }

@@ -165,6 +165,9 @@ impl Quantised {
     }
 }
 
+/// Numbers of each row that tell of its softmax: see [`OpKind::SoftmaxStats`].
+pub const SOFTMAX_STATS: u64 = 4;
+
 /// What an op does, with its operands and sizes.
 #[derive(Clone, Debug, PartialEq)]
 #[expect(missing_docs, reason = "fields are the letters of the legend and operands named by role")]
@@ -295,19 +298,41 @@ pub enum OpKind {
     SwiGlu { gate_up: Operand, out: Operand, rows: u64, ffn: u64 },
     /// `dgate_up[N,2F]`; may stand where gate_up stood.
     SwiGluGrad { gate_up: Operand, dout: Operand, dgate_up: Operand, rows: u64, ffn: u64 },
-    /// Adds Σ weight · nll to the metrics; with `gradient`, logits become their gradient (scaled by
-    /// 1 / labelled tokens of the step); with `correct`, whether the largest logit was the label's.
-    CrossEntropy {
+    /// What is known of the softmax of each row once `logits[R, columns]`, the logits from column `first` of the
+    /// vocabulary on, are seen, too: `stats[R, 4]` = the largest logit, Σ e^(x − largest), the label's logit (NaN until it
+    /// is seen), and 1 where the first of the largest is the label's, else 0. `begin` forgets what was there. Rows that do
+    /// not count (label −100, weight 0) have 0, 1, 0, 0.
+    SoftmaxStats {
         logits: Operand,
         labels: Operand,
         weights: Operand,
-        scalars: Operand,
+        stats: Operand,
+        rows: u64,
+        first: u64,
+        columns: u64,
+        begin: bool,
+    },
+    /// Adds Σ weight · nll to the metrics, of rows whose stats are of the whole vocabulary; with `correct`, whether the
+    /// largest logit was the label's.
+    CrossEntropy {
+        stats: Operand,
+        labels: Operand,
+        weights: Operand,
         metrics: Operand,
         correct: Option<Operand>,
-        workspace: Operand,
         rows: u64,
-        vocab: u64,
-        gradient: bool,
+    },
+    /// `logits[R, columns]`, from column `first` of the vocabulary on, become the gradient of the loss (scaled by
+    /// 1 / labelled tokens of the step).
+    SoftmaxGrad {
+        logits: Operand,
+        labels: Operand,
+        weights: Operand,
+        stats: Operand,
+        scalars: Operand,
+        rows: u64,
+        first: u64,
+        columns: u64,
     },
     /// `into[n]` += Σ rows of `x[m,n]`.
     SumRows { x: Operand, into: Operand, workspace: Operand, rows: u64, columns: u64 },
@@ -461,7 +486,9 @@ impl Op {
             AppendCache { .. } => "append_cache",
             SwiGlu { .. } => "swi_glu",
             SwiGluGrad { .. } => "swi_glu_grad",
+            SoftmaxStats { .. } => "softmax_stats",
             CrossEntropy { .. } => "cross_entropy",
+            SoftmaxGrad { .. } => "softmax_grad",
             SumRows { .. } => "sum_rows",
             PickRow { .. } => "pick_row",
             Add { .. } => "add",
@@ -633,27 +660,27 @@ impl Op {
                 touch(*dout, rows * ffn, Read);
                 touch(*dgate_up, rows * 2 * ffn, Write);
             }
-            OpKind::CrossEntropy {
-                logits,
-                labels,
-                weights,
-                scalars,
-                metrics,
-                correct,
-                workspace,
-                rows,
-                vocab,
-                gradient,
-            } => {
-                touch(*logits, rows * vocab, if *gradient { Update } else { Read });
+            OpKind::SoftmaxStats { logits, labels, weights, stats, rows, columns, begin, .. } => {
+                touch(*logits, rows * columns, Read);
                 touch(*labels, *rows, Read);
                 touch(*weights, *rows, Read);
-                touch(*scalars, scratch(scalars), Read);
+                touch(*stats, rows * SOFTMAX_STATS, if *begin { Write } else { Update });
+            }
+            OpKind::CrossEntropy { stats, labels, weights, metrics, correct, rows } => {
+                touch(*stats, rows * SOFTMAX_STATS, Read);
+                touch(*labels, *rows, Read);
+                touch(*weights, *rows, Read);
                 touch(*metrics, scratch(metrics), Update);
                 if let Some(correct) = correct {
                     touch(*correct, *rows, Write);
                 }
-                touch(*workspace, scratch(workspace), Write);
+            }
+            OpKind::SoftmaxGrad { logits, labels, weights, stats, scalars, rows, columns, .. } => {
+                touch(*logits, rows * columns, Update);
+                touch(*labels, *rows, Read);
+                touch(*weights, *rows, Read);
+                touch(*stats, rows * SOFTMAX_STATS, Read);
+                touch(*scalars, scratch(scalars), Read);
             }
             OpKind::SumRows { x, into, workspace, rows, columns } => {
                 touch(*x, rows * columns, Read);
@@ -805,9 +832,9 @@ impl Op {
             }
             OpKind::SwiGlu { rows, ffn, .. } => flops(0, 14 * rows * ffn),
             OpKind::SwiGluGrad { rows, ffn, .. } => flops(0, 20 * rows * ffn),
-            OpKind::CrossEntropy { rows, vocab, gradient, .. } => {
-                flops(0, (12 + 14 * u64::from(*gradient)) * rows * vocab)
-            }
+            OpKind::SoftmaxStats { rows, columns, .. } => flops(0, 12 * rows * columns),
+            OpKind::CrossEntropy { rows, .. } => flops(0, 12 * rows),
+            OpKind::SoftmaxGrad { rows, columns, .. } => flops(0, 14 * rows * columns),
             OpKind::SumRows { rows, columns, .. } => flops(0, rows * columns),
             OpKind::Add { elements, .. } => flops(0, *elements),
             OpKind::SquaredNorm { elements, .. } => flops(0, 2 * elements),

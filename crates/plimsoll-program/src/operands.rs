@@ -51,6 +51,12 @@ impl Op {
     }
 }
 
+/// The operands of an op.
+pub(crate) fn operands(op: &Op) -> impl Iterator<Item = Operand> {
+    let mut op = op.clone();
+    operands_mut(&mut op.kind).into_iter().map(|operand| *operand).collect::<Vec<_>>().into_iter()
+}
+
 /// The operands of an op, to be changed in place.
 pub(crate) fn operands_mut(kind: &mut OpKind) -> Vec<&mut Operand> {
     match kind {
@@ -88,10 +94,14 @@ pub(crate) fn operands_mut(kind: &mut OpKind) -> Vec<&mut Operand> {
         OpKind::AppendCache { qkv, keys, values, scalars, .. } => vec![qkv, keys, values, scalars],
         OpKind::SwiGlu { gate_up, out, .. } => vec![gate_up, out],
         OpKind::SwiGluGrad { gate_up, dout, dgate_up, .. } => vec![gate_up, dout, dgate_up],
-        OpKind::CrossEntropy { logits, labels, weights, scalars, metrics, correct, workspace, .. } => {
-            let mut list = vec![logits, labels, weights, scalars, metrics, workspace];
+        OpKind::SoftmaxStats { logits, labels, weights, stats, .. } => vec![logits, labels, weights, stats],
+        OpKind::CrossEntropy { stats, labels, weights, metrics, correct, .. } => {
+            let mut list = vec![stats, labels, weights, metrics];
             list.extend(correct.as_mut());
             list
+        }
+        OpKind::SoftmaxGrad { logits, labels, weights, stats, scalars, .. } => {
+            vec![logits, labels, weights, stats, scalars]
         }
         OpKind::SumRows { x, into, workspace, .. } => vec![x, into, workspace],
         OpKind::PickRow { x, scalars, out, .. } => vec![x, scalars, out],

@@ -1,6 +1,7 @@
 //! Programs, the blocks they are made of, and the order in which a device runs them.
 
 use crate::op::{Op, OpKind};
+use crate::operands::operands;
 use crate::tensor::{Tensor, TensorId};
 use plimsoll_core::{Space, WorkName};
 use std::collections::HashSet;
@@ -24,6 +25,12 @@ impl Block {
     /// A block that runs once.
     pub fn once(name: &str, ops: Vec<Op>) -> Block {
         Block { name: name.into(), first: 0, step: 0, repeat: 1, ops }
+    }
+
+    /// Whether every iteration touches the same slots: then nothing lives shorter than the block.
+    pub fn keeps_its_slots(&self) -> bool {
+        let fixed = |op: &Op| operands(op).all(|operand| operand.slot.scale == 0);
+        self.ops.iter().all(fixed)
     }
 
     /// The variable's values, in order.

@@ -63,11 +63,6 @@ impl Kernels {
         self.sum_rows(rows, 2 * head_dim)
     }
 
-    /// `cross_entropy`: the loss of each row.
-    pub fn cross_entropy(self, rows: u64) -> u64 {
-        rows
-    }
-
     /// `attention` over sequences of so many tokens.
     pub fn attention(self, precision: DType, sequence: u64, shape: Heads) -> u64 {
         match self {

@@ -40,6 +40,7 @@ fn what<'a>(config: &'a ModelConfig, precision: DType, method: Method, base: Bas
         source: Source::Files { dtypes: vec![DType::Bf16; config.hf_parameters().len()] },
         method,
         base,
+        streamed_head: false,
         training: Some(Training { optimizer: adamw(AdamState::Full), recompute: LEVELS.to_vec() }),
         evaluate: true,
         generation: Some(Generation { capacity: 64, chunk: 16 }),

@@ -2,13 +2,13 @@
 
 use plimsoll_core::{DType, Offload, RecomputeLevel, Space};
 use plimsoll_program::models::decoder::{
-    AdamState, Base, Build, Generation, Method, Optimizer, Source, Training, build,
+    AdamState, Base, Build, Generation, Method, Optimizer, Source, Training, build, head_blocks,
 };
 use plimsoll_program::models::{ModelConfig, preset};
 use plimsoll_program::passes::check::check;
 use plimsoll_program::passes::offload::offload;
 use plimsoll_program::workspace::Kernels;
-use plimsoll_program::{Lifetime, ProgramSet};
+use plimsoll_program::{Lifetime, ProgramSet, Tensor};
 
 const ADAMW: Optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full };
 const LAYERS: u32 = 4;
@@ -20,7 +20,10 @@ fn models() -> Vec<ModelConfig> {
         .to_vec()
 }
 
-fn programs(config: &ModelConfig, precision: DType, optimizer: Option<Optimizer>, files: Option<DType>) -> ProgramSet {
+/// What a run does with its numbers: precision, rule, types in files.
+type Run = (DType, Option<Optimizer>, Option<DType>);
+
+fn programs(config: &ModelConfig, (precision, optimizer, files): Run, streamed_head: bool) -> ProgramSet {
     use RecomputeLevel::{Attention, Block, FeedForward, Nothing};
     let source = match files {
         Some(dtype) => Source::Files { dtypes: vec![dtype; config.hf_parameters().len()] },
@@ -35,6 +38,7 @@ fn programs(config: &ModelConfig, precision: DType, optimizer: Option<Optimizer>
         source,
         method: Method::Full,
         base: Base::Plain,
+        streamed_head,
         training: optimizer
             .map(|optimizer| Training { optimizer, recompute: vec![Nothing, Attention, Block, FeedForward] }),
         evaluate: true,
@@ -77,15 +81,17 @@ fn every_choice_gives_well_formed_programs_and_loses_no_byte() {
         }
     }
     for config in models() {
-        let plain: Vec<ProgramSet> = runs.iter().map(|&(p, o, f)| programs(&config, p, o, f)).collect();
+        let plain: Vec<[ProgramSet; 2]> =
+            runs.iter().map(|&run| [false, true].map(|streamed| programs(&config, run, streamed))).collect();
         for (number, choice) in choices().into_iter().enumerate() {
             let run = number % runs.len();
             for one_micro_batch in [false, true] {
-                let set = offload(plain[run].clone(), LAYERS, &choice, one_micro_batch);
+                let plain = &plain[run][usize::from(choice.streams_head(config.tied))];
+                let set = offload(plain.clone(), LAYERS, &choice, one_micro_batch);
                 let said = || format!("{:?}, {choice}, {one_micro_batch}", runs[run]);
                 check(&set).unwrap_or_else(|e| panic!("{}: {e}", said()));
                 let both = persistent(&set, Space::Device) + persistent(&set, Space::Host);
-                assert_eq!(both, persistent(&plain[run], Space::Device), "{}", said());
+                assert_eq!(both, persistent(plain, Space::Device), "{}", said());
             }
         }
     }
@@ -93,6 +99,31 @@ fn every_choice_gives_well_formed_programs_and_loses_no_byte() {
 
 #[test]
 fn nothing_that_waits_changes_nothing() {
-    let plain = programs(&models()[0], DType::F32, Some(ADAMW), None);
+    let plain = programs(&models()[0], (DType::F32, Some(ADAMW), None), false);
     assert_eq!(offload(plain.clone(), LAYERS, &Offload::NOTHING, true), plain);
+}
+
+/// Of a head that waits, two blocks are on the device, and two of its gradient.
+#[test]
+fn a_head_that_waits_is_on_the_device_in_blocks() {
+    for (config, choice) in [
+        (models().swap_remove(3), Offload { head: true, ..Offload::NOTHING }),
+        (models().swap_remove(0), Offload { embedding: true, ..Offload::NOTHING }),
+    ] {
+        let block = head_blocks(config.vocab)[0].end * config.hidden;
+        for precision in [DType::F32, DType::Bf16] {
+            let set = offload(programs(&config, (precision, Some(ADAMW), None), true), LAYERS, &choice, false);
+            let on_device = |t: &&Tensor| t.space == Space::Device && t.elements() >= config.vocab * config.hidden;
+            let whole: Vec<&str> = set.tensors.iter().filter(on_device).map(|t| &*t.name).collect();
+            let table = if config.tied { "embedding" } else { "head" };
+            // Masters and moments stay, and so does the other table.
+            assert!(whole.iter().all(|name| name.split('.').next() != Some(table) || name.split('.').count() > 1));
+            assert!(!whole.contains(&&*format!("{table}.gradient")));
+            for (ring, dtype) in [(table.to_owned(), precision), (format!("{table}.gradient"), precision.wide())] {
+                let ring = set.find(&format!("backward.ring.{ring}")).expect("it is fetched");
+                let Tensor { shape, dtype: found, slots, .. } = set.tensor(ring);
+                assert_eq!((&shape[..], *found, *slots), (&[block][..], dtype, 2));
+            }
+        }
+    }
 }

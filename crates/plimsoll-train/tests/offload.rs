@@ -7,7 +7,7 @@ use plimsoll_core::{
 use plimsoll_device::device::FileSpace;
 use plimsoll_device::virtual_device::{Virtual, open};
 use plimsoll_plan::search::{Lossy, Pins, Question, plan_of};
-use plimsoll_program::models::decoder::{AdamState, Base, Generation, Lora, Method, Optimizer, Source};
+use plimsoll_program::models::decoder::{AdamState, Base, Generation, Lora, Method, Optimizer, Source, head_blocks};
 use plimsoll_program::models::{ModelConfig, preset};
 use plimsoll_program::passes::check::check;
 use plimsoll_program::{Lifetime, Share, TensorId};
@@ -17,7 +17,7 @@ use std::collections::BTreeMap;
 use std::io;
 
 const LINK: Link = Link { bytes_per_second: 1e12, latency_seconds: 0.0 };
-const SEQUENCE: u64 = 12;
+const SEQUENCE: u64 = 20;
 const SEQUENCES: u64 = 4;
 
 /// Each has something that the others lack: tied heads, biases, norms of heads, a head of its own.
@@ -287,5 +287,29 @@ fn pieces_of_a_large_tensor_change_no_bit() {
         // The same by the host, with gradients that come to it and weights that go back.
         let choice = Offload { optimizer: 1, update: true, ..Offload::NOTHING };
         assert_eq!(plain.differs(&run(&config, DType::F32, numbers, 4, choice)), None, "{numbers:?} on the host");
+    }
+}
+
+/// A head of several blocks, the last of which is smaller, and rows that are no multiple of a block's: the loss takes
+/// all rows for each block of the head, or all of the head for each block of rows.
+#[test]
+fn a_head_that_comes_in_blocks_changes_no_bit() {
+    let all = Offload { optimizer: 1, gradients: 1, weights: 1, inputs: 1, embedding: true, head: true, update: true };
+    for tied in [false, true] {
+        let config = ModelConfig { vocab: 70_001, layers: 1, tied, ..models().swap_remove(3) };
+        let sizes: Vec<u64> = head_blocks(config.vocab).iter().map(|block| block.end - block.start).collect();
+        assert!(sizes.len() > 4 && sizes[sizes.len() - 1] < sizes[0], "{sizes:?}");
+        let head = Offload { embedding: tied, head: !tied, ..Offload::NOTHING };
+        let updated = Offload { optimizer: 1, gradients: 1, ..head };
+        // Two micro-batches of two blocks of rows, or one of three.
+        for (precision, numbers, micro_batch) in
+            [(DType::F32, Numbers::Whole, 2), (DType::Bf16, Numbers::Whole, 4), (DType::Bf16, Numbers::Adapters8, 4)]
+        {
+            let plain = run(&config, precision, numbers, micro_batch, Offload::NOTHING);
+            for choice in [head, updated, all] {
+                let differs = plain.differs(&run(&config, precision, numbers, micro_batch, choice));
+                assert_eq!(differs, None, "tied {tied}, {precision}, {numbers:?}, {micro_batch}, {choice}");
+            }
+        }
     }
 }

@@ -10,7 +10,7 @@ use bytemuck::bytes_of;
 use half::{bf16, f16};
 use plimsoll_core::{DType, Space};
 use plimsoll_program::formats::{NF4_BLOCK, NF4_GROUP, STATE_BLOCK};
-use plimsoll_program::op::Quantised;
+use plimsoll_program::op::{Quantised, SOFTMAX_STATS};
 use plimsoll_program::scalars::{Metric, Scalar};
 use plimsoll_program::{Op, OpKind, Operand, Placement, ProgramSet, TensorId};
 use std::marker::PhantomData;
@@ -214,6 +214,18 @@ impl<'a, T: Real> Frame<'a, T> {
         scratch
     }
 
+    fn labelled(
+        &self,
+        labels: &Operand,
+        weights: &Operand,
+        rows: u64,
+        first: u64,
+        columns: u64,
+    ) -> kernels::Labelled<'a, T::Wide> {
+        let (labels, weights) = (self.integers(labels, rows), self.read_wide(weights, rows));
+        kernels::Labelled { labels, weights, first: first as usize, columns: columns as usize }
+    }
+
     fn metrics(&self, operand: &Operand) -> &'a mut [f64] {
         self.of_mut(operand, self.site.set.tensor(operand.tensor).elements())
     }
@@ -281,7 +293,8 @@ impl<'a, T: Real> Frame<'a, T> {
                     self.write(out, rows * hidden),
                 );
             }
-            OpKind::EmbedGrad { tokens, dout, dtable, workspace: _, rows, hidden, vocab } => {
+            OpKind::EmbedGrad { tokens, dout, dtable, workspace, rows, hidden, vocab } => {
+                self.scratch(workspace);
                 let dout = self.read(dout, rows * hidden);
                 let dtable = self.write_wide(dtable, vocab * hidden);
                 kernels::embed_grad(pool, self.integers(tokens, *rows), dout, *hidden as usize, dtable);
@@ -412,29 +425,23 @@ impl<'a, T: Real> Frame<'a, T> {
                     kernels::swiglu_grad(pool, ffn, self.read(gate_up, wide), dout, self.write(dgate_up, wide));
                 }
             }
-            OpKind::CrossEntropy {
-                logits,
-                labels,
-                weights,
-                scalars,
-                metrics,
-                correct,
-                workspace,
-                rows,
-                vocab,
-                gradient,
-            } => {
+            OpKind::SoftmaxStats { logits, labels, weights, stats, rows, first, columns, begin } => {
+                let of = self.labelled(labels, weights, *rows, *first, *columns);
+                let stats = self.write_wide(stats, rows * SOFTMAX_STATS);
+                kernels::softmax_stats(pool, of, self.read(logits, rows * columns), stats, *begin);
+            }
+            OpKind::CrossEntropy { stats, labels, weights, metrics, correct, rows } => {
                 let (labels, weights) = (self.integers(labels, *rows), self.read_wide(weights, *rows));
                 let correct = correct.map(|correct| self.of_mut::<i32>(&correct, *rows));
-                let (v, scratch) = (*vocab as usize, self.scratch(workspace));
-                let loss = if *gradient {
-                    let scale = self.scalar(scalars, Scalar::InverseTokens);
-                    let logits = self.write(logits, rows * vocab);
-                    kernels::cross_entropy_grad(pool, v, logits, labels, weights, scale, correct, scratch)
-                } else {
-                    kernels::cross_entropy(pool, v, self.read(logits, rows * vocab), labels, weights, correct, scratch)
-                };
+                let loss =
+                    kernels::cross_entropy(self.read_wide(stats, rows * SOFTMAX_STATS), labels, weights, correct);
                 self.metrics(metrics)[Metric::LossSum as usize] += loss;
+            }
+            OpKind::SoftmaxGrad { logits, labels, weights, stats, scalars, rows, first, columns } => {
+                let of = self.labelled(labels, weights, *rows, *first, *columns);
+                let (stats, scale) =
+                    (self.read_wide(stats, rows * SOFTMAX_STATS), self.scalar(scalars, Scalar::InverseTokens));
+                kernels::softmax_grad(pool, of, self.write(logits, rows * columns), stats, scale);
             }
             OpKind::SumRows { x, into, workspace, rows, columns } => {
                 let (into, scratch) = (self.write_wide(into, *columns), self.scratch(workspace));

@@ -3,8 +3,9 @@
 use super::{Profile, Question, choose};
 use crate::layout::{ALIGNMENT, lay_out, lower_bound};
 use plimsoll_core::{Category, Offload, Recipe, RecomputeLevel, Space};
+use plimsoll_program::models::decoder::{Method, head_blocks, streams_head};
 use plimsoll_program::passes::offload::offload_only;
-use plimsoll_program::{Program, ProgramSet};
+use plimsoll_program::{Block, Op, OpKind, Program, ProgramSet};
 use std::cell::{OnceCell, RefCell};
 use std::collections::HashMap;
 
@@ -83,6 +84,10 @@ struct Plain {
     least_above: u64,
     /// Bytes of a layer's input.
     input_bytes: u64,
+    /// Bytes of the logits that stand at once.
+    logits_bytes: u64,
+    /// Seconds of the product that makes all logits once.
+    logits_seconds: f64,
 }
 
 /// Programs that run for every micro-batch, or beside the steps: recipes differ in them.
@@ -185,7 +190,9 @@ impl<'q> Measurer<'q> {
     pub fn least_bytes(&self, micro_batch: u32, offload: Offload) -> u64 {
         let plain = self.plain(micro_batch);
         let inputs = u64::from(offload.inputs) * plain.input_bytes;
-        (self.persistent(offload).device + plain.least_above).saturating_sub(inputs)
+        // Where the head comes in blocks, so do the logits.
+        let logits = if self.streams_head(offload) { plain.logits_bytes } else { 0 };
+        (self.persistent(offload).device + plain.least_above).saturating_sub(inputs + logits)
     }
 
     /// About how many seconds a step takes under a choice, with the lightest level of recompute that about fits;
@@ -198,14 +205,19 @@ impl<'q> Measurer<'q> {
         let count = f64::from(question.sequences.div_ceil(u64::from(micro_batch)) as u32);
         let rate = question.device.rates.host_link.bytes_per_second;
         let inputs = u64::from(offload.inputs) * plain.input_bytes;
-        // The table of the embedding need not come as a whole, and the head comes once.
+        // Rows of the embedding are looked up and added to where they are; the head comes in blocks, twice.
         let ends = [offload.embedding, offload.head].iter().filter(|waits| **waits).count() as u64;
         let end_elements = (ends * question.config.vocab * question.config.hidden) as f64;
         let weights = (stays.weights - end_elements * question.precision.bytes() as f64).max(0.0);
         let gradients = (stays.gradients - end_elements * question.precision.wide().bytes() as f64).max(0.0);
-        let again = if count > 1.0 { gradients } else { 0.0 };
-        let copied_in = count * (2.0 * weights + again + inputs as f64);
-        let copied_out = count * (gradients + inputs as f64);
+        let table = (question.config.vocab * question.config.hidden) as f64;
+        let streamed = self.streams_head(offload);
+        let head = if streamed { table * question.precision.bytes() as f64 } else { 0.0 };
+        let trained = question.optimizer.is_some() && question.lossy.method == Method::Full;
+        let head_gradient = if streamed && trained { table * question.precision.wide().bytes() as f64 } else { 0.0 };
+        let again = if count > 1.0 { gradients + head_gradient } else { 0.0 };
+        let copied_in = count * (2.0 * (weights + head) + again + inputs as f64);
+        let copied_out = count * (gradients + head_gradient + inputs as f64);
         let update = if offload.update {
             // Masters and moments are read and written, gradients read, weights written; what is not there is copied.
             let weight = question.precision.bytes() as f64;
@@ -219,11 +231,19 @@ impl<'q> Measurer<'q> {
         let once = if question.optimizer.is_some() { gradients / rate + update } else { 0.0 };
         // Two slots in each ring, of a layer each.
         let of_layer = |bytes: f64, layers: u32| if layers > 0 { 2.0 * bytes / f64::from(layers) } else { 0.0 };
-        let rings = of_layer(weights, offload.weights) + of_layer(gradients, offload.gradients);
+        let block = head_blocks(question.config.vocab)[0].end as f64 / question.config.vocab as f64;
+        let rings = of_layer(weights, offload.weights)
+            + of_layer(gradients, offload.gradients)
+            + 2.0 * block * (head + head_gradient);
         let budget = (question.device.arena_budget().0 + inputs).checked_sub(stays.device + rings as u64)?;
         let more = profile.lightest(question.layers(), budget)?;
-        let computed = count * (plain.pass_seconds + more);
+        let logits = if streamed { plain.logits_seconds } else { 0.0 };
+        let computed = count * (plain.pass_seconds + logits + more);
         Some(computed.max(copied_in / rate).max(copied_out / rate) + once)
+    }
+
+    fn streams_head(&self, offload: Offload) -> bool {
+        offload.streams_head(self.question.config.tied) && streams_head(self.question.config.vocab)
     }
 
     fn layers(&self) -> u32 {
@@ -239,11 +259,21 @@ impl<'q> Measurer<'q> {
         let set = question.build(question.config, &question.uniform(micro_batch, RecomputeLevel::Nothing), false);
         let prices = question.prices();
         let passes = if question.optimizer.is_some() { &["forward", "backward"][..] } else { &["evaluate"][..] };
-        let passes = passes.iter().filter_map(|name| set.program(name));
+        let programs = passes.iter().filter_map(|name| set.program(name));
         let block = self.candidate(question.uniform(micro_batch, RecomputeLevel::Block));
+        let logits = ["train.logits", "evaluate.logits"].iter().find_map(|name| set.find(name));
+        let makes = |op: &Op| matches!(&op.kind, OpKind::Product { out, .. } if Some(out.tensor) == logits);
+        let last = passes.last().and_then(|name| set.program(name));
+        let loss = last.into_iter().flat_map(|program| &program.blocks);
+        let seconds = |block: &Block| {
+            let ops = block.ops.iter().filter(|op| makes(op));
+            f64::from(block.repeat) * ops.map(|op| prices.op_seconds(&set, op)).sum::<f64>()
+        };
         let plain = Plain {
-            pass_seconds: passes.map(|program| prices.program_seconds(&set, program, false)).sum(),
+            pass_seconds: programs.map(|program| prices.program_seconds(&set, program, false)).sum(),
             least_above: block.device.saturating_sub(self.persistent(Offload::NOTHING).device),
+            logits_bytes: logits.map_or(0, |logits| set.tensor(logits).bytes()),
+            logits_seconds: loss.map(seconds).sum(),
             input_bytes: set.find("train.hidden").map_or(0, |hidden| set.tensor(hidden).bytes()),
         };
         self.plain.borrow_mut().insert(micro_batch, plain);

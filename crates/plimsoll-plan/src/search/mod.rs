@@ -149,6 +149,7 @@ impl Question<'_> {
             source: self.source.clone(),
             method: self.lossy.method.clone(),
             base: self.lossy.base,
+            streamed_head: recipe.offload.streams_head(config.tied),
             training: self.optimizer.map(|optimizer| Training { optimizer, recompute: recipe.recompute.clone() }),
             evaluate: self.evaluate,
             generation: self.generation,

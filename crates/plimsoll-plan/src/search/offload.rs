@@ -36,7 +36,7 @@ fn choices(measurer: &Measurer) -> Vec<Offload> {
     let inputs = if trained { vec![0, layers.div_ceil(2), layers] } else { vec![0] };
     let wider = |base: Offload| {
         let ends = if !trained || base.optimizer == layers {
-            vec![(false, false), (true, false), (true, true)]
+            vec![(false, false), (true, false), (false, true), (true, true)]
         } else {
             vec![(false, false)]
         };

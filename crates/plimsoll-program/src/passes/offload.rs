@@ -17,7 +17,7 @@
 
 use crate::formats::STATE_BLOCK;
 use crate::op::{Access, Mode, Op, OpKind, Queue};
-use crate::operands::{elements_mut, operands_mut};
+use crate::operands::{elements_mut, operands, operands_mut};
 use crate::program::{Block, Program, ProgramSet};
 use crate::tensor::{Index, Lifetime, Operand, Tensor, TensorId};
 use plimsoll_core::{Category, Offload, Space, WorkName};
@@ -269,19 +269,22 @@ impl Pass {
         op.accesses(&|id| self.set.tensor(id).elements())
     }
 
+    /// An operand in a slot that is the same in every iteration, where it is now.
+    fn at_home(&self, operand: Operand) -> Operand {
+        let Some(home) = self.homes.get(&operand.tensor) else { return operand };
+        let on_host = i64::from(home.on_host);
+        let stay = if home.tensor == operand.tensor { 0 } else { self.set.tensor(operand.tensor).slots };
+        match operand.slot.base.rem_euclid(on_host + i64::from(stay)) {
+            slot if slot < on_host => Operand { tensor: home.tensor, slot: Index::fixed(slot), ..operand },
+            slot => Operand { slot: Index::fixed(slot - on_host), ..operand },
+        }
+    }
+
     /// An op of one iteration, with every operand where it is now.
     fn unrolled(&self, op: &Op, variable: i64) -> Op {
         let mut op = op.iteration(variable);
         for operand in operands_mut(&mut op.kind) {
-            let Some(home) = self.homes.get(&operand.tensor) else { continue };
-            let on_host = i64::from(home.on_host);
-            let stay = if home.tensor == operand.tensor { 0 } else { self.set.tensor(operand.tensor).slots };
-            let slot = operand.slot.base.rem_euclid(on_host + i64::from(stay));
-            if slot < on_host {
-                (operand.tensor, operand.slot) = (home.tensor, Index::fixed(slot));
-            } else {
-                operand.slot = Index::fixed(slot - on_host);
-            }
+            *operand = self.at_home(*operand);
         }
         op
     }
@@ -307,11 +310,6 @@ impl Pass {
         }
         uses
     }
-}
-
-fn operands(op: &Op) -> impl Iterator<Item = Operand> {
-    let mut op = op.clone();
-    operands_mut(&mut op.kind).into_iter().map(|operand| *operand).collect::<Vec<_>>().into_iter()
 }
 
 /// Part of a tensor's slot.
@@ -364,9 +362,21 @@ enum By {
 /// Ops that are done together: an iteration of a block, a piece of a tensor.
 struct Unit {
     name: String,
-    ops: Vec<Op>,
+    /// One that runs once; or several that run often and use the same of what waits.
+    blocks: Vec<Block>,
     by: By,
     uses: Vec<Use>,
+}
+
+impl Unit {
+    fn ops(&self) -> impl Iterator<Item = &Op> {
+        self.blocks.iter().flat_map(|block| &block.ops)
+    }
+
+    fn uses_the_same(&self, other: &Unit) -> bool {
+        let regions = |unit: &Unit| unit.uses.iter().map(|u| u.region).collect::<Vec<_>>();
+        self.by == other.by && regions(self) == regions(other)
+    }
 }
 
 /// A buffer beside whom works, and what it holds.
@@ -398,6 +408,8 @@ struct Rewrite<'a> {
     /// Gradients that have been begun.
     begun: HashSet<Region>,
     sequence: u64,
+    /// What is written down already, and the ops after that.
+    blocks: Vec<Block>,
     ops: Vec<Op>,
 }
 
@@ -407,11 +419,10 @@ impl Rewrite<'_> {
         let Program { name, work, .. } = &pass.set.programs[number];
         let (program, work) = (name.clone(), *work);
         let (rings, copies) = (BTreeMap::new(), HashMap::new());
-        let begun = HashSet::new();
-        let mut rewrite = Rewrite { pass, program, work, rings, copies, begun, sequence: 0, ops: Vec::new() };
+        let (begun, blocks, ops) = (HashSet::new(), Vec::new(), Vec::new());
+        let mut rewrite = Rewrite { pass, program, work, rings, copies, begun, sequence: 0, blocks, ops };
         let units = rewrite.units(number);
         rewrite.make_rings(&units);
-        let mut blocks = Vec::new();
         for at in 0..units.len() {
             match units[at].by {
                 By::Host => rewrite.by_host(&units[at]),
@@ -420,17 +431,33 @@ impl Rewrite<'_> {
             if at + 1 == units.len() {
                 rewrite.await_all();
             }
-            blocks.push(Block::once(&units[at].name, std::mem::take(&mut rewrite.ops)));
+            rewrite.flush(&units[at].name);
         }
-        blocks
+        rewrite.blocks
+    }
+
+    /// Writes down the ops that stand there.
+    fn flush(&mut self, name: &str) {
+        if !self.ops.is_empty() {
+            self.blocks.push(Block::once(name, std::mem::take(&mut self.ops)));
+        }
     }
 
     // ---- units ----
 
     fn units(&mut self, number: usize) -> Vec<Unit> {
         let program = self.pass.set.programs[number].clone();
-        let mut units = Vec::new();
+        let mut units: Vec<Unit> = Vec::new();
         for block in &program.blocks {
+            if let Some(rolled) = self.rolled(block) {
+                let before =
+                    units.last_mut().filter(|before| before.blocks[0].repeat > 1 && rolled.uses_the_same(before));
+                match before {
+                    Some(before) => before.blocks.extend(rolled.blocks),
+                    None => units.push(rolled),
+                }
+                continue;
+            }
             for variable in block.variables() {
                 let ops: Vec<Op> = block.ops.iter().map(|op| self.pass.unrolled(op, variable)).collect();
                 for ops in self.in_pieces(ops) {
@@ -439,6 +466,28 @@ impl Rewrite<'_> {
             }
         }
         units
+    }
+
+    /// A block whose iterations all use the same of what waits, and so need not be told apart: of the loss, which takes
+    /// block after block of rows.
+    fn rolled(&self, block: &Block) -> Option<Unit> {
+        let waits = |operand: &Operand| {
+            self.pass.homes.contains_key(&operand.tensor) || self.pass.space(*operand) == Space::Host
+        };
+        let passes = matches!(self.work, WorkName::Forward | WorkName::Backward | WorkName::Evaluate);
+        let alike = |op: &Op| operands(op).all(|operand| !waits(&operand) || operand.offset.scale == 0);
+        if !passes || !block.name.starts_with("loss") || !block.keeps_its_slots() || !block.ops.iter().all(alike) {
+            return None;
+        }
+        let mut rolled = block.clone();
+        for op in &mut rolled.ops {
+            for operand in operands_mut(&mut op.kind).into_iter().filter(|operand| waits(operand)) {
+                *operand = self.pass.at_home(*operand);
+            }
+        }
+        let by_device = rolled.ops.iter().all(|op| op.queue == Queue::Compute && self.done_by(op) == By::Device);
+        let uses = self.pass.uses(&rolled.ops, Space::Host);
+        by_device.then(|| Unit { name: block.name.clone(), blocks: vec![rolled], by: By::Device, uses })
     }
 
     /// What works element by element on a large tensor that waits is done a piece at a time.
@@ -487,7 +536,7 @@ impl Rewrite<'_> {
                 By::Host => vec![],
                 By::HostUpdate => self.pass.uses(&ops, Space::Device),
             };
-            units.push(Unit { name: name.to_owned(), ops, by, uses });
+            units.push(Unit { name: name.to_owned(), blocks: vec![Block::once(name, ops)], by, uses });
         }
     }
 
@@ -726,23 +775,17 @@ impl Rewrite<'_> {
                 self.bring(*wanted, at + 1, at);
             }
         }
-        for op in &unit.ops {
-            let mut op = op.clone();
-            for access in self.pass.accesses(&op).iter().filter(|access| access.mode != Mode::Read) {
-                self.copies.retain(|region, _| region.tensor != access.operand.tensor);
+        for block in &unit.blocks {
+            if block.repeat > 1 {
+                self.flush(&unit.name);
             }
-            self.make_way(&op, unit);
-            for operand in operands_mut(&mut op.kind) {
-                let first = operand.offset.base;
-                let within = |u: &&Use| {
-                    let region = u.region;
-                    (region.tensor, region.slot) == (operand.tensor, operand.slot.base) && region.first <= first
-                };
-                if let Some(u) = unit.uses.iter().find(within) {
-                    *operand = self.buffer_of(u.region).from(Index::fixed(first - u.region.first));
-                }
+            for op in &block.ops {
+                self.in_rings(op, unit);
             }
-            self.ops.push(op);
+            if block.repeat > 1 {
+                let ops = std::mem::take(&mut self.ops);
+                self.blocks.push(Block { ops, ..block.clone() });
+            }
         }
         for u in unit.uses.iter().filter(|u| u.written) {
             let written_on = next.is_some_and(|next| next.uses.iter().any(|n| n.region == u.region && n.written));
@@ -750,6 +793,26 @@ impl Rewrite<'_> {
                 self.leave(u.region);
             }
         }
+    }
+
+    /// An op on what its unit has in rings.
+    fn in_rings(&mut self, op: &Op, unit: &Unit) {
+        let mut op = op.clone();
+        for access in self.pass.accesses(&op).iter().filter(|access| access.mode != Mode::Read) {
+            self.copies.retain(|region, _| region.tensor != access.operand.tensor);
+        }
+        self.make_way(&op, unit);
+        for operand in operands_mut(&mut op.kind) {
+            let first = operand.offset.base;
+            let within = |u: &&Use| {
+                let region = u.region;
+                (region.tensor, region.slot) == (operand.tensor, operand.slot.base) && region.first <= first
+            };
+            if let Some(u) = unit.uses.iter().find(within) {
+                *operand = self.buffer_of(u.region).from(Index::fixed(first - u.region.first));
+            }
+        }
+        self.ops.push(op);
     }
 
     fn leave(&mut self, region: Region) {
@@ -790,7 +853,7 @@ impl Rewrite<'_> {
 
     /// What the host does is done at home; the little that it shares with the device is copied for it.
     fn by_host(&mut self, unit: &Unit) {
-        for op in &unit.ops {
+        for op in unit.ops() {
             let mut op = op.clone();
             let accesses = self.pass.accesses(&op);
             let at_home = |access: &&Access| self.pass.space(access.operand) == Space::Host;

@@ -100,11 +100,17 @@ pub(super) fn mistyped(kind: &OpKind, dtype_of: &dyn Fn(&Operand) -> DType) -> O
         OpKind::SwiGluGrad { gate_up, dout, dgate_up, .. } => {
             types.are(activation(gate_up), [gate_up, dout, dgate_up]);
         }
-        OpKind::CrossEntropy { logits, labels, weights, scalars, metrics, correct, workspace, .. } => {
+        OpKind::SoftmaxStats { logits, labels, weights, stats, .. } => {
             let real = activation(logits);
-            types.are(real, [logits]).are(real.wide(), [weights, scalars, workspace]);
-            types.are(I32, [labels]).are(F64, [metrics]);
+            types.are(real, [logits]).are(real.wide(), [weights, stats]).are(I32, [labels]);
+        }
+        OpKind::CrossEntropy { stats, labels, weights, metrics, correct, .. } => {
+            types.are(summed(stats), [stats, weights]).are(I32, [labels]).are(F64, [metrics]);
             types.expected.extend(correct.iter().map(|correct| (correct, I32)));
+        }
+        OpKind::SoftmaxGrad { logits, labels, weights, stats, scalars, .. } => {
+            let real = activation(logits);
+            types.are(real, [logits]).are(real.wide(), [weights, stats, scalars]).are(I32, [labels]);
         }
         OpKind::SumRows { x, into, workspace, .. } => {
             let real = activation(x);

@@ -1,102 +1,129 @@
-//! Cross entropy over rows of logits, with its gradient in place.
+//! The softmax of rows of logits, a block of columns after another: what is known of each row, its cross entropy, and
+//! its gradient in place.
 //!
-//! `nll = ln Σ e^(x − max) + max − x[label]`; d nll / dx = softmax(x) − onehot(label). Exponentials are taken twice,
-//! for the sum and for the gradient: nothing is rounded in between.
+//! `nll = ln Σ e^(x − max) + max − x[label]`; d nll / dx = softmax(x) − onehot(label). Largest and sum are carried on
+//! from block to block (Milakov and Gimelshein, "Online normalizer calculation for softmax"). Exponentials are taken
+//! twice, for the sum and for the gradient: nothing is rounded in between.
 
 use super::simd::{Float, Real, get, get_or, put, strips, vectorised};
 use crate::cpu::pool::{Pool, Shared};
+use plimsoll_program::op::SOFTMAX_STATS;
 
 /// The label of a row that does not count.
 pub const IGNORED: i32 = -100;
 /// Elements below which a task is not worth sharing out.
 const LEAST: usize = 8192;
+/// Numbers of a row in its stats.
+const STATS: usize = SOFTMAX_STATS as usize;
 
-/// Σ weight · nll over the rows of `logits[R, V]`. A row with label −100 or weight 0 does not count.
-/// `correct[R]`, if asked for, is 1 where the largest logit (the first of equals) is the label's.
-/// `scratch` has an element for each row.
-pub fn cross_entropy<T: Real>(
-    pool: &Pool,
-    vocab: usize,
-    logits: &[T],
-    labels: &[i32],
-    weights: &[T::Wide],
-    correct: Option<&mut [i32]>,
-    scratch: &mut [T::Wide],
-) -> f64 {
-    assert_eq!(logits.len(), labels.len() * vocab);
-    rows(pool, vocab, labels, weights, correct, scratch, |row, label, _| {
-        let logits = &logits[row * vocab..(row + 1) * vocab];
-        label.map_or((T::Wide::ZERO, false), |label| {
-            let largest = largest(logits);
-            (exp_sum(logits, largest).ln() + largest - logits[label].widen(), is_first(logits, label, largest))
-        })
-    })
+/// The rows of a block of logits, what they should be, and how much each of them counts: not at all with label −100 or
+/// weight 0.
+#[derive(Clone, Copy)]
+pub struct Labelled<'a, T> {
+    /// `[R]`, of the whole vocabulary.
+    pub labels: &'a [i32],
+    /// `[R]`.
+    pub weights: &'a [T],
+    /// Columns of the vocabulary before the block's.
+    pub first: usize,
+    /// Columns of the block.
+    pub columns: usize,
 }
 
-/// As `cross_entropy`, turning logits into the gradient of `scale` times the sum: rows that do not
-/// count become exact zeros.
-pub fn cross_entropy_grad<T: Real>(
-    pool: &Pool,
-    vocab: usize,
-    logits: &mut [T],
-    labels: &[i32],
-    weights: &[T::Wide],
-    scale: T::Wide,
-    correct: Option<&mut [i32]>,
-    scratch: &mut [T::Wide],
-) -> f64 {
-    assert_eq!(logits.len(), labels.len() * vocab);
-    let logits = Shared::new(logits);
-    rows(pool, vocab, labels, weights, correct, scratch, |row, label, weight| {
-        // SAFETY: `rows` calls once for each row.
-        let logits = unsafe { logits.part(row * vocab..(row + 1) * vocab) };
-        let Some(label) = label else {
+impl<T: Float> Labelled<'_, T> {
+    fn counts(&self, row: usize) -> bool {
+        self.labels[row] != IGNORED && self.weights[row] != T::ZERO
+    }
+
+    /// The label's column in the block, if it is there.
+    fn column(&self, row: usize) -> Option<usize> {
+        let column = usize::try_from(self.labels[row]).ok()?.checked_sub(self.first)?;
+        (column < self.columns).then_some(column)
+    }
+
+    /// Calls `work` with portions of the rows.
+    fn split(&self, pool: &Pool, work: impl Fn(usize) + Sync) {
+        assert_eq!(self.labels.len(), self.weights.len());
+        pool.split(self.labels.len(), LEAST.div_ceil(self.columns.max(1)), |range, _| range.for_each(&work));
+    }
+}
+
+/// Carries `stats[R, 4]` on over `logits[R, columns]`, as [`SoftmaxStats`](plimsoll_program::OpKind::SoftmaxStats) says.
+pub fn softmax_stats<T: Real>(pool: &Pool, of: Labelled<T::Wide>, logits: &[T], stats: &mut [T::Wide], begin: bool) {
+    let columns = of.columns;
+    assert_eq!((logits.len(), stats.len()), (of.labels.len() * columns, of.labels.len() * STATS));
+    let shared = Shared::new(stats);
+    of.split(pool, |row| {
+        // SAFETY: `split` calls once for each row.
+        let stats = unsafe { shared.part(row * STATS..(row + 1) * STATS) };
+        if begin {
+            let (zero, one) = (T::Wide::ZERO, T::Wide::ONE);
+            stats.copy_from_slice(&match of.counts(row) {
+                true => [T::Wide::MINUS_INFINITY, zero, T::Wide::of(f64::NAN), zero],
+                false => [zero, one, zero, zero],
+            });
+        }
+        if !of.counts(row) {
+            return;
+        }
+        let logits = &logits[row * columns..(row + 1) * columns];
+        let (label, here) = (of.column(row), largest(logits));
+        let before = stats[0];
+        if let Some(label) = label {
+            stats[2] = logits[label].widen();
+        }
+        // Of equals the first counts, and those before come first.
+        if begin || here > before {
+            stats[3] = T::Wide::of(f64::from(u8::from(label.is_some_and(|label| is_first(logits, label, here)))));
+        }
+        let most = if here > before { here } else { before };
+        let sum = exp_sum(logits, most);
+        stats[1] = if begin { sum } else { stats[1] * (before - most).exp() + sum };
+        stats[0] = most;
+    });
+}
+
+/// Σ weight · nll over rows whose `stats[R, 4]` are of the whole vocabulary. `correct[R]`, if asked for, is 1 where the
+/// largest logit (the first of equals) is the label's.
+pub fn cross_entropy<T: Float>(stats: &[T], labels: &[i32], weights: &[T], mut correct: Option<&mut [i32]>) -> f64 {
+    let mut sum = 0.0;
+    for (row, stats) in stats.chunks_exact(STATS).enumerate() {
+        let counts = labels[row] != IGNORED && weights[row] != T::ZERO;
+        if counts {
+            let nll = stats[1].ln() + stats[0] - stats[2];
+            sum += nll.wide() * weights[row].wide();
+        }
+        if let Some(correct) = &mut correct {
+            correct[row] = i32::from(counts && stats[3] != T::ZERO);
+        }
+    }
+    sum
+}
+
+/// Turns `logits[R, columns]` into the gradient of `scale` times the sum: rows that do not count become exact zeros.
+pub fn softmax_grad<T: Real>(pool: &Pool, of: Labelled<T::Wide>, logits: &mut [T], stats: &[T::Wide], scale: T::Wide) {
+    let columns = of.columns;
+    assert_eq!((logits.len(), stats.len()), (of.labels.len() * columns, of.labels.len() * STATS));
+    let shared = Shared::new(logits);
+    of.split(pool, |row| {
+        // SAFETY: `split` calls once for each row.
+        let logits = unsafe { shared.part(row * columns..(row + 1) * columns) };
+        if !of.counts(row) {
             logits.fill(T::ZERO);
-            return (T::Wide::ZERO, false);
-        };
-        let largest = largest(logits);
-        let own = logits[label].widen();
-        let correct = is_first(logits, label, largest);
-        let sum = exp_sum(logits, largest);
-        let scale = weight * scale;
-        let factor = scale / sum;
+            return;
+        }
+        let stats = &stats[row * STATS..(row + 1) * STATS];
+        let scale = of.weights[row] * scale;
+        let (largest, factor) = (stats[0], scale / stats[1]);
+        let own = of.column(row).map(|label| (label, logits[label].widen()));
         probabilities(logits, largest, factor);
-        // By itself, so that it is rounded once.
-        let mut label_alone = [own];
-        probabilities(&mut label_alone, largest, factor);
-        logits[label] = T::narrow(label_alone[0] - scale);
-        (sum.ln() + largest - own, correct)
-    })
-}
-
-/// Calls `loss(row, label, weight)` for each row (no label: does not count) and sums up.
-fn rows<T: Float>(
-    pool: &Pool,
-    vocab: usize,
-    labels: &[i32],
-    weights: &[T],
-    correct: Option<&mut [i32]>,
-    scratch: &mut [T],
-    loss: impl Fn(usize, Option<usize>, T) -> (T, bool) + Sync,
-) -> f64 {
-    assert_eq!(labels.len(), weights.len());
-    assert!(correct.as_ref().is_none_or(|correct| correct.len() == labels.len()));
-    let losses = &mut scratch[..labels.len()];
-    let (shared, correct) = (Shared::new(&mut *losses), correct.map(Shared::new));
-    pool.split(labels.len(), LEAST.div_ceil(vocab.max(1)), |range, _| {
-        for row in range {
-            let counts = labels[row] != IGNORED && weights[row] != T::ZERO;
-            let (nll, hit) = loss(row, counts.then_some(labels[row] as usize), weights[row]);
-            // SAFETY: rows of one split are disjoint.
-            unsafe {
-                shared.part(row..row + 1)[0] = nll;
-                if let Some(correct) = &correct {
-                    correct.part(row..row + 1)[0] = i32::from(hit);
-                }
-            }
+        if let Some((label, own)) = own {
+            // By itself, so that it is rounded once.
+            let mut label_alone = [own];
+            probabilities(&mut label_alone, largest, factor);
+            logits[label] = T::narrow(label_alone[0] - scale);
         }
     });
-    losses.iter().zip(weights).map(|(nll, weight)| nll.wide() * weight.wide()).sum()
 }
 
 /// Whether the logit of `label` is the largest, and no earlier one is as large.

@@ -39,7 +39,7 @@ pub use dropout::{Dropout, dropout};
 pub use elementwise::{add, copy, fill, round, sum_rows};
 pub use embed::{embed, embed_grad};
 pub use init::{normal, uniform};
-pub use loss::{IGNORED, cross_entropy, cross_entropy_grad};
+pub use loss::{IGNORED, Labelled, cross_entropy, softmax_grad, softmax_stats};
 pub use norm::{head_norm, head_norm_grad, rms_norm, rms_norm_grad};
 pub use optimizer::{AdamW, Sgd, State8, adamw, adamw8, sgd, squared_norm};
 pub use plimsoll_program::op::Heads;

@@ -757,18 +757,14 @@ fn the_loss_in_bf16_is_rounded_once() {
         let labels: Vec<i32> =
             (0..rows).map(|row| if row % 5 == 2 { IGNORED } else { draw.below(vocab) as i32 }).collect();
         let weights: Vec<f32> = draw.many(rows);
-        let size = rows as u64;
-        let (mut got, mut want) = (logits.clone(), wide(&logits));
-        let (mut hit, mut want_hit) = (vec![-1; rows], vec![-1; rows]);
-        let space = &mut scratch(size);
-        let loss = cross_entropy_grad(&pool(2), vocab, &mut got, &labels, &weights, 0.25, Some(&mut hit), space);
-        let (wide_weights, space) = (wide(&weights), &mut scratch(size));
-        let want_loss =
-            cross_entropy_grad(&pool(1), vocab, &mut want, &labels, &wide_weights, 0.25, Some(&mut want_hit), space);
-        assert!((loss - want_loss).abs() <= 1e-5 * (1.0 + want_loss.abs()));
-        assert_eq!(loss, cross_entropy(&pool(2), vocab, &logits, &labels, &weights, None, &mut scratch(size)));
-        assert_eq!(hit, want_hit);
-        close(&got, &want, 2e-6, "dlogits");
+        for block in [vocab.div_ceil(3), vocab] {
+            let (loss, hit, got) = loss_in_blocks(2, (vocab, block), &logits, &labels, &weights, 0.25);
+            let (want_loss, want_hit, want) =
+                loss_in_blocks(1, (vocab, block), &wide(&logits), &labels, &wide(&weights), 0.25);
+            assert!((loss - want_loss).abs() <= 1e-5 * (1.0 + want_loss.abs()));
+            assert_eq!(hit, want_hit);
+            close(&got, &want, 2e-6, "dlogits");
+        }
     }
 }
 
@@ -842,77 +838,92 @@ fn naive_loss(vocab: usize, logits: &[f64], labels: &[i32], weights: &[f64]) -> 
     total
 }
 
+/// The loss of rows of logits in blocks of so many columns, and what they become: their gradient, times `scale`.
+fn loss_in_blocks<T: Real>(
+    threads: usize,
+    (vocab, block): (usize, usize),
+    logits: &[T],
+    labels: &[i32],
+    weights: &[T::Wide],
+    scale: T::Wide,
+) -> (f64, Vec<i32>, Vec<T>) {
+    let (pool, rows) = (pool(threads), labels.len());
+    let mut stats = scratch::<T::Wide>(4 * rows as u64);
+    let blocks: Vec<(usize, usize)> =
+        (0..vocab).step_by(block).map(|first| (first, block.min(vocab - first))).collect();
+    let part = |first: usize, columns: usize| -> Vec<T> {
+        logits.chunks(vocab).flat_map(|row| &row[first..first + columns]).copied().collect()
+    };
+    for &(first, columns) in &blocks {
+        let of = Labelled { labels, weights, first, columns };
+        softmax_stats(&pool, of, &part(first, columns), &mut stats, first == 0);
+    }
+    let mut correct = vec![-1; rows];
+    let loss = cross_entropy(&stats, labels, weights, Some(&mut correct));
+    assert_eq!(loss.to_bits(), cross_entropy(&stats, labels, weights, None).to_bits());
+    let mut gradient = logits.to_vec();
+    for &(first, columns) in &blocks {
+        let mut block = part(first, columns);
+        softmax_grad(&pool, Labelled { labels, weights, first, columns }, &mut block, &stats, scale);
+        for (row, block) in block.chunks(columns).enumerate() {
+            gradient[row * vocab + first..][..columns].copy_from_slice(block);
+        }
+    }
+    (loss, correct, gradient)
+}
+
 #[test]
-fn cross_entropy_counts_what_it_should_and_its_gradient_is_the_slope() {
+fn the_loss_counts_what_it_should_and_its_gradient_is_the_slope() {
     let mut draw = Draw(13);
     for (rows, vocab) in [(1, 1), (7, 5), (33, 101), (3, 1000)] {
         let mut logits: Vec<f64> = draw.many::<f64>(rows * vocab).iter().map(|x| x * 4.0).collect();
         let labels: Vec<i32> =
             (0..rows).map(|row| if row % 5 == 2 { IGNORED } else { draw.below(vocab) as i32 }).collect();
         let weights: Vec<f64> = (0..rows).map(|row| if row % 7 == 3 { 0.0 } else { draw.next() + 1.5 }).collect();
-        let size = rows as u64;
-        let loss = |x: &[f64]| cross_entropy(&pool(2), vocab, x, &labels, &weights, None, &mut scratch(size));
         let want = naive_loss(vocab, &logits, &labels, &weights);
-        assert!((loss(&logits) - want).abs() <= 1e-12 * (1.0 + want.abs()));
-
-        let mut correct = vec![-1; rows];
-        let mut gradient = logits.clone();
-        let got = cross_entropy_grad(
-            &pool(2),
-            vocab,
-            &mut gradient,
-            &labels,
-            &weights,
-            0.25,
-            Some(&mut correct),
-            &mut scratch(size),
-        );
-        assert_eq!(got, loss(&logits));
-        for row in 0..rows {
-            let x = &logits[row * vocab..(row + 1) * vocab];
-            let counts = labels[row] >= 0 && weights[row] != 0.0;
-            let best = (0..vocab).rev().max_by(|&a, &b| x[a].total_cmp(&x[b])).unwrap();
-            assert_eq!(correct[row], i32::from(counts && best as i32 == labels[row]));
-            if !counts {
-                assert!(gradient[row * vocab..(row + 1) * vocab].iter().all(|&g| g.to_bits() == 0));
+        for block in [1, 3, vocab.div_ceil(3), vocab] {
+            let (got, correct, gradient) = loss_in_blocks(2, (vocab, block), &logits, &labels, &weights, 0.25);
+            assert!((got - want).abs() <= 1e-12 * (1.0 + want.abs()));
+            for row in 0..rows {
+                let x = &logits[row * vocab..(row + 1) * vocab];
+                let counts = labels[row] >= 0 && weights[row] != 0.0;
+                let best = (0..vocab).rev().max_by(|&a, &b| x[a].total_cmp(&x[b])).unwrap();
+                assert_eq!(correct[row], i32::from(counts && best as i32 == labels[row]));
+                if !counts {
+                    assert!(gradient[row * vocab..(row + 1) * vocab].iter().all(|&g| g.to_bits() == 0));
+                }
+            }
+            let narrow: Vec<f32> = logits.iter().map(|&x| x as f32).collect();
+            let narrow_weights: Vec<f32> = weights.iter().map(|&x| x as f32).collect();
+            let (got, _, narrow) = loss_in_blocks(2, (vocab, block), &narrow, &labels, &narrow_weights, 0.25);
+            assert!((got - want).abs() <= 1e-5 * (1.0 + want.abs()));
+            close(&narrow, &gradient, 2e-6, "dlogits f32");
+            if block > 3 || block == vocab {
+                let loss = |x: &[f64]| 0.25 * loss_in_blocks(2, (vocab, block), x, &labels, &weights, 0.25).0;
+                differences(&mut logits, &gradient, "dlogits", loss);
             }
         }
-        let narrow: Vec<f32> = logits.iter().map(|&x| x as f32).collect();
-        let narrow_weights: Vec<f32> = weights.iter().map(|&x| x as f32).collect();
-        let mut narrow_gradient = narrow.clone();
-        let got = cross_entropy_grad(
-            &pool(2),
-            vocab,
-            &mut narrow_gradient,
-            &labels,
-            &narrow_weights,
-            0.25,
-            None,
-            &mut scratch(size),
-        );
-        assert!((got - want).abs() <= 1e-5 * (1.0 + want.abs()));
-        close(&narrow_gradient, &gradient, 2e-6, "dlogits f32");
-        differences(&mut logits, &gradient, "dlogits", |x| 0.25 * loss(x));
     }
 }
 
 #[test]
 fn the_first_of_equal_logits_is_the_answer() {
-    let logits = [1.0f32, 3.0, 3.0, 2.0, 1.0, 3.0, 3.0, 2.0];
-    let mut correct = [-1; 2];
-    let mut scratch = [0.0; 2];
-    cross_entropy(&pool(1), 4, &logits, &[1, 2], &[1.0, 1.0], Some(&mut correct), &mut scratch);
-    assert_eq!(correct, [1, 0]);
+    let logits = [1.0f32, 3.0, 3.0, 2.0, 1.0, 3.0, 3.0, 2.0, 3.0, 3.0, 3.0, 3.0];
+    for block in 1..=4 {
+        let (_, correct, _) = loss_in_blocks(1, (4, block), &logits, &[1, 2, 0], &[1.0; 3], 1.0);
+        assert_eq!(correct, [1, 0, 1], "{block}");
+    }
 }
 
 #[test]
 fn huge_logits_do_not_overflow_and_nan_is_not_hidden() {
-    let mut scratch = [0.0f32; 1];
-    let mut logits = [1e30f32, -1e30, 0.0];
-    let loss = cross_entropy_grad(&pool(1), 3, &mut logits, &[0], &[1.0], 1.0, None, &mut scratch);
-    assert_eq!((loss, logits), (0.0, [0.0, 0.0, 0.0]));
-    let loss = cross_entropy(&pool(1), 3, &[0.0, f32::NAN, 1.0], &[0], &[1.0], None, &mut scratch);
-    assert!(loss.is_nan());
+    for block in 1..=3 {
+        let (loss, _, logits) = loss_in_blocks(1, (3, block), &[1e30f32, -1e30, 0.0], &[0], &[1.0], 1.0);
+        assert_eq!((loss, &logits[..]), (0.0, &[0.0, 0.0, 0.0][..]));
+        assert!(loss_in_blocks(1, (3, block), &[0.0, f32::NAN, 1.0], &[0], &[1.0], 1.0).0.is_nan());
+        // A label that no column has.
+        assert!(loss_in_blocks(1, (3, block), &[0.0f32, 2.0, 1.0], &[3], &[1.0], 1.0).0.is_nan());
+    }
 }
 
 // Element by element
@@ -1318,11 +1329,11 @@ fn everything(threads: usize) -> Vec<(&'static str, Vec<u32>)> {
     keep("swiglu", &out);
     keep("swiglu_grad", &dgate_up);
 
-    let mut logits: Vec<f32> = draw.many(200 * 501);
+    let logits: Vec<f32> = draw.many(200 * 501);
     let labels: Vec<i32> = (0..200).map(|_| draw.below(501) as i32).collect();
     let weights: Vec<f32> = draw.many(200);
-    let loss = cross_entropy_grad(pool, 501, &mut logits, &labels, &weights, 0.1, None, &mut scratch(200));
-    keep("cross_entropy", &logits);
+    let (loss, _, gradient) = loss_in_blocks(threads, (501, 200), &logits, &labels, &weights, 0.1);
+    keep("softmax_grad", &gradient);
     keep("loss", &[loss as f32, (loss - f64::from(loss as f32)) as f32]);
     let norm = squared_norm(pool, &qkv);
     keep("norm", &[norm as f32, (norm - f64::from(norm as f32)) as f32]);

@@ -1,8 +1,9 @@
-// Cross entropy over rows of logits, with its gradient in place.
+// The softmax of rows of logits, a block of columns after another: what is known of each row, its cross
+// entropy, and its gradient in place.
 //
 // nll = ln Σ e^(x − max) + max − x[label]; d nll / dx = softmax(x) − onehot(label)
-// (as cpu/kernels/loss.rs). Max and sum are found in one pass over the row (Milakov and Gimelshein,
-// "Online normalizer calculation for softmax").
+// (as cpu/kernels/loss.rs). Max and sum are found in one pass over a row's columns and carried on to the next
+// (Milakov and Gimelshein, "Online normalizer calculation for softmax").
 
 // The label of a row that does not count.
 constexpr int IGNORED = -100;
@@ -28,9 +29,9 @@ __device__ inline Peak join(Peak a, Peak b) {
     return top;
 }
 
-template <int W> __device__ Peak peak_of(const REAL* logits, u32 vocab) {
+template <int W> __device__ Peak peak_of(const REAL* logits, u32 columns) {
     Peak peak = {UNSEEN, 0xffffffffu, 0.0f};
-    for (u32 at = threadIdx.x * W; at < vocab; at += blockDim.x * W) {
+    for (u32 at = threadIdx.x * W; at < columns; at += blockDim.x * W) {
         float x[W];
         load(logits + at, x);
         float most = x[0];
@@ -69,12 +70,12 @@ __device__ inline Peak block_peak(Peak peak) {
 
 // From the end of the row on, which was read last and may still be in the cache.
 template <int W>
-__device__ void to_gradient(REAL* logits, u32 vocab, Peak peak, u32 label, float scale) {
+__device__ void to_gradient(REAL* logits, u32 columns, Peak peak, u32 label, float scale) {
     float factor = scale / peak.sum;
     u32 step = blockDim.x * W, first = threadIdx.x * W;
-    for (u32 rounds = (vocab + step - 1) / step; rounds > 0; rounds--) {
+    for (u32 rounds = (columns + step - 1) / step; rounds > 0; rounds--) {
         u32 at = (rounds - 1) * step + first;
-        if (at >= vocab) continue;
+        if (at >= columns) continue;
         float x[W];
         load(logits + at, x);
 #pragma unroll
@@ -88,51 +89,79 @@ __device__ void to_gradient(REAL* logits, u32 vocab, Peak peak, u32 label, float
     }
 }
 
-// losses[R] = nll of each row, 0 for one that does not count (label −100 or weight 0); with
-// `gradient`, logits[R,V] become weight · 1 / labelled tokens · (softmax − onehot), exact zeros where
-// the row does not count; correct[R], unless null: whether the label's is the first largest logit.
-// A label outside the vocabulary makes the loss NaN.
+__device__ inline bool counts(int label, float weight) { return label != IGNORED && weight != 0.0f; }
+
+// Numbers of a row in its stats: the largest logit so far, Σ e^(x − largest), the label's logit (NaN until
+// it is seen), and 1 where the first of the largest is the label's, else 0.
+constexpr u32 STATS = 4;
+
+// Carries stats[R,4] on over logits[R,columns], from column `first` of the vocabulary on; `begin` forgets what
+// was there. Rows that do not count (label −100 or weight 0) have 0, 1, 0, 0.
 // Grid: R. Block: 512. Shared memory: static only.
 extern "C" __global__ void __launch_bounds__(512)
-cross_entropy(REAL* logits, const int* labels, const float* weights, const float* scalars, float* losses, int* correct,
-              u32 vocab, u32 gradient) {
+softmax_stats(const REAL* logits, const int* labels, const float* weights, float* stats, u32 first, u32 columns,
+              u32 begin) {
     u32 row = blockIdx.x;
-    logits += (u64)row * vocab;
-    int label = labels[row];
-    float weight = weights[row];
-    bool wide = vocab % PACK<REAL> == 0 && aligned(logits);
-    if (label == IGNORED || weight == 0.0f) {
-        if (gradient)
-            for (u32 at = threadIdx.x; at < vocab; at += blockDim.x) narrow(0.0f, logits[at]);
-        if (threadIdx.x == 0) {
-            losses[row] = 0.0f;
-            if (correct) correct[row] = 0;
-        }
+    logits += (u64)row * columns;
+    stats += row * STATS;
+    if (!counts(labels[row], weights[row])) {
+        if (begin && threadIdx.x < STATS) stats[threadIdx.x] = threadIdx.x == 1 ? 1.0f : 0.0f;
         return;
     }
-    bool known = (u32)label < vocab;
-    float own = known ? widen(logits[label]) : not_a_number();
-    // The barrier in block_peak stands between this look at the label's logit and its change.
-    Peak peak = block_peak(wide ? peak_of<PACK<REAL>>(logits, vocab) : peak_of<1>(logits, vocab));
-    if (gradient) {
-        float scale = weight * scalars[INVERSE_TOKENS];
-        if (wide)
-            to_gradient<PACK<REAL>>(logits, vocab, peak, label, scale);
-        else
-            to_gradient<1>(logits, vocab, peak, label, scale);
+    bool wide = columns % PACK<REAL> == 0 && aligned(logits);
+    Peak peak = block_peak(wide ? peak_of<PACK<REAL>>(logits, columns) : peak_of<1>(logits, columns));
+    if (threadIdx.x > 0) return;
+    // Beyond all columns where it is not in this block.
+    u32 label = (u32)labels[row] - first;
+    bool here = label < columns;
+    bool hit = here && peak.where == label;
+    float own = begin ? not_a_number() : stats[2];
+    if (!begin) {
+        // Of equals the first counts, and those before come first.
+        Peak before = {stats[0], 0, stats[1]};
+        if (!(peak.largest > before.largest)) hit = stats[3] != 0.0f;
+        peak = join(before, peak);
     }
-    if (threadIdx.x == 0) {
-        losses[row] = logf(peak.sum) + peak.largest - own;
-        if (correct) correct[row] = peak.where == (u32)label;
-    }
+    stats[0] = peak.largest;
+    stats[1] = peak.sum;
+    stats[2] = here ? widen(logits[label]) : own;
+    stats[3] = hit ? 1.0f : 0.0f;
 }
 
-// metrics[LOSS_SUM] += Σ weight · loss over the rows, in double.
+// metrics[LOSS_SUM] += Σ weight · nll over the rows, in double, from stats of the whole vocabulary; correct[R],
+// unless null: whether the label's is the first largest logit. A label outside the vocabulary makes the loss NaN.
 // Grid: 1. Block: 256. Shared memory: static only.
 extern "C" __global__ void __launch_bounds__(256)
-cross_entropy_sum(const float* losses, const float* weights, double* metrics, u32 rows) {
+cross_entropy(const float* stats, const int* labels, const float* weights, double* metrics, int* correct, u32 rows) {
     double sum = 0;
-    for (u32 row = threadIdx.x; row < rows; row += 256) sum += (double)losses[row] * (double)weights[row];
+    for (u32 row = threadIdx.x; row < rows; row += 256) {
+        const float* of = stats + row * STATS;
+        bool counted = counts(labels[row], weights[row]);
+        if (counted) sum += (double)(logf(of[1]) + of[0] - of[2]) * (double)weights[row];
+        if (correct) correct[row] = counted && of[3] != 0.0f;
+    }
     sum = block_sum(sum);
     if (threadIdx.x == 0) metrics[LOSS_SUM] += sum;
+}
+
+// logits[R,columns], from column `first` of the vocabulary on, become weight · 1 / labelled tokens ·
+// (softmax − onehot), exact zeros where the row does not count.
+// Grid: R. Block: 512. Shared memory: static only.
+extern "C" __global__ void __launch_bounds__(512)
+softmax_grad(REAL* logits, const int* labels, const float* weights, const float* stats, const float* scalars,
+             u32 first, u32 columns) {
+    u32 row = blockIdx.x;
+    logits += (u64)row * columns;
+    float weight = weights[row];
+    if (!counts(labels[row], weight)) {
+        for (u32 at = threadIdx.x; at < columns; at += blockDim.x) narrow(0.0f, logits[at]);
+        return;
+    }
+    Peak peak = {stats[row * STATS], 0, stats[row * STATS + 1]};
+    float scale = weight * scalars[INVERSE_TOKENS];
+    u32 label = (u32)labels[row] - first;
+    if (columns % PACK<REAL> == 0 && aligned(logits))
+        to_gradient<PACK<REAL>>(logits, columns, peak, label, scale);
+    else
+        to_gradient<1>(logits, columns, peak, label, scale);
 }

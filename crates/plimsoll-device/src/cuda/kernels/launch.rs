@@ -422,24 +422,43 @@ pub fn swiglu_grad(of: Real, gate_up: Address, dout: Address, dgate_up: Address,
 
 // ---- loss ----
 
-/// metrics += Σ weight · nll; with `gradient`, `logits[R,V]` become their gradient; `correct[R]`, where
-/// there is one, tells hits.
+/// `stats[R,4]` of `logits[R,columns]`, from column `first` of the vocabulary on.
+pub fn softmax_stats(
+    of: Real,
+    [logits, labels, weights, stats]: [Address; 4],
+    rows: u64,
+    first: u64,
+    columns: u64,
+    begin: bool,
+) -> [Launch; 1] {
+    let mut arguments = vec![at(logits), at(labels), at(weights), at(stats)];
+    arguments.extend([n(first), n(columns), n(u64::from(begin))]);
+    [launch(unit(Family::CrossEntropy, of), "softmax_stats", rows, 512, arguments)]
+}
+
+/// metrics += Σ weight · nll; `correct[R]`, where there is one, tells hits.
 pub fn cross_entropy(
     of: Real,
-    logits: Address,
-    [labels, weights, scalars]: [Address; 3],
+    [stats, labels, weights]: [Address; 3],
     metrics: Address,
     correct: Option<Address>,
-    scratch: Address,
     rows: u64,
-    vocab: u64,
-    gradient: bool,
-) -> [Launch; 2] {
-    let unit = unit(Family::CrossEntropy, of);
-    let mut arguments = vec![at(logits), at(labels), at(weights), at(scalars), at(scratch)];
-    arguments.extend([at(correct.unwrap_or(0)), n(vocab), n(u64::from(gradient))]);
-    let sum = vec![at(scratch), at(weights), at(metrics), n(rows)];
-    [launch(unit, "cross_entropy", rows, 512, arguments), launch(unit, "cross_entropy_sum", 1, 256, sum)]
+) -> [Launch; 1] {
+    let arguments = vec![at(stats), at(labels), at(weights), at(metrics), at(correct.unwrap_or(0)), n(rows)];
+    [launch(unit(Family::CrossEntropy, of), "cross_entropy", 1, 256, arguments)]
+}
+
+/// `logits[R,columns]`, from column `first` of the vocabulary on, become their gradient.
+pub fn softmax_grad(
+    of: Real,
+    [logits, labels, weights, stats, scalars]: [Address; 5],
+    rows: u64,
+    first: u64,
+    columns: u64,
+) -> [Launch; 1] {
+    let mut arguments = vec![at(logits), at(labels), at(weights), at(stats), at(scalars)];
+    arguments.extend([n(first), n(columns)]);
+    [launch(unit(Family::CrossEntropy, of), "softmax_grad", rows, 512, arguments)]
 }
 
 // ---- embedding ----

@@ -114,7 +114,7 @@ impl Family {
                 &["dequantise_nf4", "dequantise_int8", "quantise_int8", "quantise_nf4"],
             ),
             Family::CrossEntropy => {
-                ("cross_entropy", include_str!("cross_entropy.cu"), &["cross_entropy", "cross_entropy_sum"])
+                ("cross_entropy", include_str!("cross_entropy.cu"), &["softmax_stats", "cross_entropy", "softmax_grad"])
             }
             Family::Dropout => ("dropout", include_str!("dropout.cu"), &["dropout"]),
             Family::Elementwise => (

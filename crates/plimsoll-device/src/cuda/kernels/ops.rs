@@ -74,21 +74,17 @@ pub fn launches(kind: &OpKind, places: &impl Places) -> Option<Vec<Launch>> {
         OpKind::SwiGluGrad { gate_up, dout, dgate_up, rows, ffn } => {
             launch::swiglu_grad(of, at(gate_up), at(dout), at(dgate_up), *rows, *ffn).to_vec()
         }
-        OpKind::CrossEntropy {
-            logits,
-            labels,
-            weights,
-            scalars,
-            metrics,
-            correct,
-            workspace,
-            rows,
-            vocab,
-            gradient,
-        } => {
-            let (inputs, correct) = ([labels, weights, scalars].map(at), correct.as_ref().map(at));
-            let (logits, metrics, scratch) = (at(logits), at(metrics), at(workspace));
-            launch::cross_entropy(of, logits, inputs, metrics, correct, scratch, *rows, *vocab, *gradient).to_vec()
+        OpKind::SoftmaxStats { logits, labels, weights, stats, rows, first, columns, begin } => {
+            let places = [logits, labels, weights, stats].map(at);
+            launch::softmax_stats(of, places, *rows, *first, *columns, *begin).to_vec()
+        }
+        OpKind::CrossEntropy { stats, labels, weights, metrics, correct, rows } => {
+            let correct = correct.as_ref().map(at);
+            launch::cross_entropy(of, [stats, labels, weights].map(at), at(metrics), correct, *rows).to_vec()
+        }
+        OpKind::SoftmaxGrad { logits, labels, weights, stats, scalars, rows, first, columns } => {
+            let places = [logits, labels, weights, stats, scalars].map(at);
+            launch::softmax_grad(of, places, *rows, *first, *columns).to_vec()
         }
         OpKind::SumRows { x, into, workspace, rows, columns } => {
             launch::sum_rows(of, at(x), at(into), at(workspace), *rows, *columns).to_vec()

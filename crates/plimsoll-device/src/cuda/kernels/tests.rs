@@ -26,7 +26,9 @@ fn launches(of: Real, rows: u64, shape: Heads) -> Vec<Launch> {
     all.extend(append_cache(of, 0, 0, 0, 0, rows, shape));
     all.extend(swiglu(of, 0, 0, rows, 28_672));
     all.extend(swiglu_grad(of, 0, 0, 0, rows, 28_672));
-    all.extend(cross_entropy(of, 0, [0; 3], 0, None, 0, rows, 152_064, true));
+    all.extend(softmax_stats(of, [0; 4], rows, 0, 152_064, true));
+    all.extend(cross_entropy(of, [0; 3], 0, None, rows));
+    all.extend(softmax_grad(of, [0; 5], rows, 0, 152_064));
     all.extend(embed(of, 0, 0, 0, rows, 8192, 152_064));
     all.extend(embed_grad(of, 0, 0, 0, 0, rows, 8192, 152_064));
     all.extend(add(of, 0, 0, rows * 8192));

@@ -1,5 +1,6 @@
 //! The backward pass, the norm of all gradients, and the update.
 
+use super::loss::Loss;
 use super::{AdamState, Decoder, Optimizer, Training, over_slots};
 use crate::derivative::Tape;
 use crate::formats::STATE_BLOCK;
@@ -46,7 +47,14 @@ impl Decoder<'_> {
 
         let dnormed = self.builder.activation("train.normed.gradient", &[rows, self.what.config.hidden], 1);
         let dhead = gradients.get(&self.weights.head).copied();
-        let mut blocks = self.loss("train.", forward.normed, labels, token_weights, Some((dnormed, dhead)), None);
+        let mut blocks = self.loss(Loss {
+            prefix: "train.",
+            normed: forward.normed,
+            labels,
+            token_weights,
+            gradients: Some((dnormed, dhead)),
+            correct: None,
+        });
 
         // One buffer carries the gradient of the residual stream through all layers.
         let stream =

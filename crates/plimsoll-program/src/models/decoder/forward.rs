@@ -1,4 +1,4 @@
-//! The forward pass of a micro-batch, and the loss.
+//! The forward pass of a micro-batch, up to the loss.
 
 use super::lora::Site;
 use super::matrices::Matrix;
@@ -9,16 +9,6 @@ use crate::program::Block;
 use crate::tensor::{Index, Operand, TensorId};
 use plimsoll_core::{Category, DType, RecomputeLevel};
 use std::collections::HashMap;
-
-/// Bytes of a block of logits that the loss aims at. The number of rows depends on the vocabulary
-/// alone, so that no rung changes the order of sums.
-pub const LOGITS_BYTES: u64 = 8 << 20;
-
-/// Rows of logits that stand at once.
-pub fn loss_rows(vocab: u64) -> u64 {
-    let rows = (LOGITS_BYTES / (4 * vocab)).max(1);
-    (1 << rows.ilog2()).clamp(32, 1024)
-}
 
 /// Turns qkv `[N,C]` into `[N, H·E]`: the ops, and the tensors that they leave beside their result.
 pub(super) type AttentionOps<'f> = dyn FnMut(&mut Builder, Operand, Operand) -> (Vec<Op>, Vec<TensorId>) + 'f;
@@ -295,73 +285,5 @@ impl Decoder<'_> {
         let labels = self.builder.transient(&format!("{prefix}labels"), &[rows], DType::I32, Category::Activation, 1);
         let weights = self.builder.statistic(&format!("{prefix}token_weights"), &[rows], 1);
         (labels, weights)
-    }
-
-    /// The loss over all rows in blocks of fixed size. With `gradients` = (dnormed, dhead, where the head is trained)
-    /// the logits become their gradient in place and are used up; with `correct` hits are written down.
-    pub(super) fn loss(
-        &mut self,
-        prefix: &str,
-        normed: TensorId,
-        labels: TensorId,
-        token_weights: TensorId,
-        gradients: Option<(TensorId, Option<TensorId>)>,
-        correct: Option<TensorId>,
-    ) -> Vec<Block> {
-        let (d, v) = (self.what.config.hidden, self.what.config.vocab);
-        let rows = self.what.micro_batch * self.what.sequence;
-        let block_rows = loss_rows(v).min(rows);
-        let logits = self.builder.activation(&format!("{prefix}logits"), &[block_rows, v], 1);
-        let scratch =
-            self.builder.scratch(&format!("{prefix}loss_workspace"), self.what.kernels.cross_entropy(block_rows), 1);
-        let head = Operand::whole(self.weights.head);
-        let ops = |this: &mut Decoder, rows: u64, first: Index, per_row: fn(Index, u64) -> Index| {
-            let wide = per_row(first, d);
-            let x = Operand::whole(normed).from(wide);
-            let logits = Operand::whole(logits);
-            let mut ops = vec![
-                this.builder.product(Product::linear(x, head, logits, rows, d, v)),
-                OpKind::CrossEntropy {
-                    logits,
-                    labels: Operand::whole(labels).from(first),
-                    weights: Operand::whole(token_weights).from(first),
-                    scalars: Operand::whole(this.scalars),
-                    metrics: Operand::whole(this.metrics),
-                    correct: correct.map(|c| Operand::whole(c).from(first)),
-                    workspace: Operand::whole(scratch),
-                    rows,
-                    vocab: v,
-                    gradient: gradients.is_some(),
-                }
-                .into(),
-            ];
-            if let Some((dnormed, dhead)) = gradients {
-                // dhead[V,D] += dlogitsᵀ · x ; dx[rows,D] = dlogits · head
-                if let Some(dhead) = dhead {
-                    let dhead = Operand::whole(dhead);
-                    ops.push(this.builder.product(Product::of_weight(logits, x, dhead, rows, d, v)));
-                }
-                let dx = Operand::whole(dnormed).from(wide);
-                ops.push(this.builder.product(Product::plain(logits, head, dx, [rows, d, v])));
-            }
-            ops
-        };
-        let scaled = |index: Index, by: u64| Index {
-            base: index.base * by as i64,
-            scale: index.scale * by as i64,
-            micro_batch: 0,
-        };
-        let (whole, rest) = (rows / block_rows, rows % block_rows);
-        let mut blocks = vec![Block {
-            name: "loss".into(),
-            first: 0,
-            step: 1,
-            repeat: whole as u32,
-            ops: ops(self, block_rows, Index::stride(block_rows as i64), scaled),
-        }];
-        if rest > 0 {
-            blocks.push(Block::once("loss_rest", ops(self, rest, Index::fixed((whole * block_rows) as i64), scaled)));
-        }
-        blocks
     }
 }

@@ -1,10 +1,11 @@
 //! Passes without a backward pass: evaluation, and generation with its cache.
 
+use super::loss::{Loss, head_blocks};
 use super::{Decoder, Generation};
 use crate::builder::{Builder, Product};
 use crate::op::OpKind;
 use crate::program::Block;
-use crate::tensor::{Lifetime, Operand};
+use crate::tensor::{Index, Lifetime, Operand};
 use plimsoll_core::{Category, DType, WorkName};
 
 impl Decoder<'_> {
@@ -15,7 +16,14 @@ impl Decoder<'_> {
         let forward = self.forward_over_batch("evaluate.", &inputs, false);
         let correct = self.builder.transient("evaluate.correct", &[rows], DType::I32, Category::Activation, 1);
         let mut blocks = self.forward_blocks(&forward);
-        blocks.extend(self.loss("evaluate.", forward.normed, labels, token_weights, None, Some(correct)));
+        blocks.extend(self.loss(Loss {
+            prefix: "evaluate.",
+            normed: forward.normed,
+            labels,
+            token_weights,
+            gradients: None,
+            correct: Some(correct),
+        }));
         let all = vec![inputs.tokens, inputs.positions, inputs.document_start, labels, token_weights];
         let program = self.push(WorkName::Evaluate, "evaluate", all, vec![correct], blocks);
         self.phase(vec![program]);
@@ -58,24 +66,22 @@ impl Decoder<'_> {
             let (d, v) = (self.what.config.hidden, self.what.config.vocab);
             let picked = self.builder.activation(&format!("{prefix}picked"), &[1, d], 1);
             let logits = self.builder.activation(&format!("{prefix}logits"), &[1, v], 1);
-            let head = Operand::whole(self.weights.head);
-            let product = Product::linear(Operand::whole(picked), head, Operand::whole(logits), 1, d, v);
-            let product = self.builder.product(product);
             let mut blocks = self.forward_blocks(&forward);
-            blocks.push(Block::once(
-                "logits",
-                vec![
-                    OpKind::PickRow {
-                        x: Operand::whole(forward.normed),
-                        scalars,
-                        out: Operand::whole(picked),
-                        rows,
-                        columns: d,
-                    }
-                    .into(),
-                    product,
-                ],
-            ));
+            let pick = OpKind::PickRow {
+                x: Operand::whole(forward.normed),
+                scalars,
+                out: Operand::whole(picked),
+                rows,
+                columns: d,
+            };
+            blocks.push(Block::once("pick", vec![pick.into()]));
+            for block in head_blocks(v) {
+                let (columns, first) = (block.end - block.start, block.start as i64);
+                let head = Operand::whole(self.weights.head).from(Index::fixed(first * d as i64));
+                let out = Operand::whole(logits).from(Index::fixed(first));
+                let product = Product::linear(Operand::whole(picked), head, out, 1, d, columns);
+                blocks.push(Block::once("logits", vec![self.builder.product(product)]));
+            }
             programs.push(self.push(
                 WorkName::Generate,
                 name,

@@ -5,11 +5,11 @@
 //! hidden₀ = embedding[tokens]
 //! for each layer:   h = hidden + attention(norm(hidden)) · W_o
 //!                   hidden' = h + swiglu(norm(h) · W_gate_up) · W_down
-//! loss    = cross entropy(norm(hidden_L) · headᵀ), in blocks of rows: full logits never exist
+//! loss    = cross entropy(norm(hidden_L) · headᵀ), in blocks: full logits never exist
 //! ```
 //!
-//! Here is what can be asked for, and the tensors that stay; the Programs are written in `forward`, `backward`,
-//! `generate` and `files`. How matrices are stored is in `matrices`, adapters in `lora`.
+//! Here is what can be asked for, and the tensors that stay; the Programs are written in `forward`, `loss`,
+//! `backward`, `generate` and `files`. How matrices are stored is in `matrices`, adapters in `lora`.
 //!
 //! Legend: N = B·T rows, D hidden, H heads, K kv heads, E head dim, C = (H+2K)·E, F ffn, V vocabulary, L layers,
 //! r rank of adapters.
@@ -19,6 +19,7 @@ mod files;
 mod forward;
 mod generate;
 mod lora;
+mod loss;
 mod matrices;
 
 use self::lora::Adapter;
@@ -34,8 +35,8 @@ use plimsoll_core::{Category, DType, RecomputeLevel, WorkName};
 use std::collections::HashMap;
 
 pub use self::files::STAGING_BYTES;
-pub use self::forward::{LOGITS_BYTES, loss_rows};
 pub use self::lora::{Lora, merge};
+pub use self::loss::{HEAD_BLOCK, HEAD_BLOCKS, LOGITS_BYTES, head_blocks, loss_rows, streams_head};
 
 /// How AdamW keeps its two moments.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -155,6 +156,9 @@ pub struct Build<'a> {
     pub method: Method,
     /// How matrices that are not trained are stored.
     pub base: Base,
+    /// Whether the head waits elsewhere and comes in blocks, where it has enough of them ([`streams_head`]): then the
+    /// loss takes all rows for each block, and makes its logits twice.
+    pub streamed_head: bool,
     /// Forward, backward, update, checkpoints.
     pub training: Option<Training>,
     /// Forward pass and loss.
