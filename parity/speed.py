@@ -3,7 +3,8 @@
 
     parity/run speed --peer ../shared/peers/torch_step.py [--rounds 5] [-- options of both]
 
-Options after `--` go to both programs (`--layers 12`, `--checkpoint`, ...). The peer also runs with --compile.
+Options after `--` go to both programs (`--layers 12`, `--checkpoint`, `--method lora --base nf4`, ...). The peer also runs
+with --compile. Adapters are held against peft (lora_step.py); --base nf4 needs bitsandbytes in the venv.
 A figure of a busy machine is a figure of the machine: each round says how many other processes wanted the cores.
 """
 
@@ -25,15 +26,17 @@ def measure(command):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", default=str(ROOT.parent / "shared/peers/torch_step.py"))
+    parser.add_argument("--peer", help="default: torch_step.py, and lora_step.py where --method lora goes to both")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("rest", nargs="*")
     a = parser.parse_args()
+    adapters = "lora" in a.rest
+    peer = a.peer or str(ROOT / "parity/lora_step.py" if adapters else ROOT.parent / "shared/peers/torch_step.py")
     ours = os.environ.get("PLIMSOLL", str(ROOT / "target/release/plimsoll"))
     programs = {
         "plimsoll": [ours, "bench", "step", *a.rest],
-        "torch": [sys.executable, a.peer, *a.rest],
-        "torch --compile": [sys.executable, a.peer, "--compile", *a.rest],
+        "torch": [sys.executable, peer, *a.rest],
+        "torch --compile": [sys.executable, peer, "--compile", *a.rest],
     }
     found = {name: [] for name in programs}
     for number in range(a.rounds):

@@ -5,6 +5,7 @@ use crate::soak::case::Draw;
 use anyhow::{Result, ensure};
 use clap::Parser;
 use plimsoll_core::DType;
+use plimsoll_program::models::decoder::Base;
 use plimsoll_train::run::bench::{StepShape, step};
 
 /// The median error that is promised.
@@ -49,6 +50,8 @@ fn shape(draw: &mut Draw, args: &Args) -> StepShape {
             dtype: draw.of(&[DType::F32, DType::Bf16]),
             checkpoint: draw.chance(0.4),
             device: args.device.clone(),
+            rank: 0,
+            base: Base::Plain,
         };
         let parameters = shape.layers * hidden * (4 * hidden + 3 * shape.ffn) + shape.vocab * hidden;
         let flops = 6.0 * (parameters * shape.sequence * shape.batch * shape.accumulate) as f64;

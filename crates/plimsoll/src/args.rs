@@ -439,6 +439,15 @@ pub struct BenchStepArgs {
     /// Keep only each block's input, and compute the rest again
     #[arg(long)]
     pub checkpoint: bool,
+    /// What is trained: full (all weights), or lora (adapters of every projection)
+    #[arg(long, default_value = "full", value_parser = ["full", "lora"])]
+    pub method: String,
+    /// Rank of the adapters; alpha is twice that
+    #[arg(long, default_value_t = 16, value_parser = at_least_one())]
+    pub rank: u32,
+    /// How the frozen matrices beside adapters are stored: plain, int8 or nf4
+    #[arg(long, default_value = "plain", value_parser = ["plain", "int8", "nf4"])]
+    pub base: String,
 }
 
 /// `plimsoll bench models`.

@@ -10,7 +10,8 @@ use plimsoll_device::probe::Cpu;
 use plimsoll_device::{calibration, process};
 use plimsoll_plan::price::needed_product_flops;
 use plimsoll_plan::search::{Lossy, Pins, Question, plan_of};
-use plimsoll_program::models::decoder::{AdamState, Optimizer, Source};
+use plimsoll_program::models::decoder::{AdamState, Base, Lora, Method, Optimizer, Source};
+use plimsoll_program::models::weights::Parameter;
 use plimsoll_program::models::{ModelConfig, ModelType, RopeScaling};
 use plimsoll_program::{Op, Share};
 use serde::Serialize;
@@ -51,6 +52,10 @@ pub struct StepShape {
     pub checkpoint: bool,
     /// `cpu`, or a GPU by the driver's number of it: `cuda:0`.
     pub device: String,
+    /// The rank of adapters on every projection (alpha is twice that), where only those are trained; 0: all is.
+    pub rank: u64,
+    /// How the frozen matrices beside adapters are stored.
+    pub base: Base,
 }
 
 /// What was found, with the names that `torch_step.py` prints. Bytes and seconds are measured.
@@ -164,6 +169,15 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
     };
     let betas = [0.9, 0.999];
     let sequences = shape.batch * shape.accumulate;
+    let mut lossy = Lossy { base: shape.base, ..Lossy::default() };
+    if shape.rank > 0 {
+        lossy.lora = Lora { rank: shape.rank, alpha: 2.0 * shape.rank as f64, ..lossy.lora };
+        lossy.method = Method::Lora(lossy.lora.clone());
+    }
+    let trained = match lossy.method.lora() {
+        None => config.parameters(),
+        Some(lora) => lora.parameters(&config).iter().map(Parameter::elements).sum(),
+    };
     let question = Question {
         config: &config,
         precision: shape.dtype,
@@ -175,7 +189,7 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
         generation: None,
         device: &device,
         host: HostSpec::NONE,
-        lossy: Lossy::default(),
+        lossy,
         pins: Pins::default(),
         rungs: vec![],
         share: Share::ALONE,
@@ -228,7 +242,7 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
         dtype: shape.dtype,
         compile: false,
         checkpoint: shape.checkpoint,
-        parameters: config.parameters(),
+        parameters: trained,
         tokens_per_step,
         step_seconds_median: median,
         tokens_per_second: tokens_per_step as f64 / median,

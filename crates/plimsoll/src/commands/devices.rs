@@ -6,6 +6,7 @@ use crate::args::{BenchDevicesArgs, BenchStepArgs, DevicesArgs};
 use crate::say;
 use plimsoll_core::{DType, Exit, Failure};
 use plimsoll_device::{bench, calibration, probe};
+use plimsoll_program::models::decoder::Base;
 use plimsoll_train::run::bench::{StepShape, step};
 use plimsoll_watch::devices;
 use std::fs;
@@ -52,6 +53,16 @@ pub fn measure(args: &BenchDevicesArgs) -> Result<Exit, Failure> {
 /// # Errors
 /// Shapes that make no model; memory that is refused.
 pub fn time_step(args: &BenchStepArgs) -> Result<Exit, Failure> {
+    let base = match args.base.as_str() {
+        "int8" => Base::Int8,
+        "nf4" => Base::Nf4,
+        _ => Base::Plain,
+    };
+    let lora = args.method == "lora";
+    if base != Base::Plain && !lora {
+        let text = format!("--base {}: matrices that are trained are not quantised", args.base);
+        return Err(Failure::input(text).hint("add --method lora"));
+    }
     let measured = step(&StepShape {
         vocab: u64::from(args.vocab),
         layers: u64::from(args.layers),
@@ -68,6 +79,8 @@ pub fn time_step(args: &BenchStepArgs) -> Result<Exit, Failure> {
         dtype: if args.dtype == "bf16" { DType::Bf16 } else { DType::F32 },
         checkpoint: args.checkpoint,
         device: args.device.clone(),
+        rank: if lora { u64::from(args.rank) } else { 0 },
+        base,
     })?;
     say::answer(&line(&measured));
     Ok(Exit::Done)
