@@ -172,6 +172,12 @@ pub enum DeviceError {
         /// The device.
         device: &'static str,
     },
+    /// The device cannot work with others.
+    #[error("{device} cannot work in a team yet")]
+    NoTeam {
+        /// What it is.
+        device: &'static str,
+    },
     /// The system gives no thread for a queue.
     #[error("the system refuses a thread for the {queue} queue")]
     NoThread {
@@ -245,6 +251,7 @@ impl From<DeviceError> for Failure {
             }
             DeviceError::MoreCharges { .. } => Failure::does_not_fit(error.to_string())
                 .hint("the same once more is planned with what was measured now"),
+            DeviceError::NoTeam { .. } => Failure::input(error.to_string()).hint("name one device: --devices cuda:0"),
             DeviceError::File { .. } | DeviceError::NoThread { .. } => Failure::input(error.to_string()),
             other => Failure::bug(other.to_string()),
         }
@@ -302,7 +309,7 @@ pub trait Device: Send {
     /// Where the device cannot work in a team.
     fn join(&mut self, seat: Seat) -> Result<(), DeviceError> {
         let _ = seat;
-        Err(DeviceError::Unsupported { op: "work in a team", device: "this device" })
+        Err(DeviceError::NoTeam { device: "this device" })
     }
 
     /// Waits until everything that was run is over. A device may come back from a Program before it is: what it then

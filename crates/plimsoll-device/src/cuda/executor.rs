@@ -35,6 +35,7 @@ use crate::cpu::pool::Pool;
 use crate::device::{Call, Device, DeviceError, FileSpace, Memory, NoFiles, Observer, Room, Unseen};
 use crate::probe;
 use crate::spaces::{self, Arenas};
+use crate::transport::Seat;
 use plimsoll_core::{Algorithms, Bytes, DType, Space};
 use plimsoll_program::op::Queue;
 use plimsoll_program::{Index, Op, OpKind, Operand, Placement, Program, ProgramSet, TensorId, order};
@@ -352,6 +353,9 @@ impl Frame<'_> {
 
     /// That kernels and products touch the device's memory only.
     fn check(&self, op: &Op) -> Result<(), DeviceError> {
+        if op.queue == Queue::Communication {
+            return Err(DeviceError::NoTeam { device: "a GPU" });
+        }
         let copies = matches!(op.kind, OpKind::TransferStart { .. } | OpKind::TransferWait { .. });
         let on_device = |operand: &Operand| self.space(operand) == Space::Device;
         if copies || op.queue == Queue::Host || op.accesses(&|_| 1).iter().all(|access| on_device(&access.operand)) {
@@ -1003,6 +1007,11 @@ impl Device for CudaDevice {
             self.machine.staging.flush(files)?;
         }
         Err(error)
+    }
+
+    /// Its collectives are not written yet.
+    fn join(&mut self, _: Seat) -> Result<(), DeviceError> {
+        Err(DeviceError::NoTeam { device: "a GPU" })
     }
 
     fn settle(&mut self) -> Result<(), DeviceError> {
