@@ -16,7 +16,7 @@ use std::path::Path;
 fn devices(draw: &mut Draw) -> String {
     let count = draw.from(2, 4);
     let device = |number: u64, draw: &mut Draw| {
-        let budget = draw.of(&[40, 48, 56, 64, 96]);
+        let budget = draw.of(&[64, 72, 80, 96, 128]);
         let pace = draw.of(&["0.1", "0.07", "0.05", "0.03", "0.02"]);
         let link = draw.of(&["16GB/s", "1GB/s", "125MB/s+100us"]);
         format!("virtual:d{number}={budget}MiB@{pace}:16GB/s:{link}")
