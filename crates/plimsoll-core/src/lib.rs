@@ -25,7 +25,7 @@ pub use failure::{Exit, Failure};
 pub use models_bench::{ModelRow, ModelStatus, ModelsBench};
 pub use plan::{
     Algorithms, Alternative, Category, Class, DevicePlan, Effect, Fallback, LeftOut, Member, Need, Offload, Plan,
-    Predicted, Recipe, RecomputeLevel, Rung, RungPrice, Sharing, Space, WorkName, describe_levels,
+    Predicted, Recipe, RecomputeLevel, Rung, RungPrice, Sharing, Space, WorkName, Worth, describe_levels,
 };
 pub use result::{DeviceMemory, EvalResult, LossSpan, MemberResult, Retreat, RunResult, RunStatus, StepSeconds};
 pub use sweep::{RunDemand, SweepDevice, SweepReport, SweepRun, SweepState};

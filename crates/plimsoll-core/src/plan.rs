@@ -480,6 +480,15 @@ pub struct LeftOut {
     pub tokens_per_second: Option<f64>,
 }
 
+/// What a team does, beside what its devices do alone. All figures are predicted: tokens (padding counted) a second.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Worth {
+    /// What the devices of the team do alone, each with the whole step, added up.
+    pub alone: f64,
+    /// What whole sequences and an update by everybody leave of that, if nothing had to be exchanged.
+    pub at_most: f64,
+}
+
 /// A way to share out that was looked at, where somebody asked (`--explain`).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Alternative {
@@ -521,6 +530,9 @@ pub struct Plan {
     /// What each of them is given, in the same order; empty where there is one. The recipe of the plan is the first one's.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub team: Vec<Member>,
+    /// What they are worth together, where it was planned and is not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub worth: Option<Worth>,
     /// The devices that take no part.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub left_out: Vec<LeftOut>,

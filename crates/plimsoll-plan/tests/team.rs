@@ -3,7 +3,7 @@
 
 use plimsoll_core::{Bytes, Class, DType, DeviceKind, DeviceSpec, HostSpec, Link, Plan, Rates, Sharing};
 use plimsoll_plan::search::{Lossy, Pins, Question};
-use plimsoll_plan::team::{TeamAnswer, TeamQuestion, plan_again, plan_of_team, share_out};
+use plimsoll_plan::team::{TeamAnswer, TeamQuestion, alternatives, plan_again, plan_of_team, share_out};
 use plimsoll_program::Share;
 use plimsoll_program::models::decoder::{AdamState, Optimizer, Source};
 use plimsoll_program::models::{ModelConfig, preset};
@@ -94,6 +94,11 @@ fn a_team_does_what_its_devices_do_alone() {
         assert_eq!(answer.plan.sharing, Some(Sharing::Batch));
         assert_eq!(answer.plan.class, Class::Reordered);
         assert_eq!(answer.parts.len(), devices.len());
+        let bound = answer.plan.worth.expect("of several devices");
+        assert!((bound.alone / alone - 1.0).abs() < 0.02 && bound.at_most < bound.alone, "{bound:?}");
+        assert!(answer.plan.predicted.tokens_per_second <= bound.at_most, "{bound:?}");
+        let fastest = &alternatives(&team(&config, &devices, 64), &answer.plan)[0];
+        assert!(fastest.sharing == Some(Sharing::Batch) && fastest.devices.len() == devices.len(), "{fastest:?}");
     }
 }
 
@@ -104,8 +109,9 @@ fn a_plan_of_given_shares_and_recipes_is_the_same_plan() {
     let devices = devices.map(|(name, gib, pace)| device(name, Bytes::gib(gib), pace, Link::MEMORY));
     let team = team(&config, &devices, 64);
     let answer = share_out(&team);
-    assert_eq!(plan_of_team(&team, &answer.plan.team).plan, answer.plan);
-    assert_eq!(plan_again(&team, &answer.plan.team).plan, answer.plan);
+    let planned = Plan { worth: None, ..answer.plan };
+    assert_eq!(plan_of_team(&team, &planned.team).plan, planned);
+    assert_eq!(plan_again(&team, &planned.team).plan, planned);
 }
 
 #[test]

@@ -4,7 +4,7 @@
 use crate::data::sums;
 use crate::files::{AdapterDir, ModelDir, ModelWeights, read_config};
 use crate::run::prepare::{charges, rounded};
-use crate::run_file::{EXAMPLE_PREFIX, FallbackTo, Init, Method, Optimizer, RunFile};
+use crate::run_file::{EXAMPLE_PREFIX, FallbackTo, Init, Method, Optimizer, RunFile, TeamOf};
 use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Failure, Fallback, HostSpec, Link, Plan, Rates, Rung};
 use plimsoll_device::calibration;
 use plimsoll_device::cuda;
@@ -13,6 +13,7 @@ use plimsoll_device::probe::{Cpu, Memory, auto_pace};
 use plimsoll_plan::paper;
 use plimsoll_plan::request::{DeviceRequest, LinkRequest};
 use plimsoll_plan::search::{Answer, Lossy, Pins, Question, search, under};
+use plimsoll_plan::team::{TeamAnswer, TeamQuestion, alternatives, share_out};
 use plimsoll_program::Share;
 use plimsoll_program::models::decoder::{self, Base, Generation, Lora, Source};
 use plimsoll_program::models::{ModelConfig, Target, closest_preset, preset, preset_names, supported};
@@ -284,6 +285,35 @@ pub(crate) fn question<'a>(
         share: Share::ALONE,
     };
     Ok(under(&question, rungs))
+}
+
+/// What to ask the planner about several devices that train together.
+///
+/// # Errors
+/// Pins that do not go with the model.
+pub fn team_question<'a>(
+    file: &RunFile,
+    model: &'a Model,
+    devices: &'a [DeviceSpec],
+) -> Result<TeamQuestion<'a>, Failure> {
+    let mut questions: Vec<Question> =
+        devices.iter().map(|device| question(file, model, device, Work::Train)).collect::<Result<_, _>>()?;
+    // One experiment has one precision.
+    let precision = questions[0].precision;
+    questions.iter_mut().for_each(|question| question.precision = precision);
+    // What stands in the memory of this machine is not left for the host's side.
+    let here = |device: &&DeviceSpec| matches!(device.kind, DeviceKind::Cpu | DeviceKind::Virtual);
+    let taken =
+        |number: usize| devices.iter().enumerate().filter(move |(other, _)| *other != number).map(|(_, other)| other);
+    for (number, question) in questions.iter_mut().enumerate().filter(|(_, question)| question.host != HostSpec::NONE) {
+        if question.device.kind != DeviceKind::Paper {
+            let others: Bytes = taken(number).filter(here).map(|device| device.budget).sum();
+            let free = Memory::read().free.saturating_sub(others);
+            question.host.budget = question.host.budget.min(free);
+        }
+    }
+    let host = questions.iter().map(|question| question.host.budget).max().unwrap_or_default();
+    Ok(TeamQuestion { devices: questions, host, all: file.run.team == TeamOf::All })
 }
 
 /// What a run file says about adapters and coarser arithmetic. What has been decided is not open any more.
@@ -574,18 +604,46 @@ fn virtual_device(
     })
 }
 
-/// Plans a training run on each device that the run file names and takes the fastest that fits; where
-/// none does, the one that lacks the least, or the processor in its place. The others are left out.
+/// A training run as it is planned.
+#[derive(Debug)]
+pub struct Planned {
+    /// The model, and the first device of those that take part.
+    pub resolved: Resolved,
+    /// The devices that take part, in the order of ranks.
+    pub devices: Vec<DeviceSpec>,
+    /// The whole plan, with the Programs of the first device.
+    pub answer: Answer,
+}
+
+/// Plans a training run on the devices that the run file names; where none can hold it, for the one that lacks the least,
+/// or for the processor in its place. With `explain` the other ways to share out are named.
 ///
 /// # Errors
 /// As [`Resolved::new`].
-pub fn plan(file: &RunFile) -> Result<(Resolved, Answer), Failure> {
+pub fn plan(file: &RunFile, explain: bool) -> Result<Planned, Failure> {
     let mut resolved = Resolved::new(file)?;
-    let answer = resolved.prefer(file, Work::Train)?;
+    let mut devices = vec![resolved.device.clone()];
+    devices.append(&mut resolved.others);
+    let team = team_question(file, &resolved.model, &devices)?;
+    let TeamAnswer { parts, mut plan } = share_out(&team);
+    if explain && devices.len() > 1 {
+        plan.alternatives = alternatives(&team, &plan);
+    }
+    let part: Vec<usize> = parts.iter().map(|part| part.device).collect();
+    let first = parts.into_iter().next().expect("somebody takes part");
+    let answer = Answer { plan, ..first.answer };
+    let (taken, left): (Vec<_>, Vec<_>) =
+        devices.into_iter().enumerate().partition(|(device, _)| part.contains(device));
+    let mut devices: Vec<DeviceSpec> = taken.into_iter().map(|(_, device)| device).collect();
+    resolved.others = left.into_iter().map(|(_, device)| device).collect();
+    resolved.device = devices[0].clone();
     let mut answer =
         resolved.or_on_cpu(file, answer, |resolved, file| Ok(search(&resolved.question(file, Work::Train)?)))?;
-    answer.plan.learned = learned(&resolved.device);
-    Ok((resolved, answer))
+    if resolved.fallback.is_some() {
+        devices = vec![resolved.device.clone()];
+    }
+    answer.plan.learned = devices.iter().find_map(learned);
+    Ok(Planned { resolved, devices, answer })
 }
 
 /// Plans that fit come first, by time; then those that do not, by what they lack.
@@ -647,22 +705,24 @@ mod tests {
     #[test]
     fn a_preset_on_paper_is_planned_without_a_device() {
         let file = file(&["model.preset=smollm2-135m", "run.devices=rtx3090=8GiB", "recipe.recompute=block"]);
-        let (resolved, answer) = plan(&file).unwrap();
+        let Planned { resolved, answer, .. } = plan(&file, false).unwrap();
         assert_eq!(resolved.device.budget, Bytes::gib(8));
         assert!(answer.plan.fits);
         assert_eq!(answer.plan.recipe.recompute, vec![RecomputeLevel::Block; 30]);
     }
 
     #[test]
-    fn of_several_devices_the_fastest_that_fits_is_planned_and_the_others_are_named() {
+    fn several_devices_are_a_team_of_those_that_can_hold_the_model() {
         let model = "model.preset=smollm2-135m";
         let used = |devices: &str| {
-            let (resolved, _) = plan(&file(&[model, devices])).unwrap();
-            (resolved.device.name, resolved.others.iter().map(|other| other.name.clone()).collect::<Vec<_>>())
+            let planned = plan(&file(&[model, devices]), false).unwrap();
+            let names = |devices: &[DeviceSpec]| devices.iter().map(|device| device.name.clone()).collect::<Vec<_>>();
+            (names(&planned.devices), names(&planned.resolved.others))
         };
-        assert_eq!(used("run.devices=rtx3070,rtx3090"), ("rtx3090".into(), vec!["rtx3070".into()]));
-        assert_eq!(used("run.devices=rtx3070,rtx3090=1GiB"), ("rtx3070".into(), vec!["rtx3090".into()]));
-        assert_eq!(used("run.devices=rtx3070=1GiB,rtx3090=2GiB"), ("rtx3090".into(), vec!["rtx3070".into()]));
+        let names = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
+        assert_eq!(used("run.devices=rtx3070,rtx3090"), (names(&["rtx3070", "rtx3090"]), names(&[])));
+        assert_eq!(used("run.devices=rtx3070,rtx3090=1GiB"), (names(&["rtx3070"]), names(&["rtx3090"])));
+        assert_eq!(used("run.devices=rtx3070=1GiB,rtx3090=2GiB"), (names(&["rtx3090"]), names(&["rtx3070"])));
     }
 
     #[test]

@@ -1,6 +1,8 @@
 //! A plan as a person reads it: the table, the recipes that were tried, and what would fit where it
 //! does not. Pure: data to text.
 
+mod team;
+
 use crate::text::{columns, count, percent, seconds, wrapped};
 use plimsoll_core::{
     Bytes, Category, Class, DevicePlan, DeviceSpec, Effect, Failure, Fallback, Need, Plan, Recipe, Rung, RungPrice,
@@ -36,8 +38,13 @@ pub fn table(view: &PlanView) -> String {
     if let Some(fallback) = &plan.fallback {
         text += &wrapped(&fell_back(plan, fallback), WIDTH, "  ");
     }
-    text += &wrapped(&format!("recipe: {} ({})", plan.recipe, class(plan.class)), WIDTH, "  ");
-    text += &wrapped(&format!("why: {}", why(view)), WIDTH, "  ");
+    if plan.team.is_empty() {
+        text += &team::left_out(plan);
+        text += &wrapped(&format!("recipe: {} ({})", plan.recipe, class(plan.class)), WIDTH, "  ");
+        text += &wrapped(&format!("why: {}", why(view)), WIDTH, "  ");
+    } else {
+        text += &team::shares(view);
+    }
 
     let mut columns_of: Vec<(&DevicePlan, Option<&DeviceSpec>)> =
         plan.devices.iter().enumerate().map(|(index, device)| (device, specs.get(index))).collect();
@@ -225,7 +232,8 @@ fn rungs_taken(view: &PlanView) -> Option<String> {
 /// What each rung frees and costs, and the recipes that were tried, fastest first, with what the search made of each.
 /// Ends with a line break.
 pub fn explain(view: &PlanView) -> String {
-    rungs(view) + &recipes_tried(view)
+    let ways = team::alternatives(view.plan);
+    if view.plan.team.is_empty() { ways + &rungs(view) + &recipes_tried(view) } else { ways }
 }
 
 /// Each rung alone, and those that the plan takes. Ends with an empty line where there are any.
@@ -403,6 +411,7 @@ mod tests {
             ladder: vec![],
             sharing: None,
             team: vec![],
+            worth: None,
             left_out: vec![],
             alternatives: vec![],
         }

@@ -10,16 +10,18 @@ use plimsoll_watch::text::shell_word;
 pub struct Change {
     /// The rungs that are allowed.
     pub allow: Vec<Rung>,
-    /// The load line of every device.
+    /// The load line of every device, or of those of one name.
     pub budget: Option<Bytes>,
+    /// That name.
+    pub device: Option<String>,
     /// The load line of the host.
     pub host: Option<Bytes>,
 }
 
 /// The words of a command with a change. `request` is what the command's devices come to.
 pub fn changed(words: impl Iterator<Item = String>, request: &DevicesRequest, change: &Change) -> Vec<String> {
-    let Change { allow, budget, host } = change;
-    let in_devices = devices_have_budgets(request);
+    let Change { allow, budget, device, host } = change;
+    let in_devices = devices_have_budgets(request) || device.is_some();
     let mut flags: Vec<(&str, &str, String)> = Vec::new();
     if !allow.is_empty() {
         let names: Vec<String> = allow.iter().map(Rung::to_string).collect();
@@ -31,7 +33,7 @@ pub fn changed(words: impl Iterator<Item = String>, request: &DevicesRequest, ch
     if host.is_some() || budget.is_some() && in_devices {
         let mut request = request.clone();
         if let (Some(bytes), true) = (*budget, in_devices) {
-            give(&mut request, bytes);
+            give(&mut request, device.as_deref(), bytes);
         }
         request.host = host.map(Budget::Amount).or(request.host);
         flags.push(("--devices", "run.devices", request.to_string()));
@@ -83,10 +85,10 @@ pub fn devices_have_budgets(request: &DevicesRequest) -> bool {
     })
 }
 
-/// Gives every device this load line.
-fn give(request: &mut DevicesRequest, bytes: Bytes) {
+/// Gives every device this load line, or those of one name.
+fn give(request: &mut DevicesRequest, name: Option<&str>, bytes: Bytes) {
     let amount = Budget::Amount(bytes);
-    for device in &mut request.devices {
+    for device in request.devices.iter_mut().filter(|device| name.is_none_or(|name| device.name() == name)) {
         match device {
             DeviceRequest::Cpu { budget }
             | DeviceRequest::Cuda { budget, .. }
@@ -122,7 +124,7 @@ mod tests {
 
     #[test]
     fn settings_that_would_win_over_the_change_are_left_out() {
-        let change = Change { allow: RUNGS.to_vec(), budget: Some(Bytes::mib(41)), host: None };
+        let change = Change { allow: RUNGS.to_vec(), budget: Some(Bytes::mib(41)), ..Change::default() };
         let line = ["plimsoll", "plan", "--set", "memory.budget=1GiB", "--set=memory.allow=[]", "--set", "run.dir=a b"];
         assert_eq!(again(&line, "cpu", &change), "plimsoll plan --set 'run.dir=a b' --allow lora,nf4 --budget 41MiB");
         let line =
@@ -137,7 +139,7 @@ mod tests {
     fn load_lines_are_given_where_they_are_taken_from() {
         let line = ["plimsoll", "plan"];
         let (budget, host) = (Some(Bytes::mib(41)), Some(Bytes::gib(3)));
-        let both = Change { allow: vec![], budget, host };
+        let both = Change { budget, host, ..Change::default() };
         let flags = |devices: &str, change: &Change| again(&line, devices, change)["plimsoll plan ".len()..].to_owned();
         let line = Change { host: None, ..both.clone() };
         assert_eq!(flags("auto", &line), "--budget 41MiB");
@@ -145,6 +147,11 @@ mod tests {
         assert_eq!(flags("cpu=1GiB", &line), "--devices cpu=41MiB");
         assert_eq!(flags("virtual:a=600MiB@0.5,host=1GiB", &line), "--devices virtual:a=41MiB@0.5,host=1GiB");
         assert_eq!(flags("rtx3070", &both), "--budget 41MiB --devices rtx3070,host=3GiB");
+        let one = Change { device: Some("rtx3070".into()), ..line.clone() };
+        assert_eq!(
+            again(&["plimsoll", "plan"], "rtx3090,rtx3070", &one),
+            "plimsoll plan --devices rtx3090,rtx3070=41MiB"
+        );
         let host = Change { budget: None, ..both };
         assert_eq!(flags("virtual:a=600MiB@0.5,host=1GiB", &host), "--devices virtual:a=600MiB@0.5,host=3GiB");
     }

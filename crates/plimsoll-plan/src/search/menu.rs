@@ -111,10 +111,4 @@ impl<'q> Menu<'q> {
     pub fn strike(&mut self, recipe: &Recipe) {
         self.list.retain(|dish| dish.candidate.recipe != *recipe);
     }
-
-    /// What the host holds under one of its recipes, by its bound.
-    pub fn host_bytes_of(&self, recipe: &Recipe) -> u64 {
-        let dish = self.list.iter().find(|dish| dish.candidate.recipe == *recipe);
-        dish.map_or(0, |dish| dish.candidate.host)
-    }
 }

@@ -16,7 +16,7 @@ mod side_by_side;
 
 use crate::layout::{Layout, lay_out};
 use crate::price::Prices;
-use measure::{Candidate, Measurer};
+use measure::Measurer;
 use plimsoll_core::{
     Bytes, Class, DType, DeviceKind, DevicePlan, DeviceSpec, HostSpec, Need, Offload, Plan, Predicted, Recipe,
     RecomputeLevel, Rung, Space,
@@ -31,7 +31,7 @@ use rungs::Sets;
 
 pub use ladder::ladder;
 pub use lean::lean;
-pub(crate) use measure::bare;
+pub(crate) use measure::{Candidate, bare};
 pub(crate) use menu::Menu;
 pub use rungs::under;
 pub(crate) use rungs::{leanest, sets};
@@ -297,6 +297,12 @@ pub fn search(question: &Question) -> Answer {
     answer
 }
 
+/// Whether a device can hold anything under the present rungs, by the bounds of the recipe that needs the least.
+pub(crate) fn can_hold(question: &Question) -> bool {
+    let bound = question.device.arena_budget().0.saturating_add(1);
+    offload::leanest(&Measurer::new(question), Some(bound)).is_some()
+}
+
 /// The fastest recipe that fits, by its packed arenas. What is looked at is added to `tried`, fastest first.
 fn fastest(question: &Question, tried: &mut Vec<Tried>) -> Option<Laid> {
     let measurer = Measurer::new(question);
@@ -406,6 +412,7 @@ fn write_down(question: &Question, fits: bool, recipe: Recipe, set: &ProgramSet,
         ladder: vec![],
         sharing: None,
         team: vec![],
+        worth: None,
         left_out: vec![],
         alternatives: vec![],
     }

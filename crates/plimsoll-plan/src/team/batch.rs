@@ -2,8 +2,8 @@
 //! it can be, and which devices are worth having.
 
 use super::exchange::Exchange;
-use crate::search::{Menu, Question};
-use plimsoll_core::{Bytes, DeviceSpec, Recipe};
+use crate::search::{Candidate, Menu, Question};
+use plimsoll_core::{DeviceSpec, Recipe};
 
 /// The devices of a team with what each can do. Devices that are alike have one menu.
 pub(super) struct Crew<'q> {
@@ -68,26 +68,55 @@ impl<'q> Crew<'q> {
 
     /// The fastest shares of some devices, whether or not fewer would be faster; `None` where one of them would have none.
     pub fn split(&self, devices: &[usize]) -> Option<Split> {
+        self.split_under(devices, &self.exchange(devices))
+    }
+
+    /// The same if nothing had to be exchanged.
+    pub fn split_without_exchange(&self, devices: &[usize]) -> Option<Split> {
+        self.split_under(devices, &Exchange::default())
+    }
+
+    /// The same number of sequences for everybody, as far as they go.
+    pub fn even(&self, devices: &[usize]) -> Option<Split> {
+        let ranks = devices.len() as u64;
+        let sequences = (0..ranks).map(|rank| self.total * (rank + 1) / ranks - self.total * rank / ranks);
+        self.priced(devices, sequences.collect())
+    }
+
+    /// What given shares come to; `None` where somebody has none, or cannot do it.
+    fn priced(&self, devices: &[usize], sequences: Vec<u64>) -> Option<Split> {
         let exchange = self.exchange(devices);
+        let of = |(&device, &own): (&usize, &u64)| self.seconds(device, own, &exchange);
+        let seconds = devices.iter().zip(&sequences).map(of).fold(0.0, f64::max);
+        let possible = seconds.is_finite() && sequences.iter().all(|&own| own > 0);
+        possible.then(|| Split { devices: devices.to_vec(), sequences, seconds })
+    }
+
+    /// Seconds of a step in which a device does so many sequences.
+    fn seconds(&self, device: usize, sequences: u64, exchange: &Exchange) -> f64 {
+        let best = self.menu(device).best(sequences, &|passes| exchange.beyond(passes));
+        best.map_or(f64::INFINITY, |(_, seconds)| seconds)
+    }
+
+    fn split_under(&self, devices: &[usize], exchange: &Exchange) -> Option<Split> {
+        let seconds_of = |device: usize, sequences: u64| self.seconds(device, sequences, exchange);
         let wait = |passes: f64| exchange.beyond(passes);
-        let seconds_of = |device: usize, sequences: u64| match sequences {
-            0 => 0.0,
-            _ => self.menu(device).best(sequences, &wait).map_or(f64::INFINITY, |(_, seconds)| seconds),
-        };
-        let within = |seconds: f64| devices.iter().map(move |&device| (device, seconds));
-        let most = |(device, seconds): (usize, f64)| self.menu(device).most(seconds, &wait).min(self.total);
+        let most = |device: usize, seconds: f64| self.menu(device).most(seconds, &wait).min(self.total);
         // The least time in which all of it is done; the one that does it alone in the shortest has time enough.
         let alone = devices.iter().map(|&device| seconds_of(device, self.total)).fold(f64::INFINITY, f64::min);
-        if !alone.is_finite() {
+        // Nobody is without work.
+        let one_each = devices.iter().map(|&device| seconds_of(device, 1)).fold(0.0, f64::max);
+        if !alone.is_finite() || !one_each.is_finite() || self.total < devices.len() as u64 {
             return None;
         }
         let (mut low, mut high) = (0.0, alone);
         for _ in 0..100 {
             let middle = 0.5 * (low + high);
-            let done: u64 = within(middle).map(most).sum();
+            let done: u64 = devices.iter().map(|&device| most(device, middle)).sum();
             if done >= self.total { high = middle } else { low = middle }
         }
-        let mut sequences: Vec<u64> = within(high).map(most).collect();
+        let within = high.max(one_each);
+        let mut sequences: Vec<u64> = devices.iter().map(|&device| most(device, within)).collect();
         // What is too much is taken from those that take longest, so that devices that are alike do alike.
         let mut seconds: Vec<f64> =
             devices.iter().zip(&sequences).map(|(&device, &own)| seconds_of(device, own)).collect();
@@ -95,13 +124,12 @@ impl<'q> Crew<'q> {
             let longest = |a: &usize, b: &usize| {
                 seconds[*a].total_cmp(&seconds[*b]).then(sequences[*a].cmp(&sequences[*b])).then(a.cmp(b))
             };
-            let from = (0..devices.len()).filter(|&rank| sequences[rank] > 0).max_by(longest)?;
+            let from = (0..devices.len()).filter(|&rank| sequences[rank] > 1).max_by(longest)?;
             sequences[from] -= 1;
             seconds[from] = seconds_of(devices[from], sequences[from]);
         }
         let slowest = seconds.iter().copied().fold(0.0, f64::max);
-        let all_work = sequences.iter().all(|&own| own > 0);
-        all_work.then(|| Split { devices: devices.to_vec(), sequences, seconds: slowest })
+        Some(Split { devices: devices.to_vec(), sequences, seconds: slowest })
     }
 
     /// The fastest of all teams of these devices that are looked at: the fastest so many of them, and then with one more or
@@ -137,21 +165,14 @@ impl<'q> Crew<'q> {
         }
     }
 
-    /// The recipe of each of a team.
-    pub fn recipes(&self, split: &Split) -> Vec<Recipe> {
+    /// What each of a team does best with its share.
+    pub fn found(&self, split: &Split) -> Vec<&Candidate> {
         let exchange = self.exchange(&split.devices);
         let of = |(&device, &own): (&usize, &u64)| {
             let best = self.menu(device).best(own, &|passes| exchange.beyond(passes));
-            best.expect("a share has a recipe").0.recipe.clone()
+            best.expect("a share has a recipe").0
         };
         split.devices.iter().zip(&split.sequences).map(of).collect()
-    }
-
-    /// Bytes on the host that each of a team wants.
-    pub fn host_bytes(&self, split: &Split) -> Vec<Bytes> {
-        let recipes = self.recipes(split);
-        let of = |(&device, recipe): (&usize, &Recipe)| Bytes(self.menu(device).host_bytes_of(recipe));
-        split.devices.iter().zip(&recipes).map(of).collect()
     }
 
     /// Looks at recipes near those of a team; answers whether there were any.
@@ -165,5 +186,107 @@ impl<'q> Crew<'q> {
     /// Takes a recipe off a device's menu.
     pub fn strike(&mut self, device: usize, recipe: &Recipe) {
         self.menus[self.kind[device]].strike(recipe);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::search::{Lossy, Pins};
+    use plimsoll_core::{Bytes, DType, DeviceKind, HostSpec, Link, Rates};
+    use plimsoll_program::Share;
+    use plimsoll_program::models::decoder::{AdamState, Optimizer, Source};
+    use plimsoll_program::models::{ModelConfig, preset};
+    use proptest::prelude::*;
+
+    fn device(pace: f64, budget: Bytes, megabytes_per_second: f64) -> DeviceSpec {
+        let core = Rates {
+            f32_flops: 100e9,
+            bf16_flops: 200e9,
+            memory_bytes_per_second: 20e9,
+            op_seconds: 2e-6,
+            host_link: Link { bytes_per_second: 16e9, latency_seconds: 10e-6 },
+            measured: false,
+            ops: plimsoll_core::OpRates::default(),
+        };
+        DeviceSpec {
+            name: "any".into(),
+            kind: DeviceKind::Paper,
+            budget,
+            charges: Bytes::mib(8),
+            charges_measured: false,
+            threads: 1,
+            rates: core.paced(pace),
+            team_link: Link { bytes_per_second: megabytes_per_second * 1e6, latency_seconds: 1e-5 },
+        }
+    }
+
+    fn question<'a>(config: &'a ModelConfig, device: &'a DeviceSpec, sequences: u64) -> Question<'a> {
+        let state = AdamState::Full;
+        Question {
+            config,
+            precision: DType::F32,
+            sequence: 64,
+            sequences,
+            source: Source::Random { seed: 1 },
+            optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state }),
+            evaluate: false,
+            generation: None,
+            device,
+            host: HostSpec::NONE,
+            lossy: Lossy::default(),
+            pins: Pins::default(),
+            rungs: vec![],
+            share: Share::ALONE,
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(32))]
+        #[test]
+        fn no_other_shares_and_no_other_devices_are_faster(
+            kinds in prop::collection::vec((0.05f64..1.0, 500u64..1500, 1.0f64..4.0), 1..4),
+            copies in prop::collection::vec(1usize..3, 3),
+            total in 1u64..96,
+        ) {
+            let config = ModelConfig { layers: 2, ..preset("smollm2-135m").expect("listed") };
+            let devices: Vec<DeviceSpec> = kinds
+                .iter()
+                .zip(&copies)
+                .flat_map(|((pace, mib, decade), copies)| vec![device(*pace, Bytes::mib(*mib), 10f64.powf(*decade)); *copies])
+                .collect();
+            let questions: Vec<Question> =
+                devices.iter().map(|device| question(&config, device, total.div_ceil(devices.len() as u64))).collect();
+            let crew = Crew::new(&questions, total);
+            let able = crew.able();
+            let Some(best) = crew.fastest(&able) else {
+                prop_assert!(able.is_empty());
+                return Ok(());
+            };
+            prop_assert_eq!(best.sequences.iter().sum::<u64>(), total);
+            prop_assert_eq!(crew.priced(&best.devices, best.sequences.clone()), Some(best.clone()));
+            let ranks = best.devices.len();
+            for (from, to) in (0..ranks).flat_map(|from| (0..ranks).map(move |to| (from, to))) {
+                let mut moved = best.sequences.clone();
+                moved[from] -= 1;
+                moved[to] += 1;
+                if let Some(moved) = crew.priced(&best.devices, moved) {
+                    prop_assert!(moved.seconds >= best.seconds, "{best:?}, {moved:?}");
+                }
+                if crew.alike(best.devices[from], best.devices[to]) {
+                    prop_assert!(best.sequences[from].abs_diff(best.sequences[to]) <= 1, "{best:?}");
+                }
+            }
+            for &device in &able {
+                let mut devices = best.devices.clone();
+                match devices.binary_search(&device) {
+                    Ok(at) => drop(devices.remove(at)),
+                    Err(at) => devices.insert(at, device),
+                }
+                if let Some(other) = crew.split(&devices).filter(|_| !devices.is_empty()) {
+                    prop_assert!(other.seconds >= best.seconds, "{best:?}, {other:?}");
+                }
+            }
+        }
     }
 }

@@ -5,11 +5,14 @@
 //! recipes of each device that fit, measured once and priced for any share; only what is chosen is packed. A device that
 //! would slow the others, or cannot hold the model, is left out and named, with what would use it.
 
+mod alternatives;
 mod batch;
 mod exchange;
 mod whole;
 
-use crate::search::{Answer, Question, leanest, plan_like, plan_of, search, sets, under};
+use crate::paper;
+use crate::search::{Answer, Question, can_hold, leanest, plan_like, plan_of, search, sets, under};
+pub use alternatives::alternatives;
 use batch::{Crew, Split};
 use plimsoll_core::{Bytes, HostSpec, LeftOut, Member, Plan, Recipe, Rung, Sharing};
 use plimsoll_program::Share;
@@ -55,6 +58,23 @@ impl<'a> TeamQuestion<'a> {
     /// Sequences of a step, of all devices together.
     fn total(&self) -> u64 {
         self.devices.first().map_or(0, |question| question.sequences)
+    }
+
+    /// The first device of each kind.
+    fn kinds(&self) -> Vec<usize> {
+        let first = |device: &usize| self.first_alike(*device) == *device;
+        (0..self.devices.len()).filter(first).collect()
+    }
+
+    /// The first device that is like another.
+    fn first_alike(&self, device: usize) -> usize {
+        let like = |other: &usize| batch::alike(&self.devices[*other], &self.devices[device]);
+        (0..device).find(like).unwrap_or(device)
+    }
+
+    /// Tokens of a step, padding counted.
+    fn tokens(&self) -> f64 {
+        self.devices.first().map_or(0.0, |question| (question.sequences * question.sequence) as f64)
     }
 
     /// The question of one device that takes such a share, beside so much of the host.
@@ -112,24 +132,35 @@ pub fn share_out(team: &TeamQuestion) -> TeamAnswer {
             return answer;
         }
     }
-    // Where all have to take part, one of them does not fit.
-    let refused = fastest_alone(team, team.all);
-    let others = (0..team.devices.len()).filter(|&device| device != refused.0 && !team.all);
-    let left_out = others.map(|device| cannot_hold(team, device, &[])).collect();
+    // Where all have to take part, one of them does not fit. Where none fits, what is missing is worked out for one.
+    let lacks = |device: &usize| {
+        let question = &team.devices[*device];
+        leanest(question, &question.lossy.allow).device.saturating_sub(question.device.arena_budget().0)
+    };
+    let refused = match team.all {
+        true => fastest_alone(team, true),
+        false => {
+            let device = team.kinds().into_iter().min_by_key(lacks).expect("a team has a device");
+            (device, search(&team.devices[device]))
+        }
+    };
+    let others: Vec<usize> = (0..team.devices.len()).filter(|&device| device != refused.0 && !team.all).collect();
+    // What would use the others is said by what the refusal needs.
+    let left_out = cannot_hold(team, &others, &[], false);
     alone(team, refused, left_out)
 }
 
 /// The best answer of any device by itself: what fits by its time, what does not by what it lacks; or, with
-/// `refused_first`, of those that do not fit.
+/// `refused_first`, of those that do not fit. Devices that are alike are asked once.
 fn fastest_alone(team: &TeamQuestion, refused_first: bool) -> (usize, Answer) {
     let order = |plan: &Plan| match plan.fits {
         true => -1.0 / plan.predicted.step_seconds,
         false => plan.devices[0].peak_bytes.saturating_sub(plan.devices[0].budget_bytes).0 as f64,
     };
-    let answers = team.devices.iter().map(search).enumerate();
-    let rank = |(_, answer): &(usize, Answer)| (refused_first && answer.plan.fits, order(&answer.plan));
-    let best =
-        answers.map(|answer| (rank(&answer), answer)).min_by(|(a, _), (b, _)| a.0.cmp(&b.0).then(a.1.total_cmp(&b.1)));
+    let rank = |answer: &Answer| (refused_first && answer.plan.fits, order(&answer.plan));
+    let answers = team.kinds().into_iter().map(|device| (device, search(&team.devices[device])));
+    let ranked = answers.map(|(device, answer)| (rank(&answer), (device, answer)));
+    let best = ranked.min_by(|(a, _), (b, _)| a.0.cmp(&b.0).then(a.1.total_cmp(&b.1)));
     best.expect("a team has a device").1
 }
 
@@ -165,7 +196,7 @@ fn under_rungs(team: &TeamQuestion, rungs: &[Rung]) -> Option<TeamAnswer> {
             }
         }
         // All of them have one host.
-        let wanted = crew.host_bytes(&split);
+        let wanted: Vec<Bytes> = crew.found(&split).iter().map(|found| Bytes(found.host)).collect();
         let all_wanted: Bytes = wanted.iter().copied().sum();
         if all_wanted > team.host {
             let of = |bytes: Bytes| Bytes((team.host.0 as f64 * (bytes.0 as f64 / all_wanted.0 as f64)) as u64);
@@ -198,7 +229,7 @@ fn packed<'q>(
                 return Some(alone(team, (device, answer), left_out));
             }
         }
-        let recipes = crew.recipes(&split);
+        let recipes: Vec<Recipe> = crew.found(&split).iter().map(|found| found.recipe.clone()).collect();
         let shares = batch_shares(&split.sequences);
         let mut parts: Vec<Part> = Vec::new();
         for (rank, share) in shares.into_iter().enumerate() {
@@ -224,6 +255,7 @@ fn packed<'q>(
             let mut plan = whole::plan(team, &mut parts);
             if plan.fits {
                 plan.left_out = left_out(team, rungs, &crew, &split);
+                plan.worth = Some(alternatives::worth(team, &crew, &split));
                 return Some(TeamAnswer { parts, plan });
             }
             // Packed, they want more of the host than there is.
@@ -240,60 +272,66 @@ fn packed<'q>(
 fn left_out(team: &TeamQuestion, rungs: &[Rung], crew: &Crew, split: &Split) -> Vec<LeftOut> {
     let able = crew.able();
     let out = (0..team.devices.len()).filter(|device| !split.devices.contains(device));
+    let (slow, unable): (Vec<usize>, Vec<usize>) = out.partition(|device| able.contains(device));
     let why = |device: usize| {
-        if !able.contains(&device) {
-            return cannot_hold(team, device, rungs);
-        }
         let mut devices = split.devices.clone();
         devices.push(device);
         devices.sort_unstable();
-        let tokens = (team.total() * team.devices[0].sequence) as f64;
-        let with = crew.split(&devices).filter(|with| with.seconds.is_finite());
-        let name = team.devices[device].device.name.clone();
-        match with {
-            Some(with) => LeftOut {
-                device: name,
-                why: format!(
-                    "it would slow the team: {:.1} % of the tokens a second with it",
-                    100.0 * split.seconds / with.seconds
-                ),
-                used_by: Some("--set run.team=all".to_owned()),
-                tokens_per_second: Some(tokens / with.seconds),
-            },
-            None => LeftOut {
-                device: name,
-                why: "no sequence of a step is left for it".to_owned(),
-                used_by: None,
-                tokens_per_second: None,
-            },
+        let named = |why: String| LeftOut {
+            device: team.devices[device].device.name.clone(),
+            why,
+            used_by: None,
+            tokens_per_second: None,
+        };
+        let Some(with) = crew.split(&devices) else {
+            return named("no sequence of a step is left for it".to_owned());
+        };
+        let share = 100.0 * split.seconds / with.seconds;
+        LeftOut {
+            used_by: Some("--set run.team=all".to_owned()),
+            tokens_per_second: Some(team.tokens() / with.seconds),
+            ..named(format!("it would slow the team: to {share:.1} % of the tokens a second, predicted"))
         }
     };
-    out.map(why).collect()
+    slow.into_iter().map(why).chain(cannot_hold(team, &unable, rungs, true)).collect()
 }
 
-/// A device that cannot hold the model under some rungs: with the least loss or the load line that would do.
-fn cannot_hold(team: &TeamQuestion, device: usize, rungs: &[Rung]) -> LeftOut {
+/// Devices that cannot hold the model under some rungs; where it is asked for, with the least loss or the load line that
+/// would do.
+fn cannot_hold(team: &TeamQuestion, devices: &[usize], rungs: &[Rung], ways: bool) -> Vec<LeftOut> {
+    let mut known: Vec<(usize, LeftOut)> = Vec::new();
+    for &device in devices {
+        let like = known.iter().find(|(other, _)| team.first_alike(*other) == team.first_alike(device));
+        let why = like.map_or_else(|| lacks(team, device, rungs, ways), |(_, why)| why.clone());
+        known.push((device, LeftOut { device: team.devices[device].device.name.clone(), ..why }));
+    }
+    known.into_iter().map(|(_, why)| why).collect()
+}
+
+/// What a device lacks to hold the model by itself.
+fn lacks(team: &TeamQuestion, device: usize, rungs: &[Rung], ways: bool) -> LeftOut {
     let question = team.of(device, &Share::ALONE, 1, team.host);
     let name = &question.device.name;
     let smallest = leanest(&under(&question, rungs), &[]);
     let peak = Bytes(smallest.device) + question.device.charges;
     let offered: Vec<Rung> = Rung::ALL.into_iter().filter(|rung| question.lossy.offer.contains(rung)).collect();
-    let fits = |set: &Vec<Rung>| {
-        !set.is_empty() && leanest(&under(&question, set), &[]).device <= question.device.arena_budget().0
-    };
-    let rungs_that_do =
-        sets(&question, &offered).into_iter().filter(|set| rungs.iter().all(|rung| set.contains(rung))).find(fits);
-    let used_by = match rungs_that_do {
+    let further = |set: &Vec<Rung>| ways && set.len() > rungs.len() && rungs.iter().all(|rung| set.contains(rung));
+    let fits = |set: &Vec<Rung>| can_hold(&under(&question, set));
+    let enough = sets(&question, &offered).into_iter().filter(further).find(fits);
+    let used_by = match enough {
         Some(set) => {
             let names: Vec<String> = set.iter().map(Rung::to_string).collect();
-            format!("--allow {}", names.join(","))
+            Some(format!("--allow {}", names.join(",")))
         }
-        None => format!("--devices {name}={}", Bytes::mib(peak.0.div_ceil(1 << 20))),
+        // No more is written down than a device on paper has.
+        None if !ways => None,
+        None if paper::usable(name).is_some_and(|has| has < peak) => None,
+        None => Some(format!("{name}={} in --devices", Bytes::mib(peak.0.div_ceil(1 << 20)))),
     };
     LeftOut {
         device: name.clone(),
         why: format!("its smallest recipe holds {peak}, and its load line is {}", question.device.budget),
-        used_by: Some(used_by),
+        used_by,
         tokens_per_second: None,
     }
 }

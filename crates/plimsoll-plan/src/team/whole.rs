@@ -2,7 +2,7 @@
 
 use super::{Part, TeamQuestion};
 use crate::price::Prices;
-use plimsoll_core::{Bytes, Class, DevicePlan, Member, Plan, Predicted, Sharing};
+use plimsoll_core::{Bytes, Class, DevicePlan, Link, Member, Plan, Predicted, Sharing};
 use plimsoll_program::Schedule;
 
 /// The whole plan: fits where every member does and all together are under the host's load line. Each member's own plan
@@ -14,10 +14,15 @@ pub(super) fn plan(team: &TeamQuestion, parts: &mut [Part]) -> Plan {
     for part in parts.iter_mut().filter(|part| part.answer.plan.host.budget_bytes > Bytes::ZERO) {
         part.answer.plan.host.budget_bytes = part.answer.plan.host.arena_bytes + Bytes(left);
     }
+    let link = slowest(parts.iter().map(|part| team.devices[part.device].device.team_link));
+    let busy: Vec<(f64, f64)> = parts.iter().map(|part| busy(team, part, link)).collect();
+    for (part, (busy, waits)) in parts.iter_mut().zip(&busy) {
+        let (question, step_seconds) = (&team.devices[part.device], busy + waits);
+        let tokens = (part.sequences * question.sequence) as f64;
+        part.answer.plan.predicted = Predicted { step_seconds, tokens_per_second: tokens / step_seconds };
+    }
     let (first, many) = (&parts[0].answer.plan, parts.len() > 1);
-    let busy: Vec<(f64, f64)> = parts.iter().map(|part| busy(team, part)).collect();
     let step_seconds = busy.iter().map(|(busy, waits)| busy + waits).fold(0.0, f64::max);
-    let tokens = (team.total() * team.devices[0].sequence) as f64;
     let member = |(part, (busy, _)): (&Part, &(f64, f64))| Member {
         device: team.devices[part.device].device.name.clone(),
         recipe: part.answer.plan.recipe.clone(),
@@ -35,24 +40,27 @@ pub(super) fn plan(team: &TeamQuestion, parts: &mut [Part]) -> Plan {
         sharing: many.then_some(Sharing::Batch),
         team: if many { parts.iter().zip(&busy).map(member).collect() } else { vec![] },
         host: host(team, parts),
-        predicted: Predicted { step_seconds, tokens_per_second: tokens / step_seconds },
+        predicted: Predicted { step_seconds, tokens_per_second: team.tokens() / step_seconds },
         ..first.clone()
     }
 }
 
+/// The link that sets the pace of a team's exchange: its slowest.
+fn slowest(links: impl Iterator<Item = Link>) -> Link {
+    let slower = |a: Link, b: Link| if b.bytes_per_second < a.bytes_per_second { b } else { a };
+    links.reduce(slower).unwrap_or(Link::MEMORY)
+}
+
 /// Seconds in which a device computes, and those in which it waits for the sums of the team alone.
-fn busy(team: &TeamQuestion, part: &Part) -> (f64, f64) {
-    let (question, plan) = (&team.devices[part.device], &part.answer.plan);
-    let prices = Prices {
-        rates: &question.device.rates,
-        host: &question.host,
-        precision: part.answer.precision,
-        team_link: question.device.team_link,
-    };
-    let count = part.sequences.div_ceil(u64::from(plan.recipe.micro_batch)) as u32;
+fn busy(team: &TeamQuestion, part: &Part, team_link: Link) -> (f64, f64) {
+    let (question, set) = (&team.devices[part.device], &part.answer.set);
+    let prices =
+        Prices { rates: &question.device.rates, host: &question.host, precision: part.answer.precision, team_link };
+    let count = part.sequences.div_ceil(u64::from(part.answer.plan.recipe.micro_batch)) as u32;
     let mut calls = Schedule::accumulate(count).calls;
+    let whole = prices.schedule_seconds(set, &calls);
     calls.iter_mut().for_each(|call| call.last = false);
-    let (computes, whole) = (prices.schedule_seconds(&part.answer.set, &calls), plan.predicted.step_seconds);
+    let computes = prices.schedule_seconds(set, &calls);
     (computes, (whole - computes).max(0.0))
 }
 

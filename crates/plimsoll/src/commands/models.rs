@@ -5,7 +5,7 @@ use crate::args::BenchModelsArgs;
 use crate::{say, signals};
 use plimsoll_core::{DeviceKind, Exit, Failure, ModelRow, ModelStatus, ModelsBench, RunResult};
 use plimsoll_program::models::of_size;
-use plimsoll_train::resolve::plan;
+use plimsoll_train::resolve::{Planned, plan};
 use plimsoll_train::run_file::RunFile;
 use plimsoll_watch::models::table;
 use std::fs;
@@ -84,7 +84,7 @@ fn measure(args: &BenchModelsArgs, model: &str, folder: &Path) -> ModelRow {
 fn look(args: &BenchModelsArgs, model: &str, folder: &Path, row: &mut ModelRow) -> Result<(), Failure> {
     let data = folder.join("train.jsonl");
     let file = args.resolve(model, &data, &folder.join("run"))?;
-    let (resolved, answer) = plan(&file)?;
+    let Planned { resolved, answer, .. } = plan(&file, false)?;
     let (plan, device) = (&answer.plan, &resolved.device);
     row.fits = plan.fits;
     row.parameters = Some(resolved.model.config.parameters());

@@ -2,14 +2,14 @@
 
 use crate::args::PlanArgs;
 use crate::{again, say};
-use plimsoll_core::{Bytes, Exit, Failure, Need, Plan};
+use plimsoll_core::{Bytes, DevicePlan, DeviceSpec, Exit, Failure, Need, Plan};
 use plimsoll_device::cuda;
 use plimsoll_device::probe::Memory;
 use plimsoll_plan::paper;
 use plimsoll_plan::request::DevicesRequest;
 use plimsoll_plan::search::{Answer, ladder};
 use plimsoll_program::models::ModelConfig;
-use plimsoll_train::resolve::{Resolved, Work, plan};
+use plimsoll_train::resolve::{Model, Planned, Work, plan};
 use plimsoll_train::run_file::RunFile;
 use plimsoll_watch::plan::{PlanView, Way, does_not_fit, explain, table};
 use plimsoll_watch::text::count;
@@ -23,16 +23,15 @@ use std::process::Command;
 /// What is wrong with the run file, the model or the devices.
 pub fn run(args: &PlanArgs) -> Result<Exit, Failure> {
     let file = args.resolve()?;
-    let (resolved, mut answer) = plan(&file)?;
-    if args.explain {
+    let Planned { resolved, devices, mut answer } = plan(&file, args.explain)?;
+    if args.explain && answer.plan.team.is_empty() {
         (_, _, answer.plan.ladder) = ladder(&resolved.question(&file, Work::Train)?, &answer.plan.recipe);
     }
     if args.json {
         let json = serde_json::to_string_pretty(&answer.plan).expect("a plan is plain data");
         say::answer(&format!("{json}\n"));
     } else {
-        let left_out = resolved.left_out().map_or(String::new(), |line| line + "\n");
-        say::answer(&(shown(&file, &resolved, &answer, args.explain) + &left_out));
+        say::answer(&shown(&file, &resolved.model, &devices, &answer, args.explain));
     }
     if answer.plan.fits {
         return Ok(Exit::Done);
@@ -42,11 +41,11 @@ pub fn run(args: &PlanArgs) -> Result<Exit, Failure> {
 }
 
 /// The plan as a table, with the recipes that were tried where somebody asked.
-pub fn shown(file: &RunFile, resolved: &Resolved, answer: &Answer, with_tried: bool) -> String {
+pub fn shown(file: &RunFile, model: &Model, devices: &[DeviceSpec], answer: &Answer, with_tried: bool) -> String {
     let view = PlanView {
-        title: &title(file, &resolved.model.config),
+        title: &title(file, &model.config),
         plan: &answer.plan,
-        specs: std::slice::from_ref(&resolved.device),
+        specs: devices,
         tried: &answer.tried,
         allow: &file.memory.allow,
     };
@@ -86,7 +85,8 @@ fn refusal_with(plan: &Plan, ways: &[(Way, Vec<String>)], numbered: bool) -> Fai
 /// What would make a plan fit on this machine, cheapest loss first: as a person reads it, and as words to run.
 fn ways(file: &RunFile, plan: &Plan) -> Vec<(Way, Vec<String>)> {
     let devices = file.devices();
-    let Some(line) = plan.devices.first().map(|device| device.budget_bytes) else { return Vec::new() };
+    let Some(device) = plan.devices.first() else { return Vec::new() };
+    let line = device.budget_bytes;
     let (free, _) = memory_of(plan);
     let mut ways: Vec<(Way, Vec<String>)> = Vec::new();
     for need in &plan.needs {
@@ -96,13 +96,14 @@ fn ways(file: &RunFile, plan: &Plan) -> Vec<(Way, Vec<String>)> {
             fewer && before.need.host_bytes.is_none() && before.line_bytes == line
         };
         if !ways.iter().any(enough) {
-            ways.extend(way(need, &devices, line, free));
+            ways.extend(way(need, &devices, device, free));
         }
     }
     ways
 }
 
-fn way(need: &Need, devices: &DevicesRequest, line: Bytes, free: Bytes) -> Option<(Way, Vec<String>)> {
+fn way(need: &Need, devices: &DevicesRequest, device: &DevicePlan, free: Bytes) -> Option<(Way, Vec<String>)> {
+    let line = device.budget_bytes;
     let whole = |bytes: Bytes| Bytes::mib(bytes.0.div_ceil(1 << 20));
     // What the process holds beside its arena wavers from start to start: the ready command has room for that.
     let budget = (need.budget_bytes > line).then(|| whole(need.budget_bytes) + Bytes::mib(1));
@@ -112,7 +113,8 @@ fn way(need: &Need, devices: &DevicesRequest, line: Bytes, free: Bytes) -> Optio
     if budget.is_some_and(|bytes| bytes > free) || host.is_some_and(|bytes| bytes > host_has) {
         return None;
     }
-    let change = again::Change { allow: need.allow.clone(), budget, host };
+    let device = (devices.devices.len() > 1).then(|| device.name.clone());
+    let change = again::Change { allow: need.allow.clone(), device, budget, host };
     let words = again::changed(std::env::args(), devices, &change);
     let way = Way { need: need.clone(), line_bytes: budget.unwrap_or(line), command: again::quoted(&words) };
     Some((way, words))

@@ -1,0 +1,139 @@
+//! The part of a plan that several devices bring: who takes part with which share, who does not and why, and the other ways
+//! to share out.
+
+use super::{PlanView, WIDTH, class};
+use crate::text::{columns, count, percent, seconds, wrapped};
+use plimsoll_core::{Alternative, DeviceKind, DeviceSpec, LeftOut, Member, Plan, Worth};
+
+/// The devices that take no part, a line or two each.
+pub(super) fn left_out(plan: &Plan) -> String {
+    let line = |LeftOut { device, why, used_by, .. }: &LeftOut| {
+        let used_by = used_by.as_ref().map_or(String::new(), |settings| format!("; it would be used with {settings}"));
+        wrapped(&format!("left out: {device}: {why}{used_by}"), WIDTH, "  ")
+    };
+    plan.left_out.iter().map(line).collect()
+}
+
+/// Who is in the team, with which share and under which recipe.
+pub(super) fn shares(view: &PlanView) -> String {
+    let PlanView { plan, specs, .. } = view;
+    let sharing = plan.sharing.map_or(String::new(), |sharing| format!("{sharing} shared by "));
+    let title = format!("team: {sharing}{} devices ({})", plan.team.len(), class(plan.class));
+    let mut text = wrapped(&title, WIDTH, "  ") + &left_out(plan);
+    if let Some(Worth { alone, at_most }) = plan.worth {
+        let of_alone = |tokens: f64| percent(tokens / alone, 1);
+        let worth = format!(
+            "worth: predicted {} of what these devices do alone, added up; at most {}, by whole sequences and everybody's update",
+            of_alone(plan.predicted.tokens_per_second),
+            of_alone(at_most),
+        );
+        text += &wrapped(&worth, WIDTH, "  ");
+    }
+    text.push('\n');
+    text += &columns(&rows(plan), "");
+    for (members, first) in alike(plan) {
+        let names =
+            if members.len() == plan.team.len() && members.len() > 1 { "all".to_owned() } else { members.join(", ") };
+        text += &wrapped(&format!("{names}: {}", first.recipe), WIDTH, "  ");
+    }
+    text + &links(specs)
+}
+
+fn rows(plan: &Plan) -> Vec<Vec<String>> {
+    let header = ["device", "sequences", "micro-batch", "peak", "load line", "busy", "idle"].map(str::to_owned);
+    let mut rows = vec![header.to_vec()];
+    for (member, device) in plan.team.iter().zip(&plan.devices) {
+        rows.push(vec![
+            member.device.clone() + if device.simulated { " (simulated)" } else { "" },
+            member.sequences.to_string(),
+            member.recipe.micro_batch.to_string(),
+            device.peak_bytes.to_string(),
+            device.budget_bytes.to_string(),
+            seconds(member.busy_seconds),
+            seconds(member.idle_seconds),
+        ]);
+    }
+    rows
+}
+
+/// Members by their recipes, in order of the first of each.
+fn alike(plan: &Plan) -> Vec<(Vec<String>, &Member)> {
+    let mut groups: Vec<(Vec<String>, &Member)> = Vec::new();
+    for member in &plan.team {
+        match groups.iter_mut().find(|(_, first)| first.recipe == member.recipe) {
+            Some((names, _)) => names.push(member.device.clone()),
+            None => groups.push((vec![member.device.clone()], member)),
+        }
+    }
+    groups
+}
+
+/// What the exchange goes over.
+fn links(specs: &[DeviceSpec]) -> String {
+    let Some(slowest) =
+        specs.iter().min_by(|a, b| a.team_link.bytes_per_second.total_cmp(&b.team_link.bytes_per_second))
+    else {
+        return String::new();
+    };
+    let word = match slowest.kind {
+        DeviceKind::Virtual => "simulated",
+        _ => "assumed",
+    };
+    let rate = match slowest.team_link.bytes_per_second {
+        rate if rate >= 1e9 => format!("{:.1} GB/s", rate / 1e9),
+        rate => format!("{:.1} MB/s", rate / 1e6),
+    };
+    wrapped(&format!("the slowest link between them: {rate} each way, of {} ({word})", slowest.name), WIDTH, "  ")
+}
+
+/// The ways to share out that were looked at, fastest first. Ends with an empty line where there are any.
+pub(super) fn alternatives(plan: &Plan) -> String {
+    if plan.alternatives.is_empty() {
+        return String::new();
+    }
+    let mut rows = vec![["way", "tokens/s", "step", "fullest", "verdict"].map(str::to_owned).to_vec()];
+    let mut found = false;
+    for way in &plan.alternatives {
+        let taken = !found && is_taken(plan, way);
+        found |= taken;
+        let verdict = match (taken, way.fits) {
+            (true, _) => "taken",
+            (false, true) => "fits",
+            (false, false) => "does not fit",
+        };
+        rows.push(vec![
+            name(way),
+            count(way.predicted.tokens_per_second),
+            seconds(way.predicted.step_seconds),
+            way.peak_bytes.iter().max().copied().unwrap_or_default().to_string(),
+            verdict.to_owned(),
+        ]);
+    }
+    wrapped("ways to share out; bytes and seconds are predicted", WIDTH, "  ") + &columns(&rows, "") + "\n"
+}
+
+fn is_taken(plan: &Plan, way: &Alternative) -> bool {
+    let names: Vec<&str> = plan.devices.iter().map(|device| &*device.name).collect();
+    let devices: Vec<&str> = way.devices.iter().map(|name| &**name).collect();
+    way.sharing == plan.sharing && devices == names && way.predicted == plan.predicted
+}
+
+/// What a way does: `rtx3090 alone`, `batch over 8 × rtx5090`, with the shares where they differ.
+fn name(way: &Alternative) -> String {
+    let mut groups: Vec<(&str, usize)> = Vec::new();
+    for device in &way.devices {
+        match groups.last_mut() {
+            Some((name, number)) if *name == device => *number += 1,
+            _ => groups.push((device, 1)),
+        }
+    }
+    let names: Vec<String> = groups
+        .into_iter()
+        .map(|(name, number)| if number > 1 { format!("{number} × {name}") } else { name.to_owned() })
+        .collect();
+    let Some(sharing) = way.sharing else { return format!("{} alone", names.join(", ")) };
+    let shares: Vec<&str> = way.shares.iter().map(|share| share.split(' ').next().unwrap_or_default()).collect();
+    let differ = shares.windows(2).any(|pair| pair[0] != pair[1]);
+    let shares = if differ && shares.len() <= 4 { format!(" ({})", shares.join(" : ")) } else { String::new() };
+    format!("{sharing} over {}{shares}", names.join(", "))
+}
