@@ -31,7 +31,12 @@ struct Whole {
 const SETTINGS: &[&str] = &["run.threads=2", "train.steps=3", "train.warmup_steps=0", "train.save_every=2"];
 
 const RUNS: &[Whole] = &[
-    Whole { name: "example", model: None, from: None, settings: &["train.steps=20", "run.devices=cpu", "memory.budget=36MiB"] },
+    Whole {
+        name: "example",
+        model: None,
+        from: None,
+        settings: &["train.steps=20", "run.devices=cpu", "memory.budget=36MiB"],
+    },
     Whole {
         name: "llama",
         model: Some((ModelType::Llama, [192, 6, 6, 2, 512, 4000])),
