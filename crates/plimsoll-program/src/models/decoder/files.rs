@@ -4,7 +4,6 @@
 //! What stands in a file-space tensor is said by the group before its name: `model:` the model that is loaded,
 //! `adapter:` adapters that are loaded, `saved:` what a run makes, `checkpoint:` what it needs to go on.
 
-use super::backward::State;
 use super::matrices::Part;
 use super::{Decoder, Method, Optimizer, Source};
 use crate::builder::Builder;
@@ -111,7 +110,7 @@ impl Decoder<'_> {
         matrix.parts().iter().find(|part| part.target == target)
     }
 
-    pub(super) fn elements_of(&self, tensor: TensorId) -> u64 {
+    fn elements_of(&self, tensor: TensorId) -> u64 {
         self.builder.set.tensor(tensor).elements()
     }
 
@@ -277,6 +276,7 @@ impl Decoder<'_> {
         let (precision, wide) = (self.what.precision, self.what.precision.wide());
         let parameters = self.trained_parameters();
         let most = parameters.iter().map(Parameter::elements).max().unwrap_or(1);
+        let states: Vec<&str> = optimizer.state().into_iter().filter(|s| s.1.is_none()).map(|s| s.0).collect();
         let mut save = Vec::new();
         for parameter in &parameters {
             let tensor = self.master(self.weight_tensor(parameter));
@@ -296,11 +296,10 @@ impl Decoder<'_> {
                 let tensor = self.master(self.weight_tensor(parameter));
                 let file = format!("checkpoint:{}", parameter.hf_name);
                 blocks.extend(self.moved(parameter, name, tensor, &file, wide, most));
-                let states = optimizer.state(self.elements_of(self.weight_tensor(parameter))).into_iter();
-                for State { role, .. } in states.filter(|state| state.dtype.is_none()) {
-                    let tensor = self.builder.find(&format!("{}.{role}", parameter.tensor));
+                for state in &states {
+                    let tensor = self.builder.find(&format!("{}.{state}", parameter.tensor));
                     let tensor = tensor.expect("the optimizer's state has been made");
-                    let file = format!("checkpoint:{role}.{}", parameter.hf_name);
+                    let file = format!("checkpoint:{state}.{}", parameter.hf_name);
                     blocks.extend(self.moved(parameter, name, tensor, &file, wide, most));
                 }
             }
@@ -341,11 +340,11 @@ impl Decoder<'_> {
 
     /// State whose blocks go over whole tensors, as it is: `checkpoint:first.qkv.3`.
     fn coarse_state(&mut self, optimizer: &Optimizer, restores: bool) -> Vec<Block> {
+        let roles: Vec<&str> = optimizer.state().into_iter().filter(|s| s.1.is_some()).map(|s| s.0).collect();
         let mut blocks = Vec::new();
         for weight in self.trained() {
             let Tensor { name, slots, .. } = self.builder.set.tensor(weight).clone();
-            let states = optimizer.state(self.elements_of(weight)).into_iter();
-            for State { role, .. } in states.filter(|state| state.dtype.is_some()) {
+            for role in &roles {
                 let id = self.builder.find(&format!("{name}.{role}")).expect("the optimizer's state has been made");
                 let Tensor { shape, dtype, .. } = self.builder.set.tensor(id).clone();
                 for slot in 0..slots {
