@@ -213,6 +213,7 @@ fn reference_step(subject: &Subject) -> Result<BTreeMap<String, f64>, BenchError
     };
     let set = build(&Build {
         config: &config,
+        layers: 0..config.layers,
         precision: subject.precision,
         kernels: subject.kernels,
         sequence: scale.sequence,

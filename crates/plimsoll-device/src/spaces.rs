@@ -3,6 +3,7 @@
 
 use crate::arena::{Arena, ArenaError};
 use crate::device::{DeviceError, Memory};
+use crate::transport::Seat;
 use plimsoll_core::{Bytes, Space};
 use plimsoll_program::passes::offload::origins;
 use plimsoll_program::{Lifetime, Placement, ProgramSet, TensorId};
@@ -13,11 +14,19 @@ use std::ops::Range;
 /// Programs, and where their tensors stand.
 pub type Plan<'a> = (&'a ProgramSet, &'a Placement);
 
-/// An arena for each space that has one.
+/// An arena for each space that has one. What of them is lent to the others of a team is not written meanwhile, and
+/// withdrawn before it goes.
 #[derive(Debug)]
 pub struct Spaces {
     device: Arena,
     host: Arena,
+    seat: Option<Seat>,
+}
+
+impl Drop for Spaces {
+    fn drop(&mut self) {
+        self.seat.iter().for_each(Seat::withdraw);
+    }
 }
 
 impl Spaces {
@@ -26,10 +35,26 @@ impl Spaces {
     /// # Errors
     /// What the machine refuses.
     pub fn map(placement: &Placement) -> Result<Spaces, ArenaError> {
-        let mut spaces = Spaces { device: Arena::map(placement.arena_bytes)?, host: Arena::map(placement.host_bytes)? };
+        let (device, host) = (Arena::map(placement.arena_bytes)?, Arena::map(placement.host_bytes)?);
+        let mut spaces = Spaces { device, host, seat: None };
         spaces.device.fill_pattern();
         spaces.host.fill_pattern();
         Ok(spaces)
+    }
+
+    /// From now on others may read what is shown to them from this seat.
+    pub fn join(&mut self, seat: Seat) {
+        self.seat = Some(seat);
+    }
+
+    /// Bytes of an arena that are about to be overwritten while no op runs.
+    ///
+    /// # Panics
+    /// Where they are lent.
+    fn unlent(&self, space: Space, range: &Range<u64>) {
+        let Some(seat) = &self.seat else { return };
+        let first = self.of(space).base() as usize;
+        seat.may_write(first + range.start as usize..first + range.end as usize);
     }
 
     /// The arena of a space.
@@ -84,6 +109,7 @@ impl Spaces {
     /// # Errors
     /// What the machine refuses, or a tensor that has another shape in the new plan; all is then as it was.
     pub fn adopt(&mut self, old: Plan, new: Plan) -> Result<Moved, DeviceError> {
+        self.seat.iter().for_each(Seat::withdraw);
         adopt(self, old, new)
     }
 }
@@ -258,14 +284,18 @@ impl Memory for Spaces {
     }
 
     fn look(&mut self, space: Space, range: Range<u64>) -> Cow<'_, [u8]> {
-        Cow::Borrowed(&self.of_mut(space).contents()[range.start as usize..range.end as usize])
+        // SAFETY: `&mut self`: no op runs, and whom something is lent to only reads it.
+        Cow::Borrowed(unsafe { self.of(space).slice(range.start, (range.end - range.start) as usize) })
     }
 
     fn fill(&mut self, space: Space, first: u64, bytes: &[u8]) {
-        self.of_mut(space).contents()[first as usize..][..bytes.len()].copy_from_slice(bytes);
+        self.unlent(space, &(first..first + bytes.len() as u64));
+        // SAFETY: `&mut self`: no op runs; and nobody else reads these bytes.
+        unsafe { self.of(space).slice_mut(first, bytes.len()) }.copy_from_slice(bytes);
     }
 
     fn poison(&mut self, space: Space, range: Range<u64>) {
+        self.unlent(space, &range);
         self.of_mut(space).poison(range);
     }
 

@@ -75,6 +75,7 @@ fn programs(precision: DType, kernels: Kernels) -> ProgramSet {
 fn programs_of(form: &Form, precision: DType, kernels: Kernels) -> ProgramSet {
     build(&Build {
         config: &model(),
+        layers: 0..model().layers,
         precision,
         kernels,
         sequence: SEQUENCE,

@@ -946,6 +946,7 @@ mod programs {
     fn programs(precision: DType) -> ProgramSet {
         build(&Build {
             config: &model(),
+            layers: 0..model().layers,
             precision,
             kernels: Kernels::Cpu { threads: 1 },
             sequence: SEQUENCE,

@@ -36,12 +36,8 @@ pub fn lifetimes(set: &ProgramSet, phase: &Phase, space: Space) -> Lifetimes {
         tensor.space == space && tensor.lifetime != Lifetime::Persistent
     };
     let slots_of = |operand: Operand, variable: i64| {
-        let slots = set.tensor(operand.tensor).slots;
-        // Which micro-batch is in flight is known only while running: all ring slots count.
-        let all = operand.slot.micro_batch != 0;
-        let at = operand.slot.at(variable, 0).rem_euclid(i64::from(slots.max(1))) as u32;
-        let range = if all { 0..slots } else { at..at + 1 };
-        range.map(move |slot| (operand.tensor, slot))
+        // Which micro-batch is in flight is known only while running: all that may be count.
+        operand.slots_at(variable, set.tensor(operand.tensor).slots).map(move |slot| (operand.tensor, slot))
     };
 
     let mut spans: HashMap<Slot, Span> = HashMap::new();

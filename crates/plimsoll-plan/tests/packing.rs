@@ -37,6 +37,7 @@ fn phases(
     let optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full };
     let set = build(&Build {
         config,
+        layers: 0..config.layers,
         precision,
         kernels: Kernels::Cpu { threads: 2 },
         sequence: tokens,

@@ -59,19 +59,11 @@ fn touches(set: &ProgramSet, placement: &Placement, op: &Op, variable: i64) -> V
     in_arena
         .flat_map(|access| {
             let tensor = set.tensor(access.operand.tensor);
-            let slots = i64::from(tensor.slots);
-            // Which micro-batch is in flight is known only while running: all ring slots count.
-            let range = match access.operand.slot.micro_batch {
-                0 => {
-                    let slot = access.operand.slot.at(variable, 0).rem_euclid(slots);
-                    slot..slot + 1
-                }
-                _ => 0..slots,
-            };
             let first = access.operand.offset.at(variable, 0) as u64 * tensor.dtype.bytes();
             let length = access.elements * tensor.dtype.bytes();
-            range.map(move |slot| {
-                let start = placement.offset(access.operand.tensor, slot as u32) + first;
+            // Which micro-batch is in flight is known only while running: all that may be count.
+            access.operand.slots_at(variable, tensor.slots).map(move |slot| {
+                let start = placement.offset(access.operand.tensor, slot) + first;
                 Touch { space: tensor.space, bytes: start..start + length, writes: access.mode != Mode::Read }
             })
         })

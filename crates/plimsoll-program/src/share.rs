@@ -1,6 +1,7 @@
 //! The part of an optimizer step that a device of a team computes: what the passes that share out are told.
 
 use crate::formats::STATE_BLOCK;
+use crate::schedule::Schedule;
 use plimsoll_core::Sharing;
 use std::ops::Range;
 
@@ -25,6 +26,34 @@ impl Share {
     /// All of it.
     pub const ALONE: Share =
         Share { sharing: None, rank: 0, ranks: 1, first_sequence: 0, state: Vec::new(), layers: Vec::new() };
+
+    /// The layers of a model of so many that this device computes.
+    pub fn own_layers(&self, layers: u64) -> Range<u64> {
+        match self.sharing {
+            Some(Sharing::Layers) => self.layers[self.rank as usize]..self.layers[self.rank as usize + 1],
+            _ => 0..layers,
+        }
+    }
+
+    /// Which stage of a pipeline of how many it is; the only one where layers are not shared out.
+    pub fn stage(&self) -> (u32, u32) {
+        match self.sharing {
+            Some(Sharing::Layers) => (self.rank, self.ranks),
+            _ => (0, 1),
+        }
+    }
+
+    /// The calls of this device in a step of so many micro-batches.
+    pub fn schedule(&self, micro_batches: u32) -> Schedule {
+        let (stage, stages) = self.stage();
+        Schedule::one_forward_one_backward(stages, stage, micro_batches)
+    }
+
+    /// Micro-batches of a step of so many whose activations this device holds at once.
+    pub fn in_flight(&self, micro_batches: u32) -> u32 {
+        let (stage, stages) = self.stage();
+        (stages - stage).min(micro_batches).max(1)
+    }
 
     /// The elements of a tensor's slot that each rank holds where state is shared out, in order. Parts begin at whole
     /// blocks of 8-bit state, so that a block has one owner; a small tensor may be one rank's alone.

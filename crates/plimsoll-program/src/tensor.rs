@@ -111,6 +111,15 @@ impl Operand {
         Operand { tensor, slot: Index::fixed(slot), offset: Index::fixed(0) }
     }
 
+    /// The slots of a tensor of so many that it may stand in in one iteration: one, or one for each micro-batch in
+    /// flight.
+    pub fn slots_at(self, variable: i64, slots: u32) -> impl Iterator<Item = u32> {
+        let slots = i64::from(slots.max(1));
+        let (first, step) = (self.slot.at(variable, 0).rem_euclid(slots), self.slot.micro_batch.rem_euclid(slots));
+        let next = move |slot: &i64| Some((slot + step) % slots).filter(|next| *next != first);
+        std::iter::successors(Some(first), next).map(|slot| slot as u32)
+    }
+
     /// The same operand, starting further on.
     #[must_use]
     pub const fn from(self, offset: Index) -> Operand {

@@ -33,6 +33,7 @@ fn lora(targets: &[Target], dropout: f64) -> Lora {
 fn what<'a>(config: &'a ModelConfig, precision: DType, method: Method, base: Base) -> Build<'a> {
     Build {
         config,
+        layers: 0..config.layers,
         precision,
         kernels: Kernels::Cuda,
         sequence: 48,

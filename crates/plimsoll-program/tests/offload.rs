@@ -31,6 +31,7 @@ fn programs(config: &ModelConfig, (precision, optimizer, files): Run, streamed_h
     };
     build(&Build {
         config,
+        layers: 0..config.layers,
         precision,
         kernels: Kernels::Cuda,
         sequence: 48,

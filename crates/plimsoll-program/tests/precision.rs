@@ -33,6 +33,7 @@ fn programs(
     };
     build(&Build {
         config,
+        layers: 0..config.layers,
         precision,
         kernels,
         sequence: 48,

@@ -120,6 +120,8 @@ struct Case {
     sharing: Sharing,
     /// Parts of the state of each rank, where it is shared out.
     parts: Vec<u64>,
+    /// The first layer of each rank and the number of all, where they are shared out: everybody then has all sequences.
+    layers: Vec<u64>,
     offload: Offload,
     /// Of each rank: its sequences, and those of a micro-batch.
     ranks: Vec<(u64, u32)>,
@@ -135,6 +137,7 @@ impl Case {
             state: AdamState::Full,
             sharing: Sharing::Batch,
             parts: vec![],
+            layers: vec![],
             offload: Offload::NOTHING,
             ranks: ranks.into(),
         }
@@ -145,12 +148,37 @@ impl Case {
         Case { ranks: vec![(self.sequences(), 3)], offload: Offload::NOTHING, ..self.clone() }
     }
 
+    /// A pipeline whose stages begin at these layers, up to the last of all.
+    fn pipeline(config: &ModelConfig, layers: &[u64], sequences: u64, micro_batch: u32) -> Case {
+        let config = ModelConfig { layers: layers[layers.len() - 1], ..config.clone() };
+        let ranks = vec![(sequences, micro_batch); layers.len() - 1];
+        Case { sharing: Sharing::Layers, layers: layers.into(), ..Case::new(&config, &ranks) }
+    }
+
     fn sequences(&self) -> u64 {
-        self.ranks.iter().map(|rank| rank.0).sum()
+        self.own(self.ranks.len() - 1).end
+    }
+
+    fn share(&self, rank: usize) -> Share {
+        Share {
+            sharing: (self.ranks.len() > 1).then_some(self.sharing),
+            rank: rank as u32,
+            ranks: self.ranks.len() as u32,
+            first_sequence: self.own(rank).start,
+            state: self.parts.clone(),
+            layers: self.layers.clone(),
+        }
+    }
+
+    fn schedule(&self, rank: usize) -> Schedule {
+        self.share(rank).schedule(self.ranks[rank].0.div_ceil(u64::from(self.ranks[rank].1)) as u32)
     }
 
     /// The sequences of a rank in the step.
     fn own(&self, rank: usize) -> Range<u64> {
+        if self.sharing == Sharing::Layers {
+            return 0..self.ranks[rank].0;
+        }
         let first = self.ranks[..rank].iter().map(|rank| rank.0).sum();
         first..first + self.ranks[rank].0
     }
@@ -172,18 +200,11 @@ impl Case {
             lossy: self.lossy.clone(),
             pins: Pins::default(),
             rungs: vec![],
-            share: Share {
-                sharing: (self.ranks.len() > 1).then_some(self.sharing),
-                rank: rank as u32,
-                ranks: self.ranks.len() as u32,
-                first_sequence: own.start,
-                state: self.parts.clone(),
-                ..Share::ALONE
-            },
+            share: self.share(rank),
         };
-        let layers = self.config.layers as usize;
+        let layers = question.share.own_layers(self.config.layers);
         let levels = RecomputeLevel::ALL.iter().rev().cycle();
-        let recompute = levels.skip(rank).take(layers).copied().collect();
+        let recompute = levels.skip(rank).take((layers.end - layers.start) as usize).copied().collect();
         let recipe = Recipe { micro_batch: self.ranks[rank].1, recompute, offload: self.offload, rungs: vec![] };
         let answer = plan_of(&question, &recipe);
         check(&answer.set).unwrap_or_else(|malformed| panic!("{recipe}: {malformed}"));
@@ -211,9 +232,7 @@ impl Case {
     fn team(&self) -> Team {
         let transport = InProcess::between(self.ranks.len() as u32);
         let answers: Vec<Answer> = (0..self.ranks.len()).map(|rank| self.answer(rank)).collect();
-        let schedules: Vec<Schedule> = (0..self.ranks.len())
-            .map(|rank| Schedule::accumulate(self.ranks[rank].0.div_ceil(u64::from(self.ranks[rank].1)) as u32))
-            .collect();
+        let schedules: Vec<Schedule> = (0..self.ranks.len()).map(|rank| self.schedule(rank)).collect();
         let ranks: Vec<_> = answers.iter().map(|answer| &answer.set).zip(&schedules).collect();
         agree(&ranks).expect("all ranks agree");
         for program in ["load", "fresh", "evaluate", "save", "checkpoint", "restore"] {
@@ -335,19 +354,24 @@ impl FileSpace for Files {
 }
 
 impl Team {
-    /// What a save and a checkpoint leave: rank 0 writes, the others take part.
+    /// What a save and a checkpoint leave: rank 0 writes, the others take part; or each stage what is its own.
     fn files(&mut self) -> Files {
+        let stages = self.case.sharing == Sharing::Layers;
         let written = self.each(|rank, engine| {
             let mut files = Files::default();
             for program in ["save", "checkpoint"] {
                 match rank {
+                    _ if stages => engine.move_files(program, &mut files).expect("nobody gives up"),
                     0 => engine.move_files(program, &mut files).expect("nobody gives up"),
                     _ => engine.move_files(program, &mut NoFiles).expect("no other rank touches files"),
                 }
             }
             files
         });
-        written.into_iter().next().expect("there is a rank")
+        let names: usize = written.iter().map(|files| files.0.len()).sum();
+        let all = Files(written.into_iter().flat_map(|files| files.0).collect());
+        assert_eq!(all.0.len(), names, "nothing is written twice");
+        all
     }
 
     fn restore(&mut self, files: &Files) {
@@ -379,7 +403,10 @@ fn stored(set: &ProgramSet, files: &Files) -> BTreeMap<String, Vec<f64>> {
 /// State in parts, and files that are those of one device.
 fn is_one_run_in_parts(case: &Case) {
     let Case { config, precision, lossy, ranks, parts, offload, .. } = case;
-    let what = format!("{}, {precision}, {:?}, {ranks:?}, {parts:?}, {offload}", config.model_type, lossy.method);
+    let what = format!(
+        "{}, {precision}, {:?}, {ranks:?}, {parts:?}{:?}, {offload}",
+        config.model_type, lossy.method, case.layers
+    );
     let (mut alone, mut team) = (case.alone().team(), case.team());
     let tolerance = match (case.precision, case.state) {
         (DType::F64, AdamState::Full) => 1e-9,
@@ -396,7 +423,7 @@ fn is_one_run_in_parts(case: &Case) {
     let (one, many) = (alone.files(), team.files());
     let sizes = |files: &Files| files.0.iter().map(|(name, bytes)| (name.clone(), bytes.len())).collect::<Vec<_>>();
     assert_eq!(sizes(&one), sizes(&many), "{what}");
-    let (first, second) = (stored(&alone.sets[0], &one), stored(&team.sets[0], &many));
+    let (first, second) = (stored(&alone.sets[0], &one), stored(&alone.sets[0], &many));
     assert!(first.keys().eq(second.keys()) && !first.is_empty());
     for (name, values) in &first {
         for (a, b) in values.iter().zip(&second[name]) {
@@ -429,6 +456,54 @@ fn state_in_unequal_parts_is_the_run_of_one_device_and_writes_its_files() {
                 is_one_run_in_parts(&case);
                 is_one_run_in_parts(&Case { kind: DeviceKind::Virtual, ..case });
             }
+        }
+    }
+}
+
+#[test]
+fn a_pipeline_of_unequal_stages_is_the_run_of_one_device_and_writes_its_files() {
+    let _watchdog = Watchdog::new();
+    // More micro-batches than stages, one that does not fill, fewer than stages.
+    for (layers, sequences, micro_batch) in
+        [(&[0, 3, 5][..], 5, 2), (&[0, 1, 2, 5], 7, 1), (&[0, 2, 4, 5], 4, 2), (&[0, 1, 2], 1, 1)]
+    {
+        for config in models() {
+            for (lossy, state) in [
+                (Lossy::default(), AdamState::Full),
+                (lora(), AdamState::Full),
+                (Lossy::default(), AdamState::Blockwise8),
+            ] {
+                let case = Case { lossy, state, ..Case::pipeline(&config, layers, sequences, micro_batch) };
+                is_one_run_in_parts(&case);
+                is_one_run_in_parts(&Case { kind: DeviceKind::Virtual, ..case });
+            }
+        }
+    }
+}
+
+#[test]
+fn a_pipeline_goes_with_masters_and_coarse_bases() {
+    let _watchdog = Watchdog::new();
+    let nf4 = Lossy { base: Base::Nf4, ..lora() };
+    for config in models() {
+        let case = Case::pipeline(&config, &[0, 1, 4], 5, 1);
+        is_one_run_in_parts(&Case { precision: DType::Bf16, ..case.clone() });
+        is_one_run_in_parts(&Case { precision: DType::F32, lossy: nf4.clone(), ..case });
+    }
+}
+
+#[test]
+fn a_stage_keeps_the_activations_of_the_micro_batches_in_flight_and_no_more() {
+    let config = &models()[3];
+    for (sequences, in_flight) in [(1, [1, 1, 1]), (2, [2, 2, 1]), (9, [3, 2, 1])] {
+        let case = Case::pipeline(config, &[0, 2, 4, 6], sequences, 1);
+        for (rank, in_flight) in in_flight.into_iter().enumerate() {
+            let set = case.answer(rank).set;
+            let slots = |name: &str| set.tensor(set.find(name).expect("it is there")).slots;
+            assert_eq!(slots("train.hidden"), 3 * in_flight, "rank {rank}");
+            assert_eq!(slots("train.positions"), in_flight, "rank {rank}");
+            assert_eq!(slots("train.stream.gradient"), 1);
+            assert_eq!(slots("evaluate.hidden"), 3);
         }
     }
 }
@@ -554,8 +629,7 @@ impl Observer for Refuses {
 
 /// Ops of a step, up to its update, on one rank.
 fn ops_of_step(case: &Case, set: &ProgramSet, rank: usize) -> u32 {
-    let (sequences, micro_batch) = case.ranks[rank];
-    let calls = Schedule::accumulate(sequences.div_ceil(u64::from(micro_batch)) as u32).calls;
+    let calls = case.schedule(rank).calls;
     let calls = calls.iter().filter(|call| call.program != "update");
     calls
         .map(|call| set.program(&call.program).unwrap().trace().filter(|(op, _)| op.runs(call.last)).count() as u32)
@@ -569,7 +643,8 @@ fn a_rank_that_gives_up_anywhere_wakes_all_and_the_step_is_done_again_with_the_s
         let batch = Case { kind, ..Case::new(&models()[0], &[(3, 2), (2, 1), (1, 1)]) };
         let ranks = vec![(3, 2), (2, 1), (2, 1)];
         let state = Case { sharing: Sharing::State, parts: vec![500, 24, 500], ranks, ..batch.clone() };
-        [batch, state].iter().for_each(|case| gives_up_anywhere(case, one_at_a_time));
+        let layers = Case { kind, ..Case::pipeline(&models()[0], &[0, 2, 3, 5], 4, 1) };
+        [batch, state, layers].iter().for_each(|case| gives_up_anywhere(case, one_at_a_time));
     }
 }
 

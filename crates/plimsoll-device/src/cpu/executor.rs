@@ -66,6 +66,9 @@ impl Device for CpuDevice {
                     OpKind::CollectiveStart(exchange) => {
                         transport::exchange(site, seat, exchange, 0.0, 0.0)?;
                     }
+                    OpKind::CollectiveWait(exchange) => {
+                        transport::ended(site, seat, exchange, 0.0)?;
+                    }
                     _ => run(site, op, files)?,
                 }
                 observer.after(tick, op, spaces);
@@ -76,6 +79,7 @@ impl Device for CpuDevice {
     }
 
     fn join(&mut self, seat: Seat) -> Result<(), DeviceError> {
+        self.spaces.join(seat.clone());
         self.seat = Some(seat);
         Ok(())
     }

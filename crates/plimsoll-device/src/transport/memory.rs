@@ -3,13 +3,14 @@
 //! ```text
 //!   all come ─► each sums up its own part over all ranks ─► all have ─► each takes the other parts ─► all have
 //! ```
-//! A sum is taken in the order of the ranks, by one of them, and the others copy it: everybody has the same bits.
+//! A sum is taken in the order of the ranks, by one of them, and the others copy it: everybody has the same bits. A message
+//! is copied by its receiver, out of the arena of its sender.
 
-use super::{Meeting, Transport};
+use super::{Meeting, Place, Transport};
 use crate::device::DeviceError;
 use plimsoll_core::DType;
 use plimsoll_program::op::Collective;
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::ops::{Add, Range};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Instant;
@@ -28,16 +29,20 @@ pub struct Memory {
 #[derive(Default)]
 struct State {
     gave_up: Option<(u32, String)>,
-    /// How many meetings a rank has come to, by who takes part in them.
-    came: HashMap<(Group, u32), u64>,
-    tables: HashMap<(Group, u64), Table>,
+    /// How many meetings each rank has come to.
+    came: HashMap<u32, u64>,
+    tables: HashMap<u64, Table>,
+    /// What is shown, by sender and receiver.
+    shown: HashMap<(u32, u32), VecDeque<Shown>>,
 }
 
-/// Who takes part.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Group {
-    All,
-    Message { from: u32, to: u32 },
+/// A message on its way.
+struct Shown {
+    meeting: Arc<Meeting>,
+    /// Whether its receiver is reading it.
+    read: bool,
+    /// When it was planned to have been taken.
+    taken: Option<f64>,
 }
 
 /// A meeting.
@@ -71,25 +76,18 @@ impl Memory {
     }
 
     /// Waits until all have come; they are given in the order of their seats.
-    fn come(&self, group: Group, seats: usize, meeting: &Arc<Meeting>) -> Result<Seated<'_>, DeviceError> {
+    fn come(&self, meeting: &Arc<Meeting>) -> Result<Seated<'_>, DeviceError> {
         let mut state = self.state();
         state.agreed()?;
-        let count = state.came.entry((group, meeting.rank)).or_default();
+        let count = state.came.entry(meeting.rank).or_default();
         *count += 1;
-        let key = (group, *count);
+        let key = *count;
         let table = state.tables.entry(key).or_default();
-        table.seats.resize(seats, None);
-        let seat = match group {
-            Group::All => meeting.rank as usize,
-            Group::Message { from, .. } => usize::from(meeting.rank != from),
-        };
+        table.seats.resize(self.ranks as usize, None);
+        let seat = meeting.rank as usize;
         let other = table.seats.iter().flatten().find(|other| !alike(meeting, other));
         if let Some(other) = other.cloned() {
-            let why =
-                format!("it came for collective {} when rank {} was in {}", meeting.number, other.rank, other.number);
-            state.gave_up = state.gave_up.take().or(Some((meeting.rank, why)));
-            self.changed.notify_all();
-            return state.agreed().map(|()| unreachable!("it has just been given up"));
+            return Err(self.differ(state, meeting, &other));
         }
         table.seats[seat] = Some(meeting.clone());
         self.changed.notify_all();
@@ -110,6 +108,46 @@ impl Memory {
             }
             state = self.wait(state);
         }
+    }
+}
+
+impl Memory {
+    /// A rank has come for something else than another: all give up.
+    fn differ(&self, mut state: MutexGuard<State>, own: &Meeting, other: &Meeting) -> DeviceError {
+        let why = format!("it came for collective {} when rank {} was in {}", own.number, other.rank, other.number);
+        let (rank, why) = state.gave_up.get_or_insert((own.rank, why)).clone();
+        self.changed.notify_all();
+        DeviceError::Peer { rank, why }
+    }
+
+    /// Takes the next message from a rank.
+    fn receive(&self, own: &Meeting, from: u32) -> Result<f64, DeviceError> {
+        let key = (from, own.rank);
+        let mut state = self.state();
+        let message = loop {
+            state.agreed()?;
+            let next = state.shown.entry(key).or_default().iter_mut().find(|shown| shown.taken.is_none());
+            if let Some(next) = next {
+                if !alike(own, &next.meeting) {
+                    let other = next.meeting.clone();
+                    return Err(self.differ(state, own, &other));
+                }
+                next.read = true;
+                break next.meeting.clone();
+            }
+            state = self.wait(state);
+        };
+        drop(state);
+        // SAFETY: it is shown, and being read, so that it stays where it is; see `take`.
+        unsafe { take(own, &message) };
+        let end = own.ready.max(message.ready) + own.seconds.max(message.seconds);
+        let mut state = self.state();
+        let list = state.shown.entry(key).or_default();
+        let place = list.iter_mut().find(|shown| Arc::ptr_eq(&shown.meeting, &message));
+        let shown = place.expect("nobody withdraws what is being read");
+        (shown.read, shown.taken) = (false, Some(end));
+        self.changed.notify_all();
+        Ok(end)
     }
 }
 
@@ -142,7 +180,7 @@ fn alike(a: &Meeting, b: &Meeting) -> bool {
 /// bytes that are there.
 struct Seated<'a> {
     memory: &'a Memory,
-    key: (Group, u64),
+    key: u64,
     all: Vec<Arc<Meeting>>,
     stage: usize,
 }
@@ -234,14 +272,11 @@ impl Transport for Memory {
     }
 
     fn meet(&self, meeting: Meeting) -> Result<f64, DeviceError> {
-        let group = match (meeting.collective, meeting.peer) {
-            (Collective::Send, Some(to)) => Group::Message { from: meeting.rank, to },
-            (Collective::Receive, Some(from)) => Group::Message { from, to: meeting.rank },
-            _ => Group::All,
-        };
-        let seats = if group == Group::All { self.ranks as usize } else { 2 };
+        if let (Collective::Receive, Some(from)) = (meeting.collective, meeting.peer) {
+            return self.receive(&meeting, from);
+        }
         let meeting = Arc::new(meeting);
-        let mut seated = self.come(group, seats, &meeting)?;
+        let mut seated = self.come(&meeting)?;
         match meeting.collective {
             Collective::AllReduce => {
                 // SAFETY: see `sum_own_part`, `take_parts`: all have come; stages part what is summed from what is taken.
@@ -253,12 +288,56 @@ impl Transport for Memory {
             Collective::ReduceScatter => seated.stage(|all| unsafe { sum_own_part(&meeting, all, true) })?,
             // SAFETY: as above.
             Collective::AllGather => seated.stage(|all| unsafe { gather(&meeting, all) })?,
-            // SAFETY: as above.
-            Collective::Send | Collective::Receive => seated.stage(|both| unsafe { receive(&meeting, both) })?,
+            Collective::Send | Collective::Receive => unreachable!("a message has a peer, and is shown by its sender"),
         }
         let ready = seated.all.iter().map(|other| other.ready).fold(0.0, f64::max);
         let seconds = seated.all.iter().map(|other| other.seconds).fold(0.0, f64::max);
         Ok(ready + seconds)
+    }
+
+    fn show(&self, message: Meeting) -> Result<(), DeviceError> {
+        let mut state = self.state();
+        state.agreed()?;
+        let to = message.peer.expect("a message has a receiver");
+        let shown = Shown { read: false, taken: None, meeting: Arc::new(message) };
+        state.shown.entry((shown.meeting.rank, to)).or_default().push_back(shown);
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    fn taken(&self, rank: u32, peer: u32, number: u64) -> Result<f64, DeviceError> {
+        let mut state = self.state();
+        loop {
+            let list = state.shown.entry((rank, peer)).or_default();
+            let at = list.iter().position(|shown| shown.meeting.number == number);
+            let taken = at.and_then(|at| list[at].taken);
+            if let (Some(at), Some(end)) = (at, taken) {
+                list.remove(at);
+                return Ok(end);
+            }
+            state.agreed()?;
+            assert!(at.is_some(), "bug: message {number} to rank {peer} has not been shown");
+            state = self.wait(state);
+        }
+    }
+
+    fn withdraw(&self, rank: u32) {
+        let mut state = self.state();
+        while state.shown.iter().any(|((from, _), list)| *from == rank && list.iter().any(|shown| shown.read)) {
+            state = self.wait(state);
+        }
+        state.shown.retain(|(from, _), _| *from != rank);
+    }
+
+    fn lends(&self, rank: u32, bytes: Range<usize>) -> bool {
+        let state = self.state();
+        let lists = state.shown.iter().filter(|((from, _), _)| *from == rank);
+        let mut places =
+            lists.flat_map(|(_, list)| list.iter().filter(|shown| shown.taken.is_none())).flat_map(|shown| {
+                let size = |place: &Place| (place.counts[rank as usize] * place.dtype.bytes()) as usize;
+                shown.meeting.places.iter().map(move |place| (place.input as usize, size(place)))
+            });
+        places.any(|(first, size)| first < bytes.end && bytes.start < first + size)
     }
 
     fn give_up(&self, rank: u32, why: &str) {
@@ -270,6 +349,8 @@ impl Transport for Memory {
     fn clear(&self) {
         let mut state = self.state();
         assert!(state.tables.is_empty(), "bug: a rank is still in a meeting");
+        let read = state.shown.values().flatten().any(|shown| shown.read);
+        assert!(!read, "bug: a rank is still reading a message");
         *state = State::default();
     }
 }
@@ -287,6 +368,7 @@ fn part(counts: &[u64], rank: usize) -> Range<usize> {
 /// - All ranks count the same parts (`alike`), and parts do not overlap. In a stage a rank writes only its own memory: for
 ///   a sum its own part, which nobody else reads or writes in that stage, and afterwards the others' parts, while its own
 ///   is read. What is gathered or sent is written where nobody reads; what is read is not written by anybody.
+/// - A message stands where it is shown until its sender is back from `taken` or `withdraw`, which is not while it is read.
 ///
 /// Sums up a rank's own part of every piece over all ranks, in their order; into its place, or added to what is there.
 ///
@@ -374,15 +456,12 @@ unsafe fn gather(own: &Meeting, all: &[Arc<Meeting>]) {
     }
 }
 
-/// Takes what the other end of a message sends; the sender has nothing to do.
+/// Takes what the other end of a message shows.
 ///
 /// # Safety
-/// In the only stage of a meeting of two, in which both do this.
-unsafe fn receive(own: &Meeting, both: &[Arc<Meeting>]) {
-    if own.collective == Collective::Send {
-        return;
-    }
-    for (from, to) in both[0].places.iter().zip(&own.places) {
+/// While the message is marked as being read.
+unsafe fn take(own: &Meeting, message: &Meeting) {
+    for (from, to) in message.places.iter().zip(&own.places) {
         let bytes = to.counts[own.rank as usize] * to.dtype.bytes();
         // SAFETY: both ends have as many bytes (`alike`), and they are of different ranks.
         unsafe { from.input.copy_to_nonoverlapping(to.output, bytes as usize) }

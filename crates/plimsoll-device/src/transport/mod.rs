@@ -4,6 +4,11 @@
 //! before all have come, and nobody goes before all have what they came for. So coming is agreeing: a rank that cannot go
 //! on gives up instead, and all who wait for it, or would, are told so and leave with their memory as it was.
 //!
+//! A *message* has two ends that need not be there at the same time: its sender shows it and goes on, the receiver takes it
+//! when it comes to it, and the sender's wait is over when it has been taken. Until then the shown bytes are lent, from one
+//! Program into the next if need be: the device withdraws what nobody has taken before it fails, is closed, or goes over to
+//! another plan, and refuses to overwrite it.
+//!
 //! Here is what every way of carrying bytes has in common; `memory` carries them between devices of one process.
 
 pub mod memory;
@@ -14,6 +19,7 @@ use plimsoll_core::DType;
 use plimsoll_program::Operand;
 use plimsoll_program::op::{Collective, Exchange, Piece};
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -26,12 +32,31 @@ pub trait Transport: Send + Sync {
     fn epoch(&self) -> Instant;
 
     /// Takes part in a collective and comes back when this rank has its result and nobody reads its pieces any more.
-    /// Every rank comes to the meetings of the whole team in the same order, and both ends of a message to its own.
-    /// Gives the planned end: the latest of all ranks' beginnings, and the longest time that one of them plans for it.
+    /// Every rank comes to the meetings of the whole team in the same order, and a receiver to messages in the order in
+    /// which they have been shown. Gives the planned end: the latest of all ranks' beginnings, and the longest time that
+    /// one of them plans for it.
     ///
     /// # Errors
     /// [`DeviceError::Peer`] where a rank has given up. Nothing has then been read or written.
     fn meet(&self, meeting: Meeting) -> Result<f64, DeviceError>;
+
+    /// Shows a message to its receiver, who may take it from now on.
+    ///
+    /// # Errors
+    /// As above.
+    fn show(&self, message: Meeting) -> Result<(), DeviceError>;
+
+    /// Waits until the message of this number has been taken, and gives the planned end of that. Nobody reads it any more.
+    ///
+    /// # Errors
+    /// As above; the message may still be shown.
+    fn taken(&self, rank: u32, peer: u32, number: u64) -> Result<f64, DeviceError>;
+
+    /// What a rank has shown and nobody has taken is gone; comes back when nobody reads it any more.
+    fn withdraw(&self, rank: u32);
+
+    /// Whether a rank lends some of these bytes.
+    fn lends(&self, rank: u32, bytes: Range<usize>) -> bool;
 
     /// A rank cannot go on: who waits for it fails, and so does whoever comes, until this is cleared. The first to give
     /// up is the one that is named.
@@ -61,24 +86,40 @@ impl Seat {
     pub(crate) fn give_up(&self, why: &str) {
         self.transport.give_up(self.rank, why);
     }
+
+    /// From here on its memory is its own.
+    pub(crate) fn withdraw(&self) {
+        self.transport.withdraw(self.rank);
+    }
+
+    /// That a range of its memory may be written.
+    ///
+    /// # Panics
+    /// Where it is lent: a bug of the caller.
+    pub(crate) fn may_write(&self, bytes: Range<usize>) {
+        assert!(!self.transport.lends(self.rank, bytes), "bug: a message is on its way from there");
+    }
 }
 
-/// Does work of a device that may have a seat. If it fails by itself, or panics, the others are told.
+/// Does work of a device that may have a seat. If it fails by itself, or panics, the others are told; and whyever it fails,
+/// it lends nothing afterwards.
 pub(crate) fn seated<R>(seat: Option<&Seat>, work: impl FnOnce() -> Result<R, DeviceError>) -> Result<R, DeviceError> {
     struct Panicking<'a>(Option<&'a Seat>);
     impl Drop for Panicking<'_> {
         fn drop(&mut self) {
             if let (true, Some(seat)) = (std::thread::panicking(), self.0) {
                 seat.give_up("it came upon a bug");
+                seat.withdraw();
             }
         }
     }
     let _guard = Panicking(seat);
     let result = work();
-    if let (Err(error), Some(seat)) = (&result, seat)
-        && !error.is_peers()
-    {
-        seat.give_up(&error.to_string());
+    if let (Err(error), Some(seat)) = (&result, seat) {
+        if !error.is_peers() {
+            seat.give_up(&error.to_string());
+        }
+        seat.withdraw();
     }
     result
 }
@@ -118,7 +159,8 @@ impl Meeting {
     /// What this rank brings to a collective.
     ///
     /// # Safety
-    /// Until [`Transport::meet`] has come back, the memory of every piece stays where it is, the bytes of its input may be
+    /// Until [`Transport::meet`] has come back, or, of a message that is shown, until [`Transport::taken`] has, or
+    /// [`Transport::withdraw`], the memory of every piece stays where it is, the bytes of its input may be
     /// read and those of its output written by any thread, and nobody else writes the former or touches the latter.
     /// Inputs and outputs overlap only where they are the same range of a sum for all, or where a rank's own part stands
     /// in its place in the whole.
@@ -159,7 +201,8 @@ impl Meeting {
     }
 }
 
-/// Takes part in a collective of a Program that is planned to be ready then and to take so long. Gives its planned end.
+/// Begins a collective of a Program that is planned to be ready then and to take so long: a message is shown, everything
+/// else done. Gives its planned end.
 ///
 /// The same is promised as of every op that runs at a site: while it does, nobody writes bytes that it touches, or touches
 /// those that it writes.
@@ -173,6 +216,21 @@ pub(crate) fn exchange(
     let alone = DeviceError::Unsupported { op: "a collective", device: "a device without a team" };
     let seat = seat.ok_or(alone)?;
     // SAFETY: the arenas are borrowed by the site until `meet` is back; the rest is what callers promise of every op, and
-    // of operands `passes::check`: they lie in their tensors, which have disjoint bytes.
-    seat.transport.meet(unsafe { Meeting::new(site, seat, exchange, ready, seconds) })
+    // of operands `passes::check`: they lie in their tensors, which have disjoint bytes. What a message shows no op of its
+    // phase writes before the wait (`passes::check`), nor does the host (`Seat::may_write`), and devices withdraw it before
+    // they give up their arenas or fail, after which other Programs run.
+    let meeting = unsafe { Meeting::new(site, seat, exchange, ready, seconds) };
+    match exchange.collective {
+        Collective::Send => seat.transport.show(meeting).map(|()| ready),
+        _ => seat.transport.meet(meeting),
+    }
+}
+
+/// Ends a collective of a Program: a message has been taken, everything else is over already. Gives the planned end.
+pub(crate) fn ended(site: Site, seat: Option<&Seat>, exchange: &Exchange, ready: f64) -> Result<f64, DeviceError> {
+    let (Some(seat), Collective::Send, Some(peer)) = (seat, exchange.collective, exchange.peer) else {
+        return Ok(ready);
+    };
+    let number = exchange.sequence.at(site.variable, site.micro_batch) as u64;
+    Ok(seat.transport.taken(seat.rank, peer, number)?.max(ready))
 }

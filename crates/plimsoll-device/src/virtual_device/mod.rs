@@ -183,6 +183,7 @@ impl Device for VirtualDevice {
 
     fn join(&mut self, seat: Seat) -> Result<(), DeviceError> {
         self.clock = Clock::of_team(seat.transport.epoch());
+        self.spaces.join(seat.clone());
         self.seat = Some(seat);
         Ok(())
     }

@@ -44,6 +44,7 @@ impl VirtualDevice {
                     OpKind::CollectiveStart(exchange) => {
                         end = transport::exchange(site, seat, exchange, end, takes.seconds)?;
                     }
+                    OpKind::CollectiveWait(exchange) => end = transport::ended(site, seat, exchange, end)?,
                     _ => {
                         end += takes.latency_seconds + takes.seconds;
                         run(site, op, files)?;
@@ -227,6 +228,8 @@ impl Work<'_> {
         }
         if let OpKind::CollectiveStart(exchange) = &op.kind {
             end = transport::exchange(site, self.seat, exchange, ready, takes.seconds)?;
+        } else if let OpKind::CollectiveWait(exchange) = &op.kind {
+            end = transport::ended(site, self.seat, exchange, ready)?;
         } else if needs_files(set, op) {
             let mut files = self.files.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
             (self.run)(site, op, &mut **files)?;

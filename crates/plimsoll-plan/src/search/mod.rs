@@ -25,7 +25,7 @@ use plimsoll_program::models::decoder::{Base, Build, Generation, Lora, Method, O
 use plimsoll_program::models::{ModelConfig, Target};
 use plimsoll_program::op::Queue;
 use plimsoll_program::workspace::Kernels;
-use plimsoll_program::{Op, OpKind, ProgramSet, Schedule, Share, passes};
+use plimsoll_program::{Op, OpKind, ProgramSet, Share, passes};
 use profile::{Profile, choose, profile};
 use rungs::Sets;
 
@@ -142,6 +142,7 @@ impl Question<'_> {
     fn build(&self, config: &ModelConfig, recipe: &Recipe, files: bool) -> ProgramSet {
         let whole = build(&Build {
             config,
+            layers: self.share.own_layers(config.layers),
             precision: self.precision,
             kernels: Kernels::of(self.device),
             sequence: self.sequence,
@@ -155,7 +156,7 @@ impl Question<'_> {
             generation: self.generation,
             files,
         });
-        passes::share::share(whole, &self.share, &recipe.offload)
+        passes::share::share(whole, &self.share, &recipe.offload, self.micro_batches_of(recipe), config.tied)
     }
 
     /// All Programs of a recipe.
@@ -166,7 +167,8 @@ impl Question<'_> {
     }
 
     fn layers(&self) -> usize {
-        self.config.layers as usize
+        let own = self.share.own_layers(self.config.layers);
+        (own.end - own.start) as usize
     }
 
     fn uniform(&self, micro_batch: u32, level: RecomputeLevel) -> Recipe {
@@ -210,7 +212,7 @@ impl Question<'_> {
         let count = self.micro_batches_of(recipe);
         let prices = self.prices();
         if self.optimizer.is_some() {
-            return prices.schedule_seconds(set, &Schedule::accumulate(count).calls);
+            return prices.schedule_seconds(set, &self.share.schedule(count).calls);
         }
         set.program("evaluate").map_or(0.0, |evaluate| prices.program_seconds(set, evaluate, true) * f64::from(count))
     }

@@ -1,9 +1,9 @@
 //! Checks a set of Programs: every operand lies within its tensor, in a space that the op's queue reaches, and has the
 //! type that its op needs; nothing is read before it is written; every start has its wait, and nobody disturbs a copy
-//! that is under way.
+//! that is under way. A message may be awaited in a later Program of its phase, for the same micro-batch.
 
 use super::types::mistyped;
-use crate::op::{Access, Mode, Op, OpKind, Queue};
+use crate::op::{Access, Collective, Mode, Op, OpKind, Queue};
 use crate::program::ProgramSet;
 use crate::tensor::{Lifetime, Operand, TensorId};
 use plimsoll_core::{DType, Space};
@@ -54,7 +54,8 @@ pub enum Malformed {
         /// Its slot.
         slot: u32,
     },
-    /// A transfer or collective that starts and is not awaited in the same Program, or the other way.
+    /// A transfer or collective that starts and is not awaited in the same Program (a message: in the same phase), or the
+    /// other way.
     #[error("{program}: sequence number {sequence} is not both started and awaited")]
     Unpaired {
         /// The Program.
@@ -110,6 +111,8 @@ pub fn check(set: &ProgramSet) -> Result<(), Malformed> {
     let dtype_of = |operand: &Operand| set.tensor(operand.tensor).dtype;
     for phase in &set.phases {
         let mut written: HashSet<(TensorId, u32)> = HashSet::new();
+        let mut open: Vec<Number> = Vec::new();
+        let mut copies: Vec<(Number, Vec<Place>)> = Vec::new();
         for &number in &phase.programs {
             let program = &set.programs[number];
             written.extend(program.inputs.iter().map(|&id| (id, 0)));
@@ -124,8 +127,6 @@ pub fn check(set: &ProgramSet) -> Result<(), Malformed> {
                     });
                 }
             }
-            let mut open: Vec<Number> = Vec::new();
-            let mut copies: Vec<(Number, Vec<Place>)> = Vec::new();
             for (op, variable) in program.trace() {
                 let start = Number::of(op, variable);
                 match start {
@@ -190,7 +191,9 @@ pub fn check(set: &ProgramSet) -> Result<(), Malformed> {
                         .insert((access.operand.tensor, access.operand.slot.at(variable, 0).rem_euclid(slots) as u32));
                 }
             }
-            if let Some(Number { sequence, .. }) = open.first().copied() {
+            let last = phase.programs.last() == Some(&number);
+            let awaited_late = |open: &&Number| !last && open.sent;
+            if let Some(Number { sequence, .. }) = open.iter().find(|open| !awaited_late(open)).copied() {
                 return Err(Malformed::Unpaired { program: program.name.clone(), sequence });
             }
         }
@@ -218,6 +221,8 @@ fn reaches(op: &Op, space: Space) -> bool {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Number {
     collective: bool,
+    /// Whether it is a message on its way out.
+    sent: bool,
     sequence: u64,
 }
 
@@ -227,11 +232,12 @@ impl Number {
         let starts = matches!(op.kind, OpKind::TransferStart { .. } | OpKind::CollectiveStart(_));
         match &op.kind {
             OpKind::TransferStart { sequence, .. } | OpKind::TransferWait { sequence, .. } => {
-                Some((starts, Number { collective: false, sequence: *sequence }))
+                Some((starts, Number { collective: false, sent: false, sequence: *sequence }))
             }
             OpKind::CollectiveStart(exchange) | OpKind::CollectiveWait(exchange) => {
                 let sequence = exchange.sequence.at(variable, 0) as u64;
-                Some((starts, Number { collective: true, sequence }))
+                let sent = exchange.collective == Collective::Send;
+                Some((starts, Number { collective: true, sent, sequence }))
             }
             _ => None,
         }

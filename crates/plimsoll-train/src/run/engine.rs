@@ -15,7 +15,7 @@ use plimsoll_device::process;
 use plimsoll_device::transport::Seat;
 use plimsoll_plan::search::Answer;
 use plimsoll_program::scalars::{METRIC_COUNT, METRICS, Metric, SCALAR_COUNT, SCALARS, Scalar};
-use plimsoll_program::{ProgramSet, TensorId};
+use plimsoll_program::{ProgramSet, Schedule, TensorId, schedule};
 use std::collections::HashMap;
 use std::time::Instant;
 
@@ -78,12 +78,20 @@ impl Evaluated {
     }
 }
 
+/// What the host fills for a micro-batch; a stage of a pipeline needs some of it.
 struct Inputs {
-    tokens: TensorId,
-    labels: TensorId,
-    positions: TensorId,
-    document_start: TensorId,
-    weights: TensorId,
+    tokens: Option<Input>,
+    labels: Option<Input>,
+    positions: Option<Input>,
+    document_start: Option<Input>,
+    weights: Option<Input>,
+}
+
+/// A tensor with a slot for each micro-batch in flight.
+#[derive(Clone, Copy)]
+struct Input {
+    tensor: TensorId,
+    slots: u32,
 }
 
 /// The tensors of a set of Programs that the host fills and reads.
@@ -91,7 +99,10 @@ struct Names {
     scalars: TensorId,
     metrics: TensorId,
     train: Option<Inputs>,
-    evaluate: Option<(Inputs, TensorId)>,
+    /// Micro-batches whose activations have room at once: several on a stage of a pipeline.
+    in_flight: u32,
+    /// The hits are where the loss is.
+    evaluate: Option<(Inputs, Option<TensorId>)>,
     prefill: Option<(TensorId, TensorId, TensorId, usize)>,
     decode: Option<(TensorId, TensorId, TensorId, usize)>,
     capacity: usize,
@@ -104,12 +115,13 @@ struct Names {
 impl Names {
     fn of(set: &ProgramSet) -> Names {
         let find = |name: &str| set.find(name).unwrap_or_else(|| panic!("the programs have no `{name}`"));
+        let input = |name: &str| set.find(name).map(|tensor| Input { tensor, slots: set.tensor(tensor).slots });
         let inputs = |prefix: &str| Inputs {
-            tokens: find(&format!("{prefix}.tokens")),
-            labels: find(&format!("{prefix}.labels")),
-            positions: find(&format!("{prefix}.positions")),
-            document_start: find(&format!("{prefix}.document_start")),
-            weights: find(&format!("{prefix}.token_weights")),
+            tokens: input(&format!("{prefix}.tokens")),
+            labels: input(&format!("{prefix}.labels")),
+            positions: input(&format!("{prefix}.positions")),
+            document_start: input(&format!("{prefix}.document_start")),
+            weights: input(&format!("{prefix}.token_weights")),
         };
         let generation = |name: &str| {
             set.program(name).map(|_| {
@@ -122,7 +134,9 @@ impl Names {
             scalars: find(SCALARS),
             metrics: find(METRICS),
             train: set.program("forward").map(|_| inputs("train")),
-            evaluate: set.program("evaluate").map(|_| (inputs("evaluate"), find("evaluate.correct"))),
+            // Positions are read by every backward pass.
+            in_flight: input("train.positions").map_or(1, |input| input.slots),
+            evaluate: set.program("evaluate").map(|_| (inputs("evaluate"), set.find("evaluate.correct"))),
             prefill: generation("prefill"),
             decode: generation("decode"),
             capacity: set.find("cache_keys").map_or(0, |keys| set.tensor(keys).shape[0] as usize),
@@ -250,7 +264,8 @@ impl Engine {
         Ok(())
     }
 
-    /// What the passes of the last step took in which it waited for nobody; nothing for a device alone.
+    /// What the passes of the last step took in which it waited for nobody; nothing for a device alone, and nothing
+    /// useful for a stage of a pipeline.
     pub fn own_passes(&self) -> OwnPasses {
         self.own_passes
     }
@@ -342,17 +357,29 @@ impl Engine {
         real_values(DType::F64, &bytes)[which as usize]
     }
 
-    /// Rows `first..` of `rows` as a micro-batch; what is missing is empty rows.
-    fn feed(device: &mut dyn Device, precision: DType, inputs: &Inputs, rows: &Rows, range: std::ops::Range<usize>) {
-        device.write(inputs.tokens, 0, cast_slice(&rows.tokens[range.clone()]));
-        device.write(inputs.labels, 0, cast_slice(&rows.labels[range.clone()]));
-        device.write(inputs.positions, 0, cast_slice(&rows.positions[range.clone()]));
-        device.write(inputs.document_start, 0, cast_slice(&rows.document_start[range.clone()]));
+    /// Some values of `rows` as a micro-batch.
+    fn feed(
+        device: &mut dyn Device,
+        precision: DType,
+        inputs: &Inputs,
+        rows: &Rows,
+        range: std::ops::Range<usize>,
+        micro_batch: u32,
+    ) {
+        let mut write = |input: Option<Input>, bytes: &[u8]| {
+            if let Some(Input { tensor, slots }) = input {
+                device.write(tensor, micro_batch % slots, bytes);
+            }
+        };
+        write(inputs.tokens, cast_slice(&rows.tokens[range.clone()]));
+        write(inputs.labels, cast_slice(&rows.labels[range.clone()]));
+        write(inputs.positions, cast_slice(&rows.positions[range.clone()]));
+        write(inputs.document_start, cast_slice(&rows.document_start[range.clone()]));
         match precision.wide() {
-            DType::F32 => device.write(inputs.weights, 0, cast_slice(&rows.weights[range])),
+            DType::F32 => write(inputs.weights, cast_slice(&rows.weights[range])),
             _ => {
                 let wide: Vec<f64> = rows.weights[range].iter().map(|&w| f64::from(w)).collect();
-                device.write(inputs.weights, 0, &real_bytes(precision.wide(), &wide));
+                write(inputs.weights, &real_bytes(precision.wide(), &wide));
             }
         }
     }
@@ -390,19 +417,24 @@ impl Engine {
         }
         let count = self.fill_up(rows);
         let start = Instant::now();
-        for micro_batch in 0..count {
-            let inputs = self.names.train.as_ref().expect("the plan trains");
-            let range = micro_batch * values..(micro_batch + 1) * values;
-            Engine::feed(&mut *self.device, self.precision, inputs, rows, range);
-            let last = micro_batch + 1 == count;
-            for program in ["forward", "backward"] {
-                if last && program == "backward" && self.seated {
+        let schedule = Schedule::one_forward_one_backward(self.names.in_flight, 0, count as u32);
+        for schedule::Call { program, micro_batch, last } in &schedule.calls {
+            match program.as_str() {
+                "forward" => {
+                    let inputs = self.names.train.as_ref().expect("the plan trains");
+                    let first = *micro_batch as usize * values;
+                    let (device, range) = (&mut *self.device, first..first + values);
+                    Engine::feed(device, self.precision, inputs, rows, range, *micro_batch);
+                }
+                "backward" if *last && self.seated => {
                     // From here on it waits for the others, too.
                     self.device.settle()?;
                     self.own_passes = OwnPasses { micro_batches: count as u64, seconds: start.elapsed().as_secs_f64() };
                 }
-                self.call(Call { micro_batch: micro_batch as u32, last, ..Call::of(program) }, &mut NoFiles)?;
+                "backward" => {}
+                _ => continue,
             }
+            self.call(Call { micro_batch: *micro_batch, last: *last, ..Call::of(program) }, &mut NoFiles)?;
         }
         self.run("norm")?;
         self.device.settle()?;
@@ -433,9 +465,11 @@ impl Engine {
             self.device.write(self.names.metrics, 0, &zeros);
             let (inputs, correct) = self.names.evaluate.as_ref().expect("the plan evaluates");
             let correct = *correct;
-            Engine::feed(&mut *self.device, self.precision, inputs, rows, range.clone());
+            Engine::feed(&mut *self.device, self.precision, inputs, rows, range.clone(), 0);
             self.run("evaluate")?;
             self.device.settle()?;
+            // The other stages of a pipeline only pass on what they are given.
+            let Some(correct) = correct else { continue };
             let mut hits = vec![0i32; values];
             self.device.read(correct, 0, bytemuck::cast_slice_mut(&mut hits));
             sum.add(Evaluated {

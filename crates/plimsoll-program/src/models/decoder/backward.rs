@@ -12,6 +12,9 @@ use crate::tensor::{Operand, TensorId};
 use plimsoll_core::{Category, DType, WorkName};
 use std::collections::{HashMap, HashSet};
 
+/// The gradient of the residual stream in a backward pass.
+pub(crate) const STREAM: &str = "train.stream.gradient";
+
 impl Optimizer {
     /// What is kept beside each trained tensor, by the end of its name: the type (none: the wide one), and how many
     /// elements of the tensor share one of it.
@@ -32,11 +35,11 @@ impl Optimizer {
 
 impl Decoder<'_> {
     pub(super) fn train(&mut self, training: &Training) {
-        assert_eq!(training.recompute.len() as u64, self.what.config.layers, "one level a layer");
+        assert_eq!(training.recompute.len(), self.what.depth() as usize, "one level a layer");
         let rows = self.what.micro_batch * self.what.sequence;
-        let layers = self.what.config.layers as i64;
+        let layers = i64::from(self.what.depth());
         let inputs = self.inputs("train.", rows);
-        let (labels, token_weights) = self.labels("train.", rows);
+        let labels = self.labels("train.", rows);
         let forward = self.forward_over_batch("train.", &inputs, true);
 
         let mut gradients = HashMap::new();
@@ -45,27 +48,26 @@ impl Decoder<'_> {
             gradients.insert(id, gradient);
         }
 
-        let dnormed = self.builder.activation("train.normed.gradient", &[rows, self.what.config.hidden], 1);
-        let dhead = gradients.get(&self.weights.head).copied();
-        let mut blocks = self.loss(Loss {
-            prefix: "train.",
-            normed: forward.normed,
-            labels,
-            token_weights,
-            gradients: Some((dnormed, dhead)),
-            correct: None,
+        let mut blocks = Vec::new();
+        let top = forward.top.zip(labels).map(|((normed, head), (labels, token_weights))| {
+            let dnormed = self.builder.activation("train.normed.gradient", &[rows, self.what.config.hidden], 1);
+            let (prefix, dhead, correct) = ("train.", gradients.get(&head).copied(), None);
+            let asked = Some((dnormed, dhead));
+            blocks = self.loss(Loss { prefix, normed, head, labels, token_weights, gradients: asked, correct });
+            (normed, dnormed)
         });
 
         // One buffer carries the gradient of the residual stream through all layers.
-        let stream =
-            Operand::whole(self.builder.activation("train.stream.gradient", &[rows, self.what.config.hidden], 1));
-        let mut tape = Tape::new(&mut self.builder, &gradients, &forward.last);
-        tape.seed(Operand::whole(forward.normed), Operand::whole(dnormed));
-        tape.place(Operand::slot(forward.hidden, layers), stream);
-        for op in forward.last.iter().rev() {
-            tape.derive(&op.kind);
+        let stream = Operand::whole(self.builder.activation(STREAM, &[rows, self.what.config.hidden], 1));
+        if let Some((normed, dnormed)) = top {
+            let mut tape = Tape::new(&mut self.builder, &gradients, &forward.last);
+            tape.seed(Operand::whole(normed), Operand::whole(dnormed));
+            tape.place(Operand::slot(forward.hidden, layers), stream);
+            for op in forward.last.iter().rev() {
+                tape.derive(&op.kind);
+            }
+            blocks.push(Block::once("final_norm", tape.into_ops()));
         }
-        blocks.push(Block::once("final_norm", tape.into_ops()));
 
         let mut tape = Tape::new(&mut self.builder, &gradients, &forward.layer);
         tape.seed(Operand::layer(forward.hidden, 1), stream);
@@ -93,7 +95,7 @@ impl Decoder<'_> {
         blocks.extend((!embedding.is_empty()).then(|| Block::once("embedding", embedding)));
 
         let blocks_forward = self.forward_blocks(&forward);
-        let all = vec![inputs.tokens, inputs.positions, inputs.document_start, labels, token_weights];
+        let all = inputs.all().into_iter().chain(labels.into_iter().flat_map(<[TensorId; 2]>::from)).collect();
         let forward = self.push(WorkName::Forward, "forward", all, vec![], blocks_forward);
         let backward = self.push(WorkName::Backward, "backward", vec![], vec![], blocks);
         self.phase(vec![forward, backward]);

@@ -16,13 +16,14 @@ use plimsoll_core::{Category, DType, Space, WorkName};
 /// Bytes of a staging buffer, at most; more only where a single row is larger.
 pub const STAGING_BYTES: u64 = 4 << 20;
 
-/// The place of a parameter on the device.
-pub(super) fn place_of(tensor: TensorId, parameter: &Parameter) -> Operand {
-    Operand {
-        tensor,
-        slot: Index::fixed(parameter.layer.unwrap_or(0) as i64),
-        offset: Index::fixed(parameter.offset as i64),
-    }
+/// The place of a parameter on a device that has the layers from `first` on.
+pub(super) fn place_of(tensor: TensorId, parameter: &Parameter, first: u64) -> Operand {
+    Operand { tensor, slot: Index::fixed(slot_of(parameter, first)), offset: Index::fixed(parameter.offset as i64) }
+}
+
+/// The slot of a parameter's layer among those from `first` on.
+fn slot_of(parameter: &Parameter, first: u64) -> i64 {
+    parameter.layer.map_or(0, |layer| (layer - first) as i64)
 }
 
 /// A place, further on.
@@ -103,6 +104,23 @@ impl Decoder<'_> {
         self.builder.find(parameter.tensor).expect("every parameter has its tensor")
     }
 
+    fn place(&self, tensor: TensorId, parameter: &Parameter) -> Operand {
+        place_of(tensor, parameter, self.what.layers.start)
+    }
+
+    /// Whether this device has a parameter.
+    fn has(&self, parameter: &Parameter) -> bool {
+        let tensor = self.builder.find(parameter.tensor);
+        let coarse = || self.weights.matrices().iter().any(|matrix| matrix.name == parameter.tensor);
+        let layer = parameter.layer.is_none_or(|layer| self.what.layers.contains(&layer));
+        layer && (tensor.is_some() || coarse())
+    }
+
+    /// Whether this device writes a parameter to files: of those that several have, the first does.
+    fn writes(&self, parameter: &Parameter) -> bool {
+        self.has(parameter) && (self.what.is_first() || parameter.tensor != "embedding")
+    }
+
     /// What a parameter is a part of, where that stands quantised.
     fn part_of(&self, parameter: &Parameter) -> Option<&Part> {
         let target = parameter.target?;
@@ -135,7 +153,7 @@ impl Decoder<'_> {
         if self.part_of(parameter).is_some() {
             return self.bring_quantised(parameter, origin, dtype, most);
         }
-        let place = place_of(self.master(self.weight_tensor(parameter)), parameter);
+        let place = self.place(self.master(self.weight_tensor(parameter)), parameter);
         let drawn = !matches!(origin, Origin::File(_));
         if drawn && self.builder.set.tensor(place.tensor).dtype == wide {
             return vec![Block::once(name, Self::fill(origin, place, elements, Index::fixed(0)))];
@@ -163,7 +181,7 @@ impl Decoder<'_> {
         let (staging, widened) = (buffer(dtype), buffer(wide));
         let room = self.elements_of(staging).min(self.elements_of(widened));
         let part = self.part_of(parameter).expect("the caller has found it");
-        let layer = parameter.layer.unwrap_or(0) as i64;
+        let layer = slot_of(parameter, self.what.layers.start);
         let room = if room >= part.elements { room } else { room / part.granule() * part.granule() };
         pieces(&parameter.hf_name, part.elements, room, &mut |elements, offset| {
             let (staged, from) = (Operand::whole(staging), Operand::whole(widened));
@@ -180,10 +198,11 @@ impl Decoder<'_> {
     /// Blocks that bring the parameters of a file to their places.
     fn bring_files(&mut self, group: &str, parameters: &[Parameter], dtypes: &[DType]) -> Vec<Block> {
         let mut blocks = Vec::new();
-        for (parameter, &dtype) in parameters.iter().zip(dtypes) {
+        let own: Vec<(&Parameter, &DType)> = parameters.iter().zip(dtypes).filter(|(p, _)| self.has(p)).collect();
+        for &(parameter, &dtype) in &own {
             let name = format!("{group}:{}", parameter.hf_name);
             let file = file(&mut self.builder, &name, &parameter.shape, dtype);
-            let same = parameters.iter().zip(dtypes).filter(|(_, other)| **other == dtype);
+            let same = own.iter().filter(|(_, other)| **other == dtype);
             let most = same.map(|(p, _)| p.elements()).max().unwrap_or(1);
             blocks.extend(self.bring(parameter, &Origin::File(file), dtype, most));
         }
@@ -192,7 +211,7 @@ impl Decoder<'_> {
 
     /// Blocks that set all elements of a parameter.
     fn set_to(&self, parameter: &Parameter, value: f64) -> Block {
-        let into = place_of(self.master(self.weight_tensor(parameter)), parameter);
+        let into = self.place(self.master(self.weight_tensor(parameter)), parameter);
         let fill = OpKind::Fill { into, value, elements: parameter.elements() };
         Block::once(&parameter.hf_name, vec![fill.into()])
     }
@@ -205,7 +224,9 @@ impl Decoder<'_> {
         };
         let most = parameters.iter().map(Parameter::elements).max().unwrap_or(1);
         let mut blocks = Vec::new();
-        for (number, parameter) in parameters.iter().enumerate() {
+        for (number, parameter) in
+            parameters.iter().enumerate().filter(|(_, parameter)| self.has(parameter)).collect::<Vec<_>>()
+        {
             if parameter.shape.len() == 2 {
                 let origin = Origin::Normal { seed, number: number as u64, std: self.what.config.init_std };
                 blocks.extend(self.bring(parameter, &origin, self.what.precision.wide(), most));
@@ -229,7 +250,9 @@ impl Decoder<'_> {
         let before = self.what.config.hf_parameters().len();
         let most = parameters.iter().map(Parameter::elements).max().unwrap_or(1);
         let mut blocks = Vec::new();
-        for (number, parameter) in parameters.iter().enumerate() {
+        for (number, parameter) in
+            parameters.iter().enumerate().filter(|(_, parameter)| self.has(parameter)).collect::<Vec<_>>()
+        {
             if parameter.tensor.ends_with("lora_a") {
                 let bound = 1.0 / (parameter.shape[1] as f64).sqrt();
                 let origin = Origin::Uniform { seed, number: (before + number) as u64, bound };
@@ -261,12 +284,14 @@ impl Decoder<'_> {
         self.alone(WorkName::Load, "load", blocks);
     }
 
-    /// The parameters that are trained, as files have them.
+    /// The parameters that are trained here, as files have them.
     fn trained_parameters(&self) -> Vec<Parameter> {
-        match &self.what.method {
+        let mut all = match &self.what.method {
             Method::Full => self.what.config.hf_parameters(),
             Method::Lora(lora) => lora.parameters(self.what.config),
-        }
+        };
+        all.retain(|parameter| self.has(parameter));
+        all
     }
 
     /// `save` writes what was trained in the run's precision; `checkpoint` writes that (the masters, where there are
@@ -278,7 +303,7 @@ impl Decoder<'_> {
         let most = parameters.iter().map(Parameter::elements).max().unwrap_or(1);
         let states: Vec<&str> = optimizer.state().into_iter().filter(|s| s.1.is_none()).map(|s| s.0).collect();
         let mut save = Vec::new();
-        for parameter in &parameters {
+        for parameter in parameters.iter().filter(|parameter| self.writes(parameter)).collect::<Vec<_>>() {
             let tensor = self.master(self.weight_tensor(parameter));
             save.extend(self.moved(
                 parameter,
@@ -292,7 +317,8 @@ impl Decoder<'_> {
         self.alone(WorkName::Save, "save", save);
         for (name, work) in [("checkpoint", WorkName::Save), ("restore", WorkName::Load)] {
             let mut blocks = if name == "restore" { vec![self.table()] } else { vec![] };
-            for parameter in &parameters {
+            let moved = |parameter: &&Parameter| name == "restore" || self.writes(parameter);
+            for parameter in parameters.iter().filter(moved).collect::<Vec<_>>() {
                 let tensor = self.master(self.weight_tensor(parameter));
                 let file = format!("checkpoint:{}", parameter.hf_name);
                 blocks.extend(self.moved(parameter, name, tensor, &file, wide, most));
@@ -323,7 +349,7 @@ impl Decoder<'_> {
     ) -> Vec<Block> {
         let file = file(&mut self.builder, name, &parameter.shape, dtype);
         let staging = staging(&mut self.builder, program, dtype, most);
-        let (staged, place) = (Operand::whole(staging), place_of(tensor, parameter));
+        let (staged, place) = (Operand::whole(staging), self.place(tensor, parameter));
         pieces(name, parameter.elements(), self.elements_of(staging), &mut |elements, offset| {
             let place = at(place, offset);
             if program == "restore" {
@@ -344,11 +370,15 @@ impl Decoder<'_> {
         let mut blocks = Vec::new();
         for weight in self.trained() {
             let Tensor { name, slots, .. } = self.builder.set.tensor(weight).clone();
+            if !restores && !self.what.is_first() && name == "embedding" {
+                continue;
+            }
             for role in &roles {
                 let id = self.builder.find(&format!("{name}.{role}")).expect("the optimizer's state has been made");
                 let Tensor { shape, dtype, .. } = self.builder.set.tensor(id).clone();
+                let first = if self.weights.of_layers(weight) { self.what.layers.start } else { 0 };
                 for slot in 0..slots {
-                    let file_name = format!("checkpoint:{role}.{name}.{slot}");
+                    let file_name = format!("checkpoint:{role}.{name}.{}", first + u64::from(slot));
                     let file = file(&mut self.builder, &file_name, &shape, dtype);
                     let room = STAGING_BYTES / dtype.bytes();
                     blocks.extend(pieces(&file_name, shape[0], room, &mut |elements, offset| {

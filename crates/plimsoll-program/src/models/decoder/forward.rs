@@ -15,20 +15,23 @@ pub(super) type AttentionOps<'f> = dyn FnMut(&mut Builder, Operand, Operand) -> 
 
 /// The inputs of a pass over a micro-batch.
 pub(super) struct Inputs {
-    pub tokens: TensorId,
+    /// Where tokens come in.
+    pub tokens: Option<TensorId>,
     pub positions: TensorId,
     pub document_start: TensorId,
 }
 
 /// A forward pass: its blocks, and the tensors that others ask for.
 pub(super) struct Forward {
+    /// Empty where the first layer's input comes from another stage.
     pub embedding: Vec<Op>,
     pub layer: Vec<Op>,
+    /// Empty where the last layer's output goes to another stage.
     pub last: Vec<Op>,
     /// [N, D], one slot before each layer and one after the last.
     pub hidden: TensorId,
-    /// [N, D] after the last norm.
-    pub normed: TensorId,
+    /// [N, D] after the last norm, and the head that it goes to, where they are.
+    pub top: Option<(TensorId, TensorId)>,
     /// From which level on a tensor is thrown away.
     pub dropped_from: HashMap<TensorId, RecomputeLevel>,
 }
@@ -102,7 +105,7 @@ impl Layer<'_, '_> {
     }
 
     fn made(&mut self, name: &str, dims: &[u64], dtype: DType, level: RecomputeLevel) -> Operand {
-        let layers = self.decoder.what.config.layers as u32;
+        let layers = self.decoder.what.depth();
         let name = format!("{}{name}", self.prefix);
         let id = self.decoder.builder.transient(&name, dims, dtype, Category::Activation, layers);
         self.dropped_from.insert(id, level);
@@ -134,7 +137,7 @@ impl Layer<'_, '_> {
         [bias, residual]: [Option<Operand>; 2],
         level: RecomputeLevel,
     ) {
-        let (rows, layers) = (self.rows, self.decoder.what.config.layers as u32);
+        let (rows, layers) = (self.rows, self.decoder.what.depth());
         let Decoder { builder, weights, .. } = &mut *self.decoder;
         let matrix = of(weights);
         let (name, n, k) = (matrix.name, matrix.rows, matrix.columns);
@@ -180,7 +183,7 @@ impl Layer<'_, '_> {
             scalars: Operand::whole(self.decoder.scalars),
             seed: lora.seed,
             first_sample: Index { base: 0, scale: 0, micro_batch: micro_batch as i64 },
-            layer: Index::layer(0),
+            layer: Index::layer(self.decoder.what.layers.start as i64),
             site: site as u8,
             probability: lora.dropout,
             rows: self.rows,
@@ -194,12 +197,20 @@ impl Layer<'_, '_> {
     }
 }
 
+impl Inputs {
+    /// What the host fills.
+    pub fn all(&self) -> Vec<TensorId> {
+        self.tokens.into_iter().chain([self.positions, self.document_start]).collect()
+    }
+}
+
 impl Decoder<'_> {
     pub(super) fn inputs(&mut self, prefix: &str, rows: u64) -> Inputs {
         let mut input = |name: &str| {
             self.builder.transient(&format!("{prefix}{name}"), &[rows], DType::I32, Category::Activation, 1)
         };
-        Inputs { tokens: input("tokens"), positions: input("positions"), document_start: input("document_start") }
+        let tokens = self.what.is_first().then(|| input("tokens"));
+        Inputs { tokens, positions: input("positions"), document_start: input("document_start") }
     }
 
     /// The forward pass over `rows` rows. `attention` makes the op that turns qkv[N,C] into [N, H·E].
@@ -212,40 +223,40 @@ impl Decoder<'_> {
         attention: &mut AttentionOps,
     ) -> Forward {
         let config = self.what.config;
-        let (d, layers) = (config.hidden, config.layers as u32);
+        let (d, layers) = (config.hidden, self.what.depth());
         let hidden = self.builder.activation(&format!("{prefix}hidden"), &[rows, d], layers + 1);
-        let embedding = OpKind::Embed {
-            tokens: Operand::whole(inputs.tokens),
-            table: Operand::whole(self.weights.embedding),
-            out: Operand::slot(hidden, 0),
-            rows,
-            hidden: d,
-            vocab: config.vocab,
-        };
+        let embedding = inputs.tokens.zip(self.weights.embedding).map(|(tokens, table)| {
+            let (tokens, table, out) = (Operand::whole(tokens), Operand::whole(table), Operand::slot(hidden, 0));
+            OpKind::Embed { tokens, table, out, rows, hidden: d, vocab: config.vocab }.into()
+        });
         let (ops, dropped_from, left) = (Vec::new(), HashMap::new(), HashMap::new());
         let mut layer = Layer { decoder: &mut *self, prefix, rows, ops, dropped_from, dropout, left };
         layer.write_down(hidden, inputs, attention);
         let Layer { ops, dropped_from, .. } = layer;
 
-        let normed = self.builder.activation(&format!("{prefix}normed"), &[rows, d], 1);
-        let rstd = self.builder.statistic(&format!("{prefix}rstd"), &[rows], 1);
-        let last = OpKind::RmsNorm {
-            x: Operand::slot(hidden, i64::from(layers)),
-            weight: Operand::whole(self.weights.final_norm),
-            out: Operand::whole(normed),
-            rstd: Operand::whole(rstd),
-            rows,
-            dim: d,
-            eps: config.norm_eps,
-        };
-        let (embedding, last) = (vec![embedding.into()], vec![last.into()]);
-        Forward { embedding, layer: ops, last, hidden, normed, dropped_from }
+        let top = self.weights.top.map(|(final_norm, head)| {
+            let normed = self.builder.activation(&format!("{prefix}normed"), &[rows, d], 1);
+            let rstd = self.builder.statistic(&format!("{prefix}rstd"), &[rows], 1);
+            let norm = OpKind::RmsNorm {
+                x: Operand::slot(hidden, i64::from(layers)),
+                weight: Operand::whole(final_norm),
+                out: Operand::whole(normed),
+                rstd: Operand::whole(rstd),
+                rows,
+                dim: d,
+                eps: config.norm_eps,
+            };
+            ((normed, head), norm.into())
+        });
+        let (top, last): (Option<(TensorId, TensorId)>, Option<Op>) = top.unzip();
+        let (embedding, last) = (Vec::from_iter(embedding), Vec::from_iter(last));
+        Forward { embedding, layer: ops, last, hidden, top, dropped_from }
     }
 
     /// Attention within a micro-batch.
     pub(super) fn forward_over_batch(&mut self, prefix: &str, inputs: &Inputs, dropout: bool) -> Forward {
         let (batch, sequence, kernels) = (self.what.micro_batch, self.what.sequence, self.what.kernels);
-        let layers = self.what.config.layers as u32;
+        let layers = self.what.depth();
         let shape = self.shape;
         let document_start = Operand::whole(inputs.document_start);
         let mut attention = |b: &mut Builder, qkv: Operand, out: Operand| {
@@ -268,22 +279,23 @@ impl Decoder<'_> {
     }
 
     pub(super) fn forward_blocks(&self, forward: &Forward) -> Vec<Block> {
-        vec![
+        let (first, step, repeat) = (0, 1, self.what.depth());
+        let mut blocks = vec![
             Block::once("embedding", forward.embedding.clone()),
-            Block {
-                name: "layer".into(),
-                first: 0,
-                step: 1,
-                repeat: self.what.config.layers as u32,
-                ops: forward.layer.clone(),
-            },
+            Block { name: "layer".into(), first, step, repeat, ops: forward.layer.clone() },
             Block::once("final_norm", forward.last.clone()),
-        ]
+        ];
+        blocks.retain(|block| !block.ops.is_empty());
+        blocks
     }
 
-    pub(super) fn labels(&mut self, prefix: &str, rows: u64) -> (TensorId, TensorId) {
+    /// What the loss is found with, where it is.
+    pub(super) fn labels(&mut self, prefix: &str, rows: u64) -> Option<(TensorId, TensorId)> {
+        if !self.what.is_last() {
+            return None;
+        }
         let labels = self.builder.transient(&format!("{prefix}labels"), &[rows], DType::I32, Category::Activation, 1);
         let weights = self.builder.statistic(&format!("{prefix}token_weights"), &[rows], 1);
-        (labels, weights)
+        Some((labels, weights))
     }
 }

@@ -12,25 +12,22 @@ impl Decoder<'_> {
     pub(super) fn evaluate(&mut self) {
         let rows = self.what.micro_batch * self.what.sequence;
         let inputs = self.inputs("evaluate.", rows);
-        let (labels, token_weights) = self.labels("evaluate.", rows);
+        let labels = self.labels("evaluate.", rows);
         let forward = self.forward_over_batch("evaluate.", &inputs, false);
-        let correct = self.builder.transient("evaluate.correct", &[rows], DType::I32, Category::Activation, 1);
-        let mut blocks = self.forward_blocks(&forward);
-        blocks.extend(self.loss(Loss {
-            prefix: "evaluate.",
-            normed: forward.normed,
-            labels,
-            token_weights,
-            gradients: None,
-            correct: Some(correct),
-        }));
-        let all = vec![inputs.tokens, inputs.positions, inputs.document_start, labels, token_weights];
-        let program = self.push(WorkName::Evaluate, "evaluate", all, vec![correct], blocks);
+        let (mut all, mut outputs, mut blocks) = (inputs.all(), vec![], self.forward_blocks(&forward));
+        if let Some(((normed, head), (labels, token_weights))) = forward.top.zip(labels) {
+            let correct = self.builder.transient("evaluate.correct", &[rows], DType::I32, Category::Activation, 1);
+            let (prefix, gradients, hits) = ("evaluate.", None, Some(correct));
+            blocks.extend(self.loss(Loss { prefix, normed, head, labels, token_weights, gradients, correct: hits }));
+            all.extend([labels, token_weights]);
+            outputs.push(correct);
+        }
+        let program = self.push(WorkName::Evaluate, "evaluate", all, outputs, blocks);
         self.phase(vec![program]);
     }
 
     pub(super) fn generate(&mut self, generation: Generation) {
-        let layers = self.what.config.layers as u32;
+        let layers = self.what.depth();
         let shape = self.shape;
         let capacity = generation.capacity;
         let (columns, precision) = (shape.kv_heads * shape.head_dim, self.what.precision);
@@ -64,20 +61,16 @@ impl Decoder<'_> {
             };
             let forward = self.forward(&prefix, rows, &inputs, false, &mut attention);
             let (d, v) = (self.what.config.hidden, self.what.config.vocab);
+            let (normed, head) = forward.top.expect("the whole model is here");
             let picked = self.builder.activation(&format!("{prefix}picked"), &[1, d], 1);
             let logits = self.builder.activation(&format!("{prefix}logits"), &[1, v], 1);
             let mut blocks = self.forward_blocks(&forward);
-            let pick = OpKind::PickRow {
-                x: Operand::whole(forward.normed),
-                scalars,
-                out: Operand::whole(picked),
-                rows,
-                columns: d,
-            };
+            let pick =
+                OpKind::PickRow { x: Operand::whole(normed), scalars, out: Operand::whole(picked), rows, columns: d };
             blocks.push(Block::once("pick", vec![pick.into()]));
             for block in head_blocks(v) {
                 let (columns, first) = (block.end - block.start, block.start as i64);
-                let head = Operand::whole(self.weights.head).from(Index::fixed(first * d as i64));
+                let head = Operand::whole(head).from(Index::fixed(first * d as i64));
                 let out = Operand::whole(logits).from(Index::fixed(first));
                 let product = Product::linear(Operand::whole(picked), head, out, 1, d, columns);
                 blocks.push(Block::once("logits", vec![self.builder.product(product)]));
@@ -85,7 +78,7 @@ impl Decoder<'_> {
             programs.push(self.push(
                 WorkName::Generate,
                 name,
-                vec![inputs.tokens, inputs.positions],
+                inputs.tokens.into_iter().chain([inputs.positions]).collect(),
                 vec![logits],
                 blocks,
             ));

@@ -43,8 +43,13 @@ impl Lora {
     }
 
     /// Their tensors.
-    pub(super) fn adapters(&self, builder: &mut Builder, config: &ModelConfig, dtype: DType) -> Vec<Adapter> {
-        let layers = config.layers as u32;
+    pub(super) fn adapters(
+        &self,
+        builder: &mut Builder,
+        config: &ModelConfig,
+        layers: u32,
+        dtype: DType,
+    ) -> Vec<Adapter> {
         let mut targets = self.targets.clone();
         targets.sort();
         let mut adapter = |target: Target| {
@@ -106,7 +111,7 @@ pub fn merge(config: &ModelConfig, lora: &Lora, kernels: Kernels, dtypes: &[DTyp
     let Source::Files { dtypes: adapter_dtypes } = &lora.source else { panic!("adapters that are merged have files") };
     let wide = DType::F32;
     let mut builder = Builder::new(wide, kernels);
-    let adapters = lora.adapters(&mut builder, config, wide);
+    let adapters = lora.adapters(&mut builder, config, config.layers as u32, wide);
 
     let parameters = lora.parameters(config);
     let mut load = Vec::new();
@@ -115,7 +120,7 @@ pub fn merge(config: &ModelConfig, lora: &Lora, kernels: Kernels, dtypes: &[DTyp
         let file = files::file(&mut builder, &format!("adapter:{}", parameter.hf_name), &parameter.shape, dtype);
         let most = parameters.iter().map(Parameter::elements).max().unwrap_or(1);
         let staging = files::staging(&mut builder, "load", dtype, most);
-        let place = files::place_of(tensor, parameter);
+        let place = files::place_of(tensor, parameter, 0);
         let (staged, room) = (Operand::whole(staging), builder.set.tensor(staging).elements());
         load.extend(files::pieces(&parameter.hf_name, parameter.elements(), room, &mut |elements, offset| {
             let mut ops = files::fetch(file, staged, elements, offset);

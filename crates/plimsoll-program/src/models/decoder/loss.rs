@@ -46,6 +46,8 @@ pub(super) struct Loss<'a> {
     pub prefix: &'a str,
     /// [N, D]
     pub normed: TensorId,
+    /// [V, D]
+    pub head: TensorId,
     pub labels: TensorId,
     pub token_weights: TensorId,
     /// Gradients of `normed`, and of the head where it is trained: the logits then become their gradient in place.
@@ -171,7 +173,7 @@ impl Writer<'_, '_, '_> {
     /// `logits[R, columns]` = `x[R, D]` · headᵀ
     fn make_logits(&mut self, rows: Rows, block: &Range<u64>, logits: TensorId) -> Op {
         let (d, columns) = (self.hidden(), block.end - block.start);
-        let (x, head) = (rows.of(self.loss.normed, d), self.of_head(self.decoder.weights.head, block));
+        let (x, head) = (rows.of(self.loss.normed, d), self.of_head(self.loss.head, block));
         let logits = self.place(rows, block, logits);
         self.decoder.builder.product(Product::linear(x, head, logits, rows.count, d, columns))
     }
@@ -222,7 +224,7 @@ impl Writer<'_, '_, '_> {
             let (x, dhead) = (rows.of(self.loss.normed, d), self.of_head(dhead, block));
             ops.push(self.decoder.builder.product(Product::of_weight(dlogits, x, dhead, rows.count, d, columns)));
         }
-        let head = self.of_head(self.decoder.weights.head, block);
+        let head = self.of_head(self.loss.head, block);
         let dx = self.sums.map_or(rows.of(dnormed, d), |sums| self.kept(rows, sums, d));
         let product = Product::plain(dlogits, head, dx, [rows.count, d, columns]);
         ops.push(self.decoder.builder.product(Product { accumulate: !begin, ..product }));

@@ -1,10 +1,10 @@
 //! The matrices of the layers: whole, in the run's precision, or quantised by projection and made whole
 //! again right before each product.
 
-use super::Base;
+use super::{Base, Build};
 use crate::builder::Builder;
 use crate::formats::{NF4_BLOCK, NF4_GROUP, NF4_PIECE};
-use crate::models::{ModelConfig, Target};
+use crate::models::Target;
 use crate::op::{Op, OpKind, Quantised};
 use crate::tensor::{Index, Operand, TensorId};
 use plimsoll_core::{Category, DType, RecomputeLevel};
@@ -73,8 +73,8 @@ impl Part {
 
 impl Matrix {
     /// The tensors of the fused matrix of that name.
-    pub fn new(builder: &mut Builder, config: &ModelConfig, base: Base, name: &'static str) -> Matrix {
-        let layers = config.layers as u32;
+    pub fn new(builder: &mut Builder, what: &Build, name: &'static str) -> Matrix {
+        let (config, base, layers) = (what.config, what.base, what.depth());
         let targets: Vec<Target> = Target::ALL.into_iter().filter(|target| target.tensor() == name).collect();
         let rows = targets.iter().map(|target| target.shape(config)[0]).sum();
         let columns = targets[0].shape(config)[1];

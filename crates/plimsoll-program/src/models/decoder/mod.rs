@@ -33,7 +33,9 @@ use crate::tensor::{Operand, Tensor, TensorId};
 use crate::workspace::Kernels;
 use plimsoll_core::{Category, DType, RecomputeLevel, WorkName};
 use std::collections::HashMap;
+use std::ops::Range;
 
+pub(crate) use self::backward::STREAM;
 pub use self::files::STAGING_BYTES;
 pub use self::lora::{Lora, merge};
 pub use self::loss::{HEAD_BLOCK, HEAD_BLOCKS, LOGITS_BYTES, head_blocks, loss_rows, streams_head};
@@ -124,7 +126,7 @@ pub enum Source {
 pub struct Training {
     /// The rule.
     pub optimizer: Optimizer,
-    /// What each layer makes again, first layer first.
+    /// What each layer that is this device's makes again, first layer first.
     pub recompute: Vec<RecomputeLevel>,
 }
 
@@ -142,6 +144,10 @@ pub struct Generation {
 pub struct Build<'a> {
     /// The model.
     pub config: &'a ModelConfig,
+    /// The layers that are this device's: all of them, or a stage of a pipeline. The first stage has the embedding, the
+    /// last one the final norm, the head and the loss. Blocks and slots count from the stage's first layer, names of files
+    /// from the model's.
+    pub layers: Range<u64>,
     /// Arithmetic, activations and weights.
     pub precision: DType,
     /// Whose kernels run.
@@ -172,7 +178,8 @@ pub struct Build<'a> {
 /// Writes down all Programs.
 ///
 /// # Panics
-/// Where matrices that are trained shall be stored quantised: the caller refuses that before.
+/// Where matrices that are trained shall be stored quantised, or a stage of a pipeline shall generate: the caller refuses
+/// that before.
 pub fn build(what: &Build) -> ProgramSet {
     let mut decoder = Decoder::new(what);
     if what.files {
@@ -185,14 +192,32 @@ pub fn build(what: &Build) -> ProgramSet {
         decoder.evaluate();
     }
     if let Some(generation) = what.generation {
+        assert!(what.is_first() && what.is_last(), "a stage of a pipeline generates no tokens");
         decoder.generate(generation);
     }
     decoder.builder.set
 }
 
-/// Tensors of weights.
+impl Build<'_> {
+    /// Whether tokens come in here.
+    fn is_first(&self) -> bool {
+        self.layers.start == 0
+    }
+
+    /// Whether the loss is found here.
+    fn is_last(&self) -> bool {
+        self.layers.end == self.config.layers
+    }
+
+    /// Layers that are this device's.
+    fn depth(&self) -> u32 {
+        (self.layers.end - self.layers.start) as u32
+    }
+}
+
+/// Tensors of weights; those that belong to other stages of a pipeline are not there.
 struct Weights {
-    embedding: TensorId,
+    embedding: Option<TensorId>,
     attention_norm: TensorId,
     qkv: Matrix,
     qkv_bias: Option<TensorId>,
@@ -201,15 +226,16 @@ struct Weights {
     ffn_norm: TensorId,
     gate_up: Matrix,
     down: Matrix,
-    final_norm: TensorId,
-    head: TensorId,
+    /// The final norm and the head, which is the embedding where they are tied.
+    top: Option<(TensorId, TensorId)>,
     rope_table: TensorId,
 }
 
 impl Weights {
     /// All that are computed with, in the order of a file, where no matrix is quantised.
     fn plain(&self) -> Vec<TensorId> {
-        let mut list = vec![self.embedding, self.attention_norm];
+        let mut list = Vec::from_iter(self.embedding);
+        list.push(self.attention_norm);
         list.extend(self.qkv.plain());
         list.extend(self.qkv_bias);
         list.extend(self.qk_norms.iter().flat_map(|(q, k)| [*q, *k]));
@@ -217,11 +243,17 @@ impl Weights {
         list.push(self.ffn_norm);
         list.extend(self.gate_up.plain());
         list.extend(self.down.plain());
-        list.push(self.final_norm);
-        if self.head != self.embedding {
-            list.push(self.head);
+        if let Some((final_norm, head)) = self.top {
+            list.push(final_norm);
+            list.extend((self.embedding != Some(head)).then_some(head));
         }
         list
+    }
+
+    /// Whether a weight has a slot for each layer.
+    fn of_layers(&self, weight: TensorId) -> bool {
+        let outside = |(final_norm, head): (TensorId, TensorId)| weight == final_norm || weight == head;
+        self.embedding != Some(weight) && !self.top.is_some_and(outside)
     }
 
     fn matrices(&self) -> [&Matrix; 4] {
@@ -250,13 +282,14 @@ impl<'a> Decoder<'a> {
         assert!(what.base == Base::Plain || frozen, "matrices that are trained are not quantised");
         let mut builder = Builder::new(what.precision, what.kernels);
         let shape = Heads { heads: config.heads, kv_heads: config.kv_heads, head_dim: config.head_dim };
-        let (d, v, layers) = (config.hidden, config.vocab, config.layers as u32);
+        let (d, v, layers) = (config.hidden, config.vocab, what.depth());
         let weight = |builder: &mut Builder, name: &str, dims: &[u64], slots: u32| {
             builder.persistent(name, dims, what.precision, Category::Weight, slots)
         };
-        let matrix = |builder: &mut Builder, name| Matrix::new(builder, config, what.base, name);
+        let matrix = |builder: &mut Builder, name| Matrix::new(builder, what, name);
         let b = &mut builder;
-        let embedding = weight(b, "embedding", &[v, d], 1);
+        let embeds = what.is_first() || what.is_last() && config.tied;
+        let embedding = embeds.then(|| weight(b, "embedding", &[v, d], 1));
         let attention_norm = weight(b, "attention_norm", &[d], layers);
         let qkv = matrix(b, "qkv");
         let qkv_bias = config.qkv_bias.then(|| weight(b, "qkv_bias", &[shape.columns()], layers));
@@ -267,8 +300,11 @@ impl<'a> Decoder<'a> {
         let ffn_norm = weight(b, "ffn_norm", &[d], layers);
         let gate_up = matrix(b, "gate_up");
         let down = matrix(b, "down");
-        let final_norm = weight(b, "final_norm", &[d], 1);
-        let head = if config.tied { embedding } else { weight(b, "head", &[v, d], 1) };
+        let top = what.is_last().then(|| {
+            let final_norm = weight(b, "final_norm", &[d], 1);
+            let tied = embedding.filter(|_| config.tied);
+            (final_norm, tied.unwrap_or_else(|| weight(b, "head", &[v, d], 1)))
+        });
         let table_rows = what.sequence.max(what.generation.map_or(0, |g| g.capacity));
         let wide = what.precision.wide();
         let rope_table = b.persistent("rope_table", &[table_rows, shape.head_dim], wide, Category::Weight, 1);
@@ -282,11 +318,10 @@ impl<'a> Decoder<'a> {
             ffn_norm,
             gate_up,
             down,
-            final_norm,
-            head,
+            top,
             rope_table,
         };
-        let adapters = what.method.lora().map_or(vec![], |lora| lora.adapters(b, config, what.precision));
+        let adapters = what.method.lora().map_or(vec![], |lora| lora.adapters(b, config, layers, what.precision));
         let scalars = b.persistent(SCALARS, &[SCALAR_COUNT], wide, Category::Staging, 1);
         let metrics = b.persistent(METRICS, &[METRIC_COUNT], DType::F64, Category::Staging, 1);
         let masters = HashMap::new();

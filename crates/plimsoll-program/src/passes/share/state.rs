@@ -10,12 +10,11 @@
 //!
 //! Matrices in a coarse format stay whole on every rank: they are a quarter already, and are made whole piece by piece.
 
-use super::exchanged;
+use super::{exchanged, message, sum_of_norms};
 use crate::formats::STATE_BLOCK;
 use crate::op::{Collective, Exchange, Mode, Op, OpKind, Piece};
 use crate::operands::{elements_mut, operands_mut};
 use crate::program::{Block, Program, ProgramSet};
-use crate::scalars::{METRICS, Metric};
 use crate::share::Share;
 use crate::tensor::{Index, Lifetime, Operand, Tensor, TensorId};
 use plimsoll_core::{Category, Offload, Space, WorkName};
@@ -126,8 +125,8 @@ struct Unit {
 }
 
 impl Pass<'_> {
-    fn exchange(&self, collective: Collective, pieces: Vec<Piece>, peer: Option<u32>, sequence: Index) -> Exchange {
-        Exchange { collective, pieces, rank: self.share.rank, peer, sequence, last: false }
+    fn exchange(&self, collective: Collective, pieces: Vec<Piece>, sequence: Index) -> Exchange {
+        Exchange { collective, pieces, rank: self.share.rank, peer: None, sequence, last: false }
     }
 
     // ---- what is computed ----
@@ -210,7 +209,7 @@ impl Pass<'_> {
         let mut blocks = Vec::new();
         for block in &program.blocks {
             if block.ops.iter().any(|op| matches!(op.kind, OpKind::ClipFactor { .. })) {
-                blocks.push(self.sum_of_norms());
+                blocks.push(sum_of_norms(&self.set, self.share, Index::fixed(NORM)));
             }
             match self.run(block) {
                 None => blocks.push(block.clone()),
@@ -221,17 +220,6 @@ impl Pass<'_> {
             }
         }
         blocks
-    }
-
-    /// Loss and norm of the whole step on every rank.
-    fn sum_of_norms(&self) -> Block {
-        let metrics = self.set.find(METRICS).expect("every set has its metrics");
-        let metrics = Operand::whole(metrics).from(Index::fixed(Metric::LossSum as i64));
-        let mut counts = vec![0; self.share.ranks as usize];
-        counts[0] = Metric::NormSquared as u64 + 1 - Metric::LossSum as u64;
-        let piece = Piece { input: metrics, output: metrics, counts };
-        let exchange = self.exchange(Collective::AllReduce, vec![piece], None, Index::fixed(NORM));
-        Block::once("norm", exchanged(exchange).into())
     }
 
     /// The elements of what is held in parts that a block goes over; nothing where it touches none of that.
@@ -318,12 +306,6 @@ impl Pass<'_> {
         blocks
     }
 
-    fn message(&self, collective: Collective, at: Operand, span: &Span, peer: u32, sequence: Index) -> [Op; 2] {
-        let counts = vec![span.elements; self.share.ranks as usize];
-        let piece = Piece { input: at, output: at, counts };
-        exchanged(self.exchange(collective, vec![piece], Some(peer), sequence))
-    }
-
     fn sent(&self, block: &Block, run: &Run, span: &Span, sequence: Index) -> Block {
         let own = &self.shards[&run.tensor].parts[self.share.rank as usize];
         let offset = Index {
@@ -332,7 +314,7 @@ impl Pass<'_> {
             micro_batch: 0,
         };
         let at = Operand { tensor: run.tensor, slot: run.slot, offset };
-        let ops = self.message(Collective::Send, at, span, 0, sequence).into();
+        let ops = message(self.share, Collective::Send, 0, at, span.elements, sequence).into();
         Block { name: block.name.clone(), first: 0, step: 1, repeat: span.repeat, ops }
     }
 
@@ -355,7 +337,8 @@ impl Pass<'_> {
         });
         let room = &mut self.set.tensors[buffer.0 as usize].shape[0];
         *room = (*room).max(span.elements);
-        let mut ops = Vec::from(self.message(Collective::Receive, Operand::whole(buffer), span, owner, sequence));
+        let into = Operand::whole(buffer);
+        let mut ops = Vec::from(message(self.share, Collective::Receive, owner, into, span.elements, sequence));
         let cut = self.cut(block, run, span, Some(buffer));
         ops.extend(cut.ops);
         Block { ops, ..cut }
@@ -429,7 +412,7 @@ impl Walk<'_, '_> {
 
     fn numbered(&mut self, collective: Collective, pieces: Vec<Piece>) -> [Op; 2] {
         self.number += 1;
-        exchanged(self.pass.exchange(collective, pieces, None, Index::fixed(self.number)))
+        exchanged(self.pass.exchange(collective, pieces, Index::fixed(self.number)))
     }
 
     /// Starts to gather what is needed and not there.
