@@ -6,8 +6,8 @@ use crate::device::{Call, DeviceError, Memory, NoFiles, Observer};
 use crate::trial::{Open, Trial, add, repeated, side_by_side};
 use plimsoll_core::{Category, DType, OpRates, RecomputeLevel};
 use plimsoll_program::builder::Builder;
-use plimsoll_program::models::decoder::{AdamState, Base, Build, Method, Optimizer, Source, Training, build};
-use plimsoll_program::models::{ModelConfig, ModelType, RopeScaling};
+use plimsoll_program::models::decoder::{AdamState, Base, Build, Lora, Method, Optimizer, Source, Training, build};
+use plimsoll_program::models::{ModelConfig, ModelType, RopeScaling, Target};
 use plimsoll_program::workspace::Kernels;
 use plimsoll_program::{Op, OpKind, Operand, ProgramSet, TensorId};
 use std::collections::BTreeMap;
@@ -188,8 +188,42 @@ impl Observer for Timed {
     }
 }
 
-/// Work a second by kind of op, products left out.
+/// What is trained in a reference step, and how coarsely it is stored.
+struct Form {
+    method: Method,
+    base: Base,
+    state: AdamState,
+    programs: &'static [&'static str],
+}
+
+/// All kinds of ops of a training step: everything in the run's arithmetic; moments of a byte; adapters with dropout
+/// beside a coarse base.
+fn forms() -> [Form; 3] {
+    let step = &["begin", "forward", "backward", "norm", "update"];
+    let update = &["begin", "norm", "update"];
+    let targets = Target::ALL.into_iter().collect();
+    let lora = Lora { rank: 8, alpha: 16.0, dropout: 0.05, targets, seed: 1, source: Source::Random { seed: 1 } };
+    let full = |state, programs| Form { method: Method::Full, base: Base::Plain, state, programs };
+    [
+        full(AdamState::Full, step),
+        full(AdamState::Blockwise8, update),
+        Form { method: Method::Lora(lora), base: Base::Nf4, state: AdamState::Full, programs: step },
+    ]
+}
+
+/// Work a second by kind of op, products left out. What several forms have counts as in the first of them.
 fn reference_step(subject: &Subject) -> Result<BTreeMap<String, f64>, BenchError> {
+    let mut rates = BTreeMap::new();
+    for form in forms() {
+        for (op, rate) in rates_in(subject, form)? {
+            rates.entry(op).or_insert(rate);
+        }
+    }
+    Ok(rates)
+}
+
+/// The same in one form.
+fn rates_in(subject: &Subject, form: Form) -> Result<BTreeMap<String, f64>, BenchError> {
     let scale = subject.scale;
     let config = ModelConfig {
         model_type: ModelType::Qwen3,
@@ -219,11 +253,11 @@ fn reference_step(subject: &Subject) -> Result<BTreeMap<String, f64>, BenchError
         sequence: scale.sequence,
         micro_batch: scale.micro_batch,
         source: Source::Random { seed: 1 },
-        method: Method::Full,
-        base: Base::Plain,
+        method: form.method,
+        base: form.base,
         streamed_head: false,
         training: Some(Training {
-            optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full },
+            optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: form.state },
             recompute: vec![RecomputeLevel::Nothing],
         }),
         evaluate: false,
@@ -251,7 +285,7 @@ fn reference_step(subject: &Subject) -> Result<BTreeMap<String, f64>, BenchError
         device.write(positions, 0, bytemuck::cast_slice(&(0..rows).map(|i| i % sequence).collect::<Vec<_>>()));
         device.write(starts, 0, bytemuck::cast_slice(&vec![0i32; rows as usize]));
         device.write(weights, 0, bytemuck::cast_slice(&vec![1f32; rows as usize]));
-        for program in ["begin", "forward", "backward", "norm", "update"] {
+        for program in form.programs {
             device.run_observed(Call::of(program), &mut NoFiles, &mut timed.clone())?;
         }
     }
@@ -260,4 +294,21 @@ fn reference_step(subject: &Subject) -> Result<BTreeMap<String, f64>, BenchError
         (*op != "product" && *work > 0.0 && *seconds > 0.0).then(|| ((*op).to_owned(), work / seconds))
     };
     Ok(sums.iter().filter_map(rate).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::executor;
+
+    #[test]
+    fn every_kind_of_op_of_a_training_step_has_a_rate() {
+        let open = |set: ProgramSet, placement, precision| executor::open(set, placement, precision, 1);
+        let kernels = Kernels::Cpu { threads: 1 };
+        let subject = Subject { kernels, precision: DType::F32, scale: Scale::TINY, open: &open };
+        let rates = reference_step(&subject).unwrap();
+        for op in ["attention", "cross_entropy", "adam_w", "adam_w8", "dequantise", "dropout"] {
+            assert!(rates.get(op).is_some_and(|rate| *rate > 0.0), "{op}: {rates:?}");
+        }
+    }
 }

@@ -4,7 +4,7 @@
 use crate::device::{Device, DeviceError};
 use half::bf16;
 use plimsoll_core::{Category, DType, Space, WorkName};
-use plimsoll_program::{Block, Lifetime, Op, Phase, Placement, Program, ProgramSet, Tensor, TensorId};
+use plimsoll_program::{Block, Lifetime, Mode, Op, Phase, Placement, Program, ProgramSet, TensorId};
 use std::time::{Duration, Instant};
 
 /// Opens the device that is measured.
@@ -67,12 +67,20 @@ pub(crate) fn add(set: &mut ProgramSet, program: Program) {
 }
 
 /// A placement for ops that are only timed: everything has bytes of its own, but for the scratch of ops, which is at
-/// the end for all of them: an op at a time uses it.
+/// the end for all of them: an op at a time uses it, and what one leaves there no other reads.
 pub(crate) fn side_by_side(set: &ProgramSet) -> Placement {
     let mut placement = Placement::default();
-    let is_scratch = |tensor: &Tensor| tensor.category == Category::Workspace && tensor.lifetime == Lifetime::Transient;
-    for tensor in &set.tensors {
-        if is_scratch(tensor) {
+    let mut is_scratch: Vec<bool> = set
+        .tensors
+        .iter()
+        .map(|tensor| tensor.category == Category::Workspace && tensor.lifetime == Lifetime::Transient)
+        .collect();
+    let ops = set.programs.iter().flat_map(|program| &program.blocks).flat_map(|block| &block.ops);
+    for access in ops.flat_map(|op| op.accesses(&|id| set.tensor(id).elements())) {
+        is_scratch[access.operand.tensor.0 as usize] &= access.mode == Mode::Write;
+    }
+    for (tensor, is_scratch) in set.tensors.iter().zip(&is_scratch) {
+        if *is_scratch {
             placement.offsets.push(Vec::new());
             continue;
         }
@@ -92,7 +100,8 @@ pub(crate) fn side_by_side(set: &ProgramSet) -> Placement {
         placement.offsets.push((0..tensor.slots).map(|_| place()).collect());
     }
     let first = placement.arena_bytes;
-    for (tensor, offsets) in set.tensors.iter().zip(&mut placement.offsets).filter(|(tensor, _)| is_scratch(tensor)) {
+    let places = set.tensors.iter().zip(&mut placement.offsets).zip(is_scratch);
+    for ((tensor, offsets), _) in places.filter(|(_, is_scratch)| *is_scratch) {
         offsets.resize(tensor.slots as usize, Some(first));
         placement.arena_bytes = placement.arena_bytes.max(first + tensor.bytes());
     }
@@ -102,6 +111,7 @@ pub(crate) fn side_by_side(set: &ProgramSet) -> Placement {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use plimsoll_program::Tensor;
 
     #[test]
     fn timed_tensors_have_bytes_of_their_own_and_scratch_is_shared() {
