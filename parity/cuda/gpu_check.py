@@ -5,9 +5,9 @@
 
 It lies beside the programs that it runs (plimsoll, plimsoll-check, torch_step.py), as `cargo xtask gpu-check` packed
 them, and needs neither Rust nor a network; torch and transformers where they are to be compared with. What a section
-found is written to FOLDER (or $OUT) as it ends, NAME.json, and everything to gpu-check.json: a run that is cut off
-leaves what it had. A table comes last, also when a section fails or the run is asked to end; the exit code is 0 when
-everything held that was shown.
+found is written to FOLDER (or $OUT) as it ends: all figures to gpu-check.json, the table to gpu-check.txt, so that a run
+that is cut off leaves what it had. The table comes last, also when a section fails or the run is asked to end; the
+exit code is 0 when everything held that was shown.
 
 `--rehearse` runs the same flow in small, on a stand-in for a GPU, so that it is known to work before there is one.
 """
@@ -41,7 +41,7 @@ REAL = {
     "kill_run": dict(sequence=256, batch_tokens=16384, steps=60, save_every=10),
     # SmolLM2-135M (its config.json on the hub).
     "curve_model": dict(hidden=576, layers=30, heads=9, kv_heads=3, ffn=1536, vocab=49152),
-    "curve_run": dict(sequence=512, rows=8, steps=40, orders=3),
+    "curve_run": dict(sequence=512, rows=8, steps=40),
     # Llama-3.2-1B and Qwen2.5-1.5B (their config.json), with a head of its own, as torch_step.py has.
     "shapes": {
         "llama-3.2-1b": dict(vocab=128256, layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, sequence=2048, batch=4),
@@ -62,7 +62,7 @@ REHEARSAL = {
     "kill_model": dict(hidden=32, layers=2, heads=2, kv_heads=1, ffn=48, vocab=97),
     "kill_run": dict(sequence=16, batch_tokens=64, steps=6, save_every=2),
     "curve_model": dict(hidden=32, layers=2, heads=2, kv_heads=1, ffn=48, vocab=97),
-    "curve_run": dict(sequence=24, rows=2, steps=6, orders=2),
+    "curve_run": dict(sequence=24, rows=2, steps=6),
     "shapes": {"toy": dict(vocab=128, layers=2, hidden=32, heads=2, kv_heads=1, ffn=64, sequence=16, batch=2)},
     "step": dict(steps=2, warmup=1),
     "bench_seconds": 1,
@@ -91,13 +91,19 @@ class Report:
     def failed(self):
         return [row for row in self.rows if row["held"] is False]
 
-    def write(self, folder, section):
-        """What a section found, and everything so far."""
-        rows = [row for row in self.rows if row["section"] == section]
-        found = {"about": self.figures["about"], "rows": rows, **self.figures.get(section, {})}
-        (folder / f"{section}.json").write_text(json.dumps(found, indent=1))
+    def table(self, what):
+        """All rows, for people."""
+        width = max((len(f"{row['section']}: {row['what']}") for row in self.rows), default=0)
+        lines = [f"{what}, {time.monotonic() - self.began:.0f} s, begun {self.figures['began']}, "
+                 f"commit {self.figures['about'].get('commit', 'not known')}", ""]
+        lines += [f"{MARKS[row['held']]}  {row['section'] + ': ' + row['what']:{width}}  {row['figure']}" for row in self.rows]
+        return "\n".join([*lines, "", f"{len(self.rows)} rows, {len(self.failed())} failed", ""])
+
+    def write(self, folder, what):
+        """Everything so far, in two files."""
         whole = {**self.figures, "rows": self.rows, "seconds": time.monotonic() - self.began}
-        (folder / "gpu-check.json").write_text(json.dumps(whole, indent=1))
+        for name, text in {"gpu-check.json": json.dumps(whole, indent=1), "gpu-check.txt": self.table(what)}.items():
+            (folder / name).write_text(text)
 
 
 MARKS = {True: "ok  ", False: "FAIL", None: "–   "}
@@ -392,6 +398,25 @@ def has_torch(section):
         return False
 
 
+# Runs of transformers that differ in nothing but rounding, as two runs of one seed do where sums have no fixed order:
+# bf16 by autocast, whose attention is fused or not, and with gradients of half batches; bf16 throughout, with f32 masters.
+WAYS = {
+    "autocast": dict(),
+    "autocast, attention in pieces": dict(attention="eager"),
+    "autocast, half batches": dict(parts=2),
+    "bf16 throughout": dict(throughout=True),
+    "bf16 throughout, attention in pieces": dict(throughout=True, attention="eager"),
+}
+
+
+def out_of_band(ours, theirs):
+    """How far ours is from the mean of theirs at most, and at which step; how far theirs are from each other at most."""
+    steps = range(min(map(len, [ours, *theirs])))
+    spread = max(max(curve[at] for curve in theirs) - min(curve[at] for curve in theirs) for at in steps)
+    apart, at = max((abs(ours[at] - sum(curve[at] for curve in theirs) / len(theirs)), at + 1) for at in steps)
+    return apart, spread, at
+
+
 def curve(section):
     """The loss curve in bf16 beside transformers' own, and a model that transformers loads."""
     if not has_torch(section):
@@ -399,50 +424,40 @@ def curve(section):
     model, run = section.sizes["curve_model"], section.sizes["curve_run"]
     base = section.folder / "base"
     write_config(base, model, run["sequence"])
-    # Every order takes the same samples; each is one row, whose last token is only a target.
+    # Each sample is one row, whose last token is only a target.
     rows = samples(model["vocab"], run["sequence"] + 1, run["rows"] * run["steps"], 3)
     held_out = section.folder / "eval.jsonl"
     write_samples(held_out, samples(model["vocab"], run["sequence"] + 1, 2 * run["rows"], 3)[-run["rows"]:])
-    files = []
-    for order in range(run["orders"]):
-        random.Random(order).shuffle(rows)
-        files.append(section.folder / f"order-{order}.jsonl")
-        write_samples(files[-1], rows)
-    work = {"base": str(base), "files": list(map(str, files)), "rows": run["rows"], "learning_rate": 1e-3,
+    random.Random(0).shuffle(rows)
+    data = section.folder / "train.jsonl"
+    write_samples(data, rows)
+    work = {"base": str(base), "data": str(data), "rows": run["rows"], "learning_rate": 1e-3, "ways": list(WAYS),
             "device": "cpu" if section.options.rehearse else section.options.device, "seconds": section.left * 0.55}
     order = section.folder / "work.json"
     order.write_text(json.dumps(work))
     theirs = json.loads(last_line(section.python(__file__, "--worker", order)))
-    ours, peak = [], None
-    for number, file in enumerate(files[: len(theirs)]):
-        folder = section.folder / f"run-{number}"
-        section.run("train", run_file(section.folder), "--quiet", "--devices", section.options.device, *settings({
-            "model.path": str(base), "model.init": "pretrained", "data.train": str(file), "data.eval": str(held_out),
-            "data.format": "tokens", "data.sequence": run["sequence"], "data.pack": False, "data.shuffle": False,
-            "train.steps": run["steps"], "train.batch_tokens": run["rows"] * run["sequence"],
-            "train.learning_rate": work["learning_rate"], "train.schedule": "constant", "train.warmup_steps": 0,
-            "train.weight_decay": 0.1, "train.betas": [0.9, 0.95], "train.eps": 1e-8, "train.clip_norm": 1.0,
-            "train.precision": "bf16", "train.eval_every": run["steps"], "run.dir": str(folder),
-        }))
-        records = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
-        ours.append([record["loss"] for record in records if record.get("event") == "step"])
-        result = json.loads((folder / "result.json").read_text())
-        peak = result["memory"]
-    section.keep("ours", ours), section.keep("theirs", theirs), section.keep("memory", peak)
+    folder = section.folder / "run"
+    section.run("train", run_file(section.folder), "--quiet", "--devices", section.options.device, *settings({
+        "model.path": str(base), "model.init": "pretrained", "data.train": str(data), "data.eval": str(held_out),
+        "data.format": "tokens", "data.sequence": run["sequence"], "data.pack": False, "data.shuffle": False,
+        "train.steps": run["steps"], "train.batch_tokens": run["rows"] * run["sequence"],
+        "train.learning_rate": work["learning_rate"], "train.schedule": "constant", "train.warmup_steps": 0,
+        "train.weight_decay": 0.1, "train.betas": [0.9, 0.95], "train.eps": 1e-8, "train.clip_norm": 1.0,
+        "train.precision": "bf16", "train.eval_every": run["steps"], "run.dir": str(folder),
+    }))
+    records = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+    ours = [record["loss"] for record in records if record.get("event") == "step"]
+    result = json.loads((folder / "result.json").read_text())
+    section.keep("ours", ours), section.keep("theirs", theirs), section.keep("memory", result["memory"])
     steps = run["steps"]
-    section.add("steps of each", f"{len(ours)} × {steps}", all(len(curve) == steps for curve in ours + theirs))
-    # Means over a tenth of the steps: single steps differ by their samples.
-    window = max(1, steps // 10)
-    smooth = lambda curve: [sum(curve[at: at + window]) / window for at in range(0, steps - window + 1)]
-    ours, theirs = [smooth(curve) for curve in ours], [smooth(curve) for curve in theirs]
-    between = lambda many, at: max(curve[at] for curve in many) - min(curve[at] for curve in many)
-    spread = max(between(theirs, at) for at in range(len(theirs[0])))
-    apart = max(abs(a - b) for one, other in zip(ours, theirs) for a, b in zip(one, other))
-    section.add("loss from transformers' at the same order, most; their spread over orders",
-                f"{apart:.4f}; {spread:.4f}", apart <= spread if len(theirs) > 1 else None)
-    section.add("loss, first and last", f"{ours[0][0]:.3f}, {ours[0][-1]:.3f}", ours[0][-1] < ours[0][0])
-    # The last run's own word for its model, and that of transformers.
-    folder = section.folder / f"run-{len(ours) - 1}"
+    lengths = [len(ours), *map(len, theirs.values())]
+    section.add("steps of ours and of each of theirs", " ".join(map(str, lengths)), set(lengths) == {steps})
+    apart, spread, at = out_of_band(ours, list(theirs.values()))
+    section.add("runs of transformers in bf16, on the same samples in the same order", ", ".join(theirs), None)
+    section.add("loss off the mean of theirs, most; their own spread from run to run, most", f"{apart:.4f} (step {at}); {spread:.4f}",
+                apart <= spread if len(theirs) == len(WAYS) else None)
+    section.add("loss, first and last", f"{ours[0]:.3f}, {ours[-1]:.3f}", ours[-1] < ours[0])
+    # The run's own word for its model, and that of transformers.
     said = whole_json(section.run("eval", folder / "model", "--data", held_out, "--format", "tokens", "--devices",
                                   section.options.device, "--json"))["loss"]
     order.write_text(json.dumps({**work, "base": str(folder / "model"), "evaluate": str(held_out)}))
@@ -456,14 +471,13 @@ def last_line(said):
 
 
 def worker(path):
-    """transformers' own training of a model on files, or its loss on one; in a process of its own."""
+    """transformers' own training of a model in several ways, or its loss on a file; in a process of its own."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     work = json.loads(pathlib.Path(path).read_text())
-    device, kind = work["device"], work["device"].split(":")[0]
+    device = work["device"]
     read = lambda file: torch.tensor([json.loads(line)["input_ids"] for line in open(file)], device=device)
-    autocast = lambda: torch.autocast(kind, dtype=torch.bfloat16)
 
     def loss_of(model, rows):
         # Not the model's own loss: that shifts labels, and the last token here is only a target.
@@ -479,27 +493,49 @@ def worker(path):
     if not list(base.glob("*.safetensors")):
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base)).float().save_pretrained(base)
-    started, curves = time.monotonic(), []
-    for file in work["files"]:
+    started, curves = time.monotonic(), {}
+    for name in work["ways"]:
         if curves and time.monotonic() - started > work["seconds"] * len(curves) / (len(curves) + 1):
             break
-        model = AutoModelForCausalLM.from_pretrained(base).float().to(device).train()
-        matrices = [p for p in model.parameters() if p.dim() > 1]
-        vectors = [p for p in model.parameters() if p.dim() <= 1]
-        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=work["learning_rate"], betas=(0.9, 0.95), eps=1e-8)
-        rows, losses = read(file), []
-        for at in range(0, len(rows), work["rows"]):
-            with autocast():
-                loss = loss_of(model, rows[at: at + work["rows"]])
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            losses.append(loss.detach())
-        curves.append([float(loss) for loss in losses])
-        del model, optimizer
+        curves[name] = loss_curve(torch, work, loss_of, read(work["data"]), **WAYS[name])
     print(json.dumps(curves))
+
+
+def loss_curve(torch, work, loss_of, rows, attention="sdpa", parts=1, throughout=False):
+    """transformers' losses, step by step, trained in one of the ways in which it does bf16."""
+    from transformers import AutoModelForCausalLM
+
+    device = work["device"]
+    load = lambda: AutoModelForCausalLM.from_pretrained(work["base"], attn_implementation=attention).to(device).train()
+    model = load().float()
+    masters = list(model.parameters())
+    if throughout:
+        # The model computes in bf16; what is updated stays in f32.
+        model = load().bfloat16()
+        masters = [parameter.detach().float().requires_grad_() for parameter in load().float().parameters()]
+    groups = [{"params": [p for p in masters if p.dim() > 1], "weight_decay": 0.1},
+              {"params": [p for p in masters if p.dim() <= 1], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=work["learning_rate"], betas=(0.9, 0.95), eps=1e-8)
+    losses = []
+    for at in range(0, len(rows), work["rows"]):
+        total = 0.0
+        for part in rows[at: at + work["rows"]].chunk(parts):
+            with torch.autocast(device.split(":")[0], dtype=torch.bfloat16, enabled=not throughout):
+                loss = loss_of(model, part) * len(part) / work["rows"]
+            loss.backward()
+            total = total + loss.detach()
+        if throughout:
+            for master, parameter in zip(masters, model.parameters()):
+                master.grad, parameter.grad = parameter.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if throughout:
+            with torch.no_grad():
+                for master, parameter in zip(masters, model.parameters()):
+                    parameter.copy_(master)
+        losses.append(total)
+    return [float(loss) for loss in losses]
 
 
 def speed(section):
@@ -599,6 +635,7 @@ def main():
     about = HERE / "about.json"
     report.figures["about"] = json.loads(about.read_text()) if about.exists() else {}
     report.figures["began"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    what = "a stand-in for a GPU (runs on the CPU)" if options.rehearse else options.device
     folder = pathlib.Path(tempfile.mkdtemp(prefix="plimsoll-gpu-check-"))
     # Time that a section did not need goes to those behind it.
     deadline = began
@@ -620,20 +657,15 @@ def main():
                 section.add("ends", f"{type(error).__name__}: {error}", False)
             finally:
                 section.keep("seconds", time.monotonic() - started)
-                report.write(options.out, name)
+                report.write(options.out, what)
     except CutOff as word:
         report.add("all", "cut off", word, False)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
-    what = "a stand-in for a GPU (runs on the CPU)" if options.rehearse else options.device
-    print(f"\n{what}, {time.monotonic() - began:.0f} s; figures in {options.out}\n")
-    width = max((len(f"{row['section']}: {row['what']}") for row in report.rows), default=0)
-    for row in report.rows:
-        print(f"{MARKS[row['held']]}  {row['section'] + ': ' + row['what']:{width}}  {row['figure']}")
-    failed = len(report.failed())
-    print(f"\n{len(report.rows)} rows, {failed} failed")
-    sys.exit(1 if failed else 0)
+    report.write(options.out, what)
+    print(f"\nfigures in {options.out}\n{report.table(what)}", end="")
+    sys.exit(1 if report.failed() else 0)
 
 
 if __name__ == "__main__":
