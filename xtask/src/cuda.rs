@@ -187,7 +187,7 @@ fn into_machine_code(root: &Path, python: &Path) -> anyhow::Result<()> {
 /// The kernels on the CPU, against the CPU's own.
 fn arithmetic(root: &Path) -> anyhow::Result<()> {
     ensure!(Command::new("g++").arg("--version").output().is_ok(), "g++ is needed to run kernels on the CPU");
-    let files = ["cuda_kernels", "cuda_tensor", "cuda_executor", "device"];
+    let files = ["cuda_kernels", "cuda_tensor", "cuda_executor", "cuda_adopt", "device"];
     let tests = files.iter().flat_map(|file| ["--test", file]).chain(["--", "--ignored"]);
     succeed(Command::new("cargo").args(["test", "--package", "plimsoll-device"]).args(tests).current_dir(root))
 }

@@ -1,6 +1,7 @@
 //! How fast a GPU is: products through the library and the algorithms that runs use, memory through our own kernels,
 //! the link through the copies of the executor; and how the GPU was before and after.
 
+use super::driver::Context;
 use super::gpus::{Card, Here};
 use super::nvml::Condition;
 use super::open::{free_bytes, open};
@@ -55,6 +56,7 @@ pub fn measure(
     stage(&format!("{name}: the ops of a step"));
     let mut ops = op_rates::measure(&subject(DType::F32, scale))?;
     ops.bf16 = Some(Box::new(op_rates::measure(&subject(DType::Bf16, scale))?));
+    Context::end(card.index);
     Ok(DeviceBench {
         device: name,
         simulated: false,

@@ -15,6 +15,7 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
+use std::time::UNIX_EPOCH;
 use std::{fmt, fs, process, ptr, thread};
 
 /// The compute capability of a GPU.
@@ -149,6 +150,8 @@ pub struct Compiler {
     nvrtc: Nvrtc,
     path: PathBuf,
     version: String,
+    /// What tells builds of one version apart.
+    build: String,
     /// The architectures that it compiles for, as `86`.
     targets: Vec<u32>,
     driver: String,
@@ -162,7 +165,9 @@ impl Compiler {
     /// # Errors
     /// It cannot be opened.
     pub fn open(path: &Path, driver: &str, cache: Option<&Path>) -> Result<Compiler, CompileError> {
-        if let Some(builtins) = builtins_of(path) {
+        let builtins = builtins_of(path);
+        let build = [Some(path), builtins.as_deref()].into_iter().flatten().map(build_of).collect();
+        if let Some(builtins) = builtins {
             // SAFETY: the second half of NVRTC, which it would open itself if it lay in a folder of the loader's.
             // Where it cannot be opened, NVRTC says so in the log of the first unit.
             std::mem::forget(unsafe { libloading::Library::new(builtins) });
@@ -182,6 +187,7 @@ impl Compiler {
             nvrtc,
             path: path.to_path_buf(),
             version: format!("{major}.{minor}"),
+            build,
             targets: targets.into_iter().filter_map(|target| u32::try_from(target).ok()).collect(),
             driver: driver.to_owned(),
             cache: cache.map(|cache| cache.join("kernels")),
@@ -256,7 +262,7 @@ impl Compiler {
     /// The name under which machine code is kept: the unit's, for people, and a hash of all that it depends on.
     fn key(&self, source: &str, target: u32, unit: &str) -> String {
         let mut hash = Sha256::new();
-        for part in [source, &OPTIONS.join(" "), &target.to_string(), &self.version, &self.driver] {
+        for part in [source, &OPTIONS.join(" "), &target.to_string(), &self.version, &self.build, &self.driver] {
             hash.update((part.len() as u64).to_le_bytes());
             hash.update(part);
         }
@@ -302,6 +308,14 @@ impl Compiler {
         unsafe { (api.nvrtcDestroyProgram)(&mut program) };
         result
     }
+}
+
+/// What tells a library's file from that of another build, which calls itself by the same version: its size and when it
+/// was written. To read it whole would take as long as to compile.
+fn build_of(library: &Path) -> String {
+    let Ok(file) = fs::metadata(library) else { return String::new() };
+    let written = file.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok()).unwrap_or_default();
+    format!("{} bytes of {written:?};", file.len())
 }
 
 type SizeOf = unsafe extern "C" fn(Program, *mut usize) -> c_int;
@@ -367,6 +381,23 @@ mod tests {
             assert_eq!(check(major, minor), Ok(()));
         }
         assert!(check(13, 0).unwrap_err().contains("13.0 is newer than Blackwell"));
+    }
+
+    #[test]
+    fn builds_of_one_version_are_told_apart() {
+        let folder = tempfile::tempdir().unwrap();
+        let library = folder.path().join("libnvrtc.so.13");
+        assert_eq!(build_of(&library), "");
+        fs::write(&library, "one build").unwrap();
+        let first = build_of(&library);
+        assert_eq!(build_of(&library), first);
+        fs::write(&library, "another build").unwrap();
+        assert_ne!(build_of(&library), first);
+        // Of the same size, at another time.
+        fs::write(&library, "one build").unwrap();
+        let later = UNIX_EPOCH + std::time::Duration::from_secs(1);
+        fs::File::options().write(true).open(&library).unwrap().set_modified(later).unwrap();
+        assert_ne!(build_of(&library), first);
     }
 
     #[test]

@@ -12,11 +12,12 @@
 
 use super::compile::Architecture;
 use plimsoll_core::{Bytes, Failure};
+use std::collections::BTreeMap;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::ptr;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// A place in the memory of the device.
 pub type Address = u64;
@@ -74,8 +75,8 @@ library! {
         fn cuDeviceGet(device: *mut c_int, ordinal: c_int) -> Status;
         fn cuDeviceGetName(name: *mut c_char, length: c_int, device: c_int) -> Status;
         fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_uint, device: c_int) -> Status;
-        fn cuDevicePrimaryCtxRetain(context: *mut Handle, device: c_int) -> Status;
         fn cuDevicePrimaryCtxRelease_v2(device: c_int) -> Status;
+        fn cuDevicePrimaryCtxRetain(context: *mut Handle, device: c_int) -> Status;
         fn cuCtxSetCurrent(context: Handle) -> Status;
         fn cuCtxSynchronize() -> Status;
         fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> Status;
@@ -98,6 +99,7 @@ library! {
         fn cuMemcpyHtoDAsync_v2(to: Address, from: *const c_void, bytes: usize, stream: Handle) -> Status;
         fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: Address, bytes: usize, stream: Handle) -> Status;
         fn cuMemcpyDtoDAsync_v2(to: Address, from: Address, bytes: usize, stream: Handle) -> Status;
+        fn cuMemsetD8Async(to: Address, value: u8, count: usize, stream: Handle) -> Status;
         fn cuMemsetD16Async(to: Address, value: u16, count: usize, stream: Handle) -> Status;
         fn cuStreamCreate(stream: *mut Handle, flags: c_uint) -> Status;
         fn cuStreamDestroy_v2(stream: Handle) -> Status;
@@ -165,6 +167,7 @@ const DEVICE_COMPUTE_MINOR: c_uint = 76;
 const DEVICE_SHARED_OPTIN: c_uint = 97;
 const DEVICE_VIRTUAL_MEMORY: c_uint = 102;
 const OUT_OF_MEMORY: Status = 2;
+const NOT_SUPPORTED: Status = 801;
 
 /// What goes wrong between us and a GPU.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -204,6 +207,18 @@ pub enum CudaError {
         free: Bytes,
         /// What the GPU has.
         total: Bytes,
+    },
+    /// A kernel's tiles are larger than what a block may have on this GPU.
+    #[error("{kernel} needs {asked} of shared memory for a block, and {gpu} has {most}")]
+    Shared {
+        /// The kernel.
+        kernel: &'static str,
+        /// What it needs.
+        asked: Bytes,
+        /// The GPU.
+        gpu: String,
+        /// What it has.
+        most: Bytes,
     },
     /// Memory beside the arena was refused: a module, an event, a pinned buffer.
     #[error("no memory was left to {what}")]
@@ -249,6 +264,9 @@ impl From<CudaError> for Failure {
         match error {
             CudaError::Library { .. } => Failure::input(message).hint("`plimsoll devices` says what was found where"),
             CudaError::Function { .. } => Failure::input(message).hint("CUDA 12 needs driver 525 or newer: update it"),
+            CudaError::Shared { .. } => {
+                Failure::input(message).hint("run on another device: --devices cpu; plimsoll devices lists them")
+            }
             CudaError::NoDevice { .. } => Failure::input(message).hint("`plimsoll devices` lists what is there"),
             CudaError::Refused { .. } | CudaError::Memory { .. } => Failure::does_not_fit(message)
                 .hint("give a smaller --budget, or end what else holds memory (`nvidia-smi` lists it)"),
@@ -260,11 +278,12 @@ impl From<CudaError> for Failure {
     }
 }
 
-/// Whether a code means that the context, and all memory in it, is gone: the errors that every later call repeats
-/// (CUDA driver API, "Data types used by CUDA driver", `CUresult`).
+/// Whether a code means that the context, and all memory in it, is gone: the errors of which `CUresult` in cuda.h (of
+/// CUDA 13.2) says that the process has to be started anew, and those of a driver or GPU that is no longer there.
 fn is_sticky(status: Status) -> bool {
-    // Shut down; unavailable; uncorrectable ECC and NVLink errors; contained; faults of kernels; unknown.
-    matches!(status, 4 | 46 | 214 | 220 | 226 | 700 | 702 | 709 | 710 | 714..=719 | 721 | 911 | 999)
+    // Shut down; unavailable; uncorrectable ECC and NVLink errors; contained; faults of kernels; tensor memory left
+    // behind; ended by the MPS server; a device outside of the GPU failed; unknown.
+    matches!(status, 4 | 46 | 214 | 220 | 226 | 700 | 702 | 709 | 710 | 714..=719 | 721 | 810 | 911 | 999)
 }
 
 impl Driver {
@@ -350,14 +369,24 @@ pub struct Gpu {
     pub driver_version: u32,
 }
 
-/// The primary context of a GPU, held while this lives. Its methods want [`Context::enter`] to have been called on
-/// the thread: without it the driver refuses them, which is an error and no harm.
+/// The primary context of a GPU: opened once, and held until the process ends, or [`Context::end`] is called. To end one
+/// and open it again takes a while, unloads what libraries have loaded in it, and makes a GPU hold other bytes than were
+/// measured.
+///
+/// Its methods want [`Context::enter`] to have been called on the thread: without it the driver refuses them, which is
+/// an error and no harm.
 pub struct Context {
     driver: Arc<Driver>,
     device: c_int,
     handle: Handle,
     gpu: Gpu,
+    free_at_first: Bytes,
+    /// The most that the context itself, and libraries in it, were seen to hold.
+    pub(super) charged: Mutex<(Bytes, Bytes)>,
 }
+
+/// The contexts of this process. It has one driver, whoever loads its table of functions.
+static CONTEXTS: Mutex<BTreeMap<u32, Arc<Context>>> = Mutex::new(BTreeMap::new());
 
 // SAFETY: the driver may be called from any thread, and a context may be current on several.
 unsafe impl Send for Context {}
@@ -365,11 +394,27 @@ unsafe impl Send for Context {}
 unsafe impl Sync for Context {}
 
 impl Context {
-    /// Opens a GPU.
+    /// Opens a GPU; the second time, and from then on, it is the context that there is.
     ///
     /// # Errors
     /// Where there is none of that number, or the driver refuses.
     pub fn open(driver: &Arc<Driver>, ordinal: u32) -> Result<Arc<Context>, CudaError> {
+        let mut known = CONTEXTS.lock().unwrap_or_else(PoisonError::into_inner);
+        let context = match known.get(&ordinal) {
+            Some(context) => context.clone(),
+            None => known.entry(ordinal).or_insert(Context::first(driver, ordinal)?).clone(),
+        };
+        context.enter()?;
+        Ok(context)
+    }
+
+    /// Ends the context of a GPU as soon as nobody uses it: what measurements have loaded is no charge of the run after
+    /// them, which opens one of its own.
+    pub fn end(ordinal: u32) {
+        drop(CONTEXTS.lock().unwrap_or_else(PoisonError::into_inner).remove(&ordinal));
+    }
+
+    fn first(driver: &Arc<Driver>, ordinal: u32) -> Result<Arc<Context>, CudaError> {
         let count = driver.devices()?;
         if ordinal >= count {
             return Err(CudaError::NoDevice { ordinal, count });
@@ -402,14 +447,21 @@ impl Context {
         // SAFETY: writes one pointer; given back when the context is dropped.
         let retain = |context: *mut Handle| unsafe { (driver.cuDevicePrimaryCtxRetain)(context, device) };
         let handle = driver.get("open a context", retain)?;
-        let context = Arc::new(Context { driver: driver.clone(), device, handle, gpu });
+        let (driver, charged) = (driver.clone(), Mutex::default());
+        let mut context = Context { driver, device, handle, gpu, free_at_first: Bytes::ZERO, charged };
         context.enter()?;
-        Ok(context)
+        context.free_at_first = context.memory()?.0;
+        Ok(Arc::new(context))
     }
 
     /// What the GPU is.
     pub fn gpu(&self) -> &Gpu {
         &self.gpu
+    }
+
+    /// What was free on the GPU right after this was opened, when nothing was in it.
+    pub fn free_at_first(&self) -> Bytes {
+        self.free_at_first
     }
 
     /// The table of functions.
@@ -523,14 +575,19 @@ impl Context {
         self.driver.check("free address space", unsafe { (self.driver.cuMemAddressFree)(at, bytes as usize) })
     }
 
-    /// Pins pages of the host's memory, so that the device copies from and to them without the host's help.
+    /// Pins pages of the host's memory, so that the device copies from and to them without the host's help. Whether
+    /// this device can: where it cannot, copies are right all the same, since the driver then takes what it copies from
+    /// aside, and waits for what it copies to, before a call returns; but nothing happens meanwhile.
     ///
     /// # Safety
     /// Whole pages that stay mapped until [`Context::unpin`].
-    pub(super) unsafe fn pin(&self, place: *mut u8, bytes: usize) -> Result<(), CudaError> {
+    pub(super) unsafe fn pin(&self, place: *mut u8, bytes: usize) -> Result<bool, CudaError> {
         // SAFETY: as the caller promises.
         let pinned = unsafe { (self.driver.cuMemHostRegister_v2)(place.cast(), bytes, HOST_PORTABLE) };
-        self.driver.check("pin memory of the host", pinned)
+        if pinned == NOT_SUPPORTED {
+            return Ok(false);
+        }
+        self.driver.check("pin memory of the host", pinned).map(|()| true)
     }
 
     /// Ends what [`Context::pin`] began.
@@ -561,7 +618,7 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // SAFETY: retained once in `open`; everything that lived in it holds an `Arc` of it, and is gone.
+        // SAFETY: retained once in `first`; everything that lived in it holds an `Arc` of it, and is gone.
         unsafe { (self.driver.cuDevicePrimaryCtxRelease_v2)(self.device) };
     }
 }
@@ -655,6 +712,19 @@ impl Stream {
         }
         // SAFETY: as the caller promises.
         let done = unsafe { (self.driver().cuMemsetD16Async)(to, value, bytes as usize / 2, self.handle) };
+        self.driver().check("fill memory", done)
+    }
+
+    /// Fills with zeros, wherever the range begins.
+    ///
+    /// # Safety
+    /// The range is memory of the device, and free for this until the stream has done it.
+    pub unsafe fn zero(&self, to: Address, bytes: u64) -> Result<(), CudaError> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: as the caller promises.
+        let done = unsafe { (self.driver().cuMemsetD8Async)(to, 0, bytes as usize, self.handle) };
         self.driver().check("fill memory", done)
     }
 
@@ -910,10 +980,11 @@ mod tests {
 
     #[test]
     fn faults_of_kernels_and_hardware_are_sticky_and_wrong_calls_are_not() {
-        for code in [46, 214, 700, 702, 715, 716, 719, 999] {
+        for code in [4, 46, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911, 999] {
             assert!(is_sticky(code), "{code}");
         }
-        for code in [0, 1, 2, 3, 100, 200, 201, 400, 500, 600, 701, 801] {
+        // A kernel that asks for too much, and servers that were never reached, leave a context as it was.
+        for code in [0, 1, 2, 3, 36, 100, 200, 201, 400, 401, 500, 600, 701, 720, 801, 805, 807, 910, 912, 917] {
             assert!(!is_sticky(code), "{code}");
         }
     }

@@ -2,7 +2,9 @@
 //!
 //! **What is asynchronous.** Running a Program puts its ops on queues and comes back; the host is ahead of the device.
 //! It waits only where it must: for what it reads ([`Device::read`]), for files that are written, for ops of its own
-//! processor, and where an [`Observer`] wants each op to be over before the next begins.
+//! processor, and where an [`Observer`] wants each op to be over before the next begins. It does ops of its own
+//! processor itself: meanwhile streams go on with what they were given, and get nothing new. An update by the host that
+//! takes longer than that leaves the GPU idle, which predicted times do not know.
 //!
 //! **What orders it.** Ops of a queue are done in order (a stream). Ops of different queues wait for each other by
 //! events, as hazards on arena ranges demand (`plimsoll_program::order`). At the end of a Program the queue of
@@ -38,10 +40,10 @@ use crate::spaces::{self, Arenas};
 use crate::transport::Seat;
 use plimsoll_core::{Algorithms, Bytes, DType, Space};
 use plimsoll_program::op::Queue;
-use plimsoll_program::{Index, Op, OpKind, Operand, Placement, Program, ProgramSet, TensorId, order};
+use plimsoll_program::{Index, Lifetime, Op, OpKind, Operand, Placement, Program, ProgramSet, Tensor, TensorId, order};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::c_void;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 
 /// How messages call this device.
 const DEVICE: &str = "a single gpu";
@@ -92,15 +94,14 @@ impl Charges {
         self.context + self.libraries + self.rounding
     }
 
-    /// What a GPU holds is seen whole only when a process opens it for the first time: contexts and libraries keep much of
-    /// it until the process ends.
-    fn with_those_before(mut self, ordinal: u32) -> Charges {
-        static KNOWN: Mutex<BTreeMap<u32, (Bytes, Bytes)>> = Mutex::new(BTreeMap::new());
-        let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-        let (context, libraries) = known.entry(ordinal).or_default();
-        *context = (*context).max(self.context);
-        *libraries = (*libraries).max(self.libraries);
-        (self.context, self.libraries) = (*context, *libraries);
+    /// What a GPU holds is seen whole only when its context is opened for the first time: libraries keep much of what they
+    /// have loaded in it. `since_first` is what came since then, as far as it is ours: others may have taken or given
+    /// meanwhile, so that it counts as much as is possible.
+    fn with_those_before(mut self, context: &Context, since_first: Bytes) -> Charges {
+        let mut charged = context.charged.lock().unwrap_or_else(PoisonError::into_inner);
+        charged.0 = charged.0.max(self.context);
+        charged.1 = charged.1.max(since_first.clamp(self.libraries, self.libraries + charged.1));
+        (self.context, self.libraries) = *charged;
         self
     }
 }
@@ -166,27 +167,49 @@ fn start(opening: &Opening, set: ProgramSet, placement: Placement) -> Result<(Cu
     let plan = Arc::new(Plan { set, placement, real });
     let pool = plan.pool(opening.threads)?;
     let (prepared, kernels, compiler) = (BTreeMap::new(), Kernels::default(), opening.compiler.clone());
-    let (threads, charges) = (opening.threads, Charges::default());
-    let mut device = CudaDevice { prepared, products, kernels, plan, machine, pool, threads, compiler, charges };
+    let mut device = CudaDevice {
+        prepared,
+        products,
+        kernels,
+        plan,
+        machine,
+        pool,
+        threads: opening.threads,
+        compiler,
+        charges: Charges::default(),
+        started: Started::default(),
+        torn: false,
+    };
     device.load_kernels()?;
     device.rehearse()?;
     let (free_after, _) = context.memory()?;
+    let held = device.machine.held();
     let charges = Charges {
         context: match opening.free_before {
             Some(before) => before.saturating_sub(free_with_context),
             None => total.saturating_sub(free_with_context).min(CONTEXT_BYTES_MAX),
         },
-        libraries: free_with_context.saturating_sub(free_after).saturating_sub(device.machine.held()),
+        libraries: free_with_context.saturating_sub(free_after).saturating_sub(held),
         rounding: DeviceArena::rounding_max(&context)?,
     };
-    Ok((device, charges.with_those_before(opening.ordinal)))
+    let since_first = context.free_at_first().saturating_sub(free_after).saturating_sub(held);
+    Ok((device, charges.with_those_before(&context, since_first)))
 }
 
 /// Loaded modules, and the kernels in them.
 #[derive(Default)]
 struct Kernels {
     functions: BTreeMap<(Unit, &'static str), Function>,
+    /// What each may have of shared memory: never less than a plan before had, which may come back.
+    shared_bytes: BTreeMap<(Unit, &'static str), u32>,
     modules: BTreeMap<Unit, Module>,
+}
+
+/// What was started once on a device: its code is there, and no memory is taken when it is started again.
+#[derive(Clone, Default)]
+struct Started {
+    kernels: BTreeSet<(Unit, &'static str)>,
+    products: BTreeSet<Shape>,
 }
 
 impl Kernels {
@@ -203,6 +226,14 @@ struct Plan {
 }
 
 impl Plan {
+    /// Up to where the device's arena holds what stays from Program to Program.
+    fn kept_bytes(&self) -> u64 {
+        let stays = |tensor: &Tensor| tensor.lifetime == Lifetime::Persistent && tensor.space == Space::Device;
+        let kept = self.set.tensors.iter().zip(&self.placement.offsets).filter(|(tensor, _)| stays(tensor));
+        let ends = kept.flat_map(|(tensor, slots)| slots.iter().flatten().map(|first| first + tensor.bytes()));
+        ends.max().unwrap_or(0)
+    }
+
     /// Threads for the ops of the host's processor, where there are any.
     fn pool(&self, threads: usize) -> Result<Option<Pool>, DeviceError> {
         let is_on_host = |program: &Program| program.trace().any(|(op, _)| op.queue == Queue::Host);
@@ -267,6 +298,22 @@ impl Frame<'_> {
             covered = end.max(covered);
             placement.offsets[tensor.0 as usize][slot as usize] = Some(start - shift);
             placement.arena_bytes = covered - shift;
+        }
+        placement
+    }
+
+    /// Where operands stand when all of them begin at the first byte, as far from multiples of 256 bytes as before.
+    fn piled(&self, op: &Op) -> Placement {
+        let mut placement = Placement { arena_bytes: 0, ..self.placement.clone() };
+        for access in op.accesses(&|id| self.plan.set.tensor(id).elements()) {
+            let tensor = self.plan.set.tensor(access.operand.tensor);
+            if tensor.space == Space::Device {
+                let slot = self.index(access.operand.slot).rem_euclid(i64::from(tensor.slots)) as u32;
+                let first = self.placement.offset(access.operand.tensor, slot) % 256;
+                placement.offsets[access.operand.tensor.0 as usize][slot as usize] = Some(first);
+                let end = first + self.first_byte(&access.operand) + access.elements * tensor.dtype.bytes();
+                placement.arena_bytes = placement.arena_bytes.max(end);
+            }
         }
         placement
     }
@@ -536,6 +583,9 @@ struct CudaDevice {
     threads: usize,
     compiler: Arc<Compiler>,
     charges: Charges,
+    started: Started,
+    /// Whether what passes between the ops of a Program is lost: then none goes on in its middle.
+    torn: bool,
 }
 
 impl Drop for CudaDevice {
@@ -570,12 +620,19 @@ impl CudaDevice {
         units.dedup();
         units.retain(|unit| !self.kernels.modules.contains_key(unit));
         let context = &self.machine.context;
-        let cubins = self.compiler.cubins(&units, context.gpu().architecture)?;
+        let gpu = context.gpu();
+        if let Some(((_, kernel), bytes)) = shared_bytes.iter().find(|(_, bytes)| **bytes > gpu.shared_bytes_max) {
+            let [asked, most] = [*bytes, gpu.shared_bytes_max].map(|bytes| Bytes(bytes.into()));
+            return Err(CudaError::Shared { kernel, asked, gpu: gpu.name.clone(), most }.into());
+        }
+        let cubins = self.compiler.cubins(&units, gpu.architecture)?;
         for (unit, cubin) in units.into_iter().zip(cubins) {
             self.kernels.modules.insert(unit, Module::load(context, &cubin)?);
         }
         for ((unit, kernel), bytes) in shared_bytes {
-            let function = self.kernels.modules[&unit].function(kernel, bytes)?;
+            let most = self.kernels.shared_bytes.entry((unit, kernel)).or_default();
+            *most = bytes.max(*most);
+            let function = self.kernels.modules[&unit].function(kernel, *most)?;
             self.kernels.functions.insert((unit, kernel), function);
         }
         Ok(())
@@ -601,52 +658,101 @@ impl CudaDevice {
     /// of them needs; products have their algorithms chosen there.
     fn rehearse(&mut self) -> Result<(), DeviceError> {
         let plan = self.plan.clone();
-        let ops = self.distinct(&plan);
+        let (ops, started) = self.distinct(&plan);
         let placements: Vec<Placement> = ops.iter().map(|(op, variable)| self.frame(*variable, 0).alone(op)).collect();
         self.machine.retake(placements.iter().map(|placement| placement.arena_bytes).max().unwrap_or(0))?;
         let base = self.machine.base();
         for ((op, variable), placement) in ops.into_iter().zip(&placements) {
-            let frame = Frame { plan: &plan, placement, base, variable, micro_batch: 0 };
-            for (at, bytes) in frame.touched(op) {
-                // SAFETY: a range of the arena, in the order of the queue that the op is started on.
-                unsafe { self.machine.queues.compute().fill(at, 0, bytes & !1) }?;
-            }
-            if let Some((shape, operands)) = frame.product(&op.kind) {
-                // SAFETY: ranges of the arena, as large as the plan says (`passes::check`); nothing else is at work.
-                unsafe { self.products.prepare(shape, &operands, Some(self.machine.queues.compute())) }?;
-            }
-            for work in self.works(&frame, op)? {
-                self.start(&work, Queue::Compute, 0, &mut NoFiles)?;
-            }
+            self.start_alone(&Frame { plan: &plan, placement, base, variable, micro_batch: 0 }, op)?;
         }
+        self.started = started;
         Ok(self.machine.context.synchronize()?)
     }
 
-    /// Ops that together start every kernel and every product, each with the number of its iteration.
-    fn distinct<'a>(&self, plan: &'a Plan) -> Vec<(&'a Op, i64)> {
-        let (mut kernels, mut products, mut found) = (BTreeSet::new(), BTreeSet::new(), Vec::new());
+    /// Starts an op on zeros, wherever its operands stand; a product that has no algorithm gets the quickest.
+    fn start_alone(&mut self, frame: &Frame, op: &Op) -> Result<(), DeviceError> {
+        for (at, bytes) in frame.touched(op) {
+            // SAFETY: a range of the arena, in the order of the queue that the op is started on.
+            unsafe { self.machine.queues.compute().zero(at, bytes) }?;
+        }
+        if let Some((shape, operands)) = frame.product(&op.kind) {
+            // SAFETY: ranges of the arena, as large as the plan says (`passes::check`); nothing else is at work.
+            unsafe { self.products.prepare(shape, &operands, Some(self.machine.queues.compute())) }?;
+        }
+        for work in self.works(frame, op)? {
+            self.start(&work, Queue::Compute, 0, &mut NoFiles)?;
+        }
+        Ok(())
+    }
+
+    /// Ops that together start every kernel and every product that was not started before, each with the number of its
+    /// iteration; and what has been started then.
+    fn distinct<'a>(&self, plan: &'a Plan) -> (Vec<(&'a Op, i64)>, Started) {
+        let (mut started, mut found) = (self.started.clone(), Vec::new());
         for (op, variable) in plan.set.programs.iter().flat_map(|program| program.trace()) {
             let frame = Frame { plan, ..self.frame(variable, 0) };
-            let mut is_new = frame.product(&op.kind).is_some_and(|(shape, _)| products.insert(shape));
+            let mut is_new = frame.product(&op.kind).is_some_and(|(shape, _)| started.products.insert(shape));
             for launch in frame.launches(op) {
-                is_new |= kernels.insert((launch.unit, launch.kernel));
+                is_new |= started.kernels.insert((launch.unit, launch.kernel));
             }
             if is_new {
                 found.push((op, variable));
             }
         }
-        found
+        (found, started)
     }
 
-    /// Makes the plan that it has now, instead of `old`, run: first all that can be refused, then what stays moves.
-    /// Algorithms are not timed now: the arena holds what stays.
+    /// Starts once what the plan that was gone over to has and none before it had, so that drivers and libraries load
+    /// its code now, and not in a step: in the part of the arena where nothing stays, which a smaller plan has just
+    /// given memory back for. Operands of a product that is too large for that part stand on top of each other, since
+    /// nobody looks at the result; another op that is too large is left to its first step.
+    fn start_new(&mut self) -> Result<(), DeviceError> {
+        let plan = self.plan.clone();
+        let (ops, started) = self.distinct(&plan);
+        if ops.is_empty() {
+            return Ok(());
+        }
+        let (free, _) = self.machine.context.memory()?;
+        let first = plan.kept_bytes().next_multiple_of(256);
+        let (base, room) = (self.machine.base() + first, plan.placement.arena_bytes.saturating_sub(first));
+        for (op, variable) in ops {
+            let whole = self.frame(variable, 0);
+            let alone = whole.alone(op);
+            let is_product = matches!(op.kind, OpKind::Product { .. });
+            let placement = if alone.arena_bytes > room && is_product { whole.piled(op) } else { alone };
+            if placement.arena_bytes <= room {
+                self.start_alone(&Frame { plan: &plan, placement: &placement, base, variable, micro_batch: 0 }, op)?;
+            }
+        }
+        self.machine.context.synchronize()?;
+        let taken = free.saturating_sub(self.machine.context.memory()?.0);
+        (self.started, self.charges.libraries) = (started, self.charges.libraries + taken);
+        // What was written there is nobody's.
+        self.machine.resize(Space::Device, plan.placement.arena_bytes, first.min(plan.placement.arena_bytes))
+    }
+
+    /// Makes the plan that it has now, instead of `old`, run: first what can be refused, then what stays moves, then code
+    /// that is new is loaded. Algorithms are not timed now: the arena holds what stays.
     fn go_over_from(&mut self, old: &Plan) -> Result<(), DeviceError> {
         let pool = self.plan.pool(self.threads)?;
-        self.load_kernels()?;
+        let (free, _) = self.machine.context.memory()?;
+        let loaded = self.load_kernels();
+        self.charges.libraries += free.saturating_sub(self.machine.context.memory()?.0);
+        loaded?;
         self.choose_algorithms()?;
         self.prepare_all()?;
-        let (old, new) = ((&old.set, &old.placement), (&self.plan.set, &self.plan.placement));
+        let plan = self.plan.clone();
+        let (old, new) = ((&old.set, &old.placement), (&plan.set, &plan.placement));
         spaces::adopt(&mut self.machine, old, new)?;
+        if let Err(error) = self.start_new() {
+            // Back to where it was, but for what passes from op to op.
+            self.torn = true;
+            if let Err(stuck) = spaces::adopt(&mut self.machine, new, old) {
+                let gone = CudaError::Memory { what: "go back to the plan before" };
+                self.machine.keep(Err::<(), _>(if let DeviceError::Cuda(error) = stuck { error } else { gone }));
+            }
+            return Err(error);
+        }
         self.pool = pool;
         Ok(())
     }
@@ -983,6 +1089,10 @@ impl Device for CudaDevice {
     ) -> Result<(), DeviceError> {
         self.machine.check()?;
         self.machine.context.enter()?;
+        self.torn &= call.from > 1;
+        if self.torn {
+            return Err(CudaError::Memory { what: "go on in the middle of a program" }.into());
+        }
         let missing = || DeviceError::NoProgram { program: call.program.to_owned() };
         let index = self.plan.set.program_index(call.program).ok_or_else(missing)?;
         let prepared = self.prepared(index, call.micro_batch)?;

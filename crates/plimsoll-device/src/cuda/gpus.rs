@@ -8,6 +8,7 @@ use plimsoll_core::Bytes;
 use serde::Serialize;
 use std::ffi::{CStr, c_char, c_int, c_uint};
 use std::fs;
+use std::path::Path;
 use std::sync::OnceLock;
 
 library! {
@@ -122,8 +123,23 @@ pub fn here() -> Result<&'static Here, LibraryError> {
     HERE.get_or_init(|| start(Libraries::find())).as_ref().map_err(Clone::clone)
 }
 
+/// The first driver that starts: a machine may also have a toolkit's stub, or one that stands in for an older driver.
+/// Where none does, what the first one said.
 fn start(libraries: Libraries) -> Result<Here, LibraryError> {
-    let driver = libraries.choose(Library::Driver, None)?.clone();
+    let mut first = libraries.choose(Library::Driver, None).map(drop).err();
+    let mut starting = None;
+    for driver in libraries.of_kind(Library::Driver) {
+        match starts(&driver.path) {
+            Ok(()) => {
+                starting = Some(driver.clone());
+                break;
+            }
+            Err(reason) => {
+                first.get_or_insert(LibraryError::DriverRefuses { path: driver.path.clone(), reason });
+            }
+        }
+    }
+    let Some(driver) = starting else { return Err(first.expect("there is none, or it refuses")) };
     let refuses = |reason: String| LibraryError::DriverRefuses { path: driver.path.clone(), reason };
     let api = Listing::load(&driver.path).map_err(|error: CudaError| refuses(error.to_string()))?;
     // SAFETY: takes no pointers; flags must be 0; may be called any number of times.
@@ -139,6 +155,25 @@ fn start(libraries: Libraries) -> Result<Here, LibraryError> {
     let driver_version = nvml.as_ref().and_then(Nvml::driver_version).or_else(module_version);
     let driver_version = driver_version.unwrap_or_else(|| driver.version.clone());
     Ok(Here { driver, driver_version, cuda: CudaVersion::of_driver(number), libraries, cards, nvml })
+}
+
+/// Whether a driver starts, and why not. One that does not is given back: as long as it was there, libraries that ask
+/// for a driver by its name would get this one.
+fn starts(path: &Path) -> Result<(), String> {
+    // SAFETY: a library by the name that NVIDIA's driver has everywhere; where it is none, it lacks the function.
+    let library = unsafe { libloading::Library::new(path) }.map_err(|error| error.to_string())?;
+    // SAFETY: the type is the one that cuda.h gives to this name.
+    let start = unsafe { library.get::<unsafe extern "C" fn(c_uint) -> c_uint>("cuInit") }
+        .map_err(|_| "it has no `cuInit`".to_owned())?;
+    // SAFETY: takes no pointers; flags must be 0; may be called any number of times.
+    match unsafe { start(0) } {
+        0 => {
+            // Drivers that have started do not bear to be taken away.
+            std::mem::forget(library);
+            Ok(())
+        }
+        code => Err(start_error(code)),
+    }
 }
 
 fn list(api: &Listing) -> Result<Vec<Card>, c_uint> {
@@ -229,6 +264,12 @@ mod tests {
         let open = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n";
         assert_eq!(version_in(open).as_deref(), Some("570.86.15"));
         assert_eq!(version_in(""), None);
+    }
+
+    #[test]
+    fn a_library_that_is_no_driver_does_not_start() {
+        assert_eq!(starts(Path::new("libc.so.6")), Err("it has no `cuInit`".to_owned()));
+        assert!(starts(Path::new("/nowhere/libcuda.so.1")).is_err());
     }
 
     #[test]

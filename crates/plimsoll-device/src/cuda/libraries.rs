@@ -479,22 +479,26 @@ impl Libraries {
         Libraries { found, folders, searched, surroundings }
     }
 
+    /// All of a kind, in order of preference.
+    pub fn of_kind(&self, library: Library) -> impl Iterator<Item = &Found> {
+        self.found.iter().filter(move |found| found.library == library)
+    }
+
     /// The one to use with a driver that knows CUDA up to `driver`: the first in order of preference that goes with
     /// it. Where the driver is not known, the first.
     ///
     /// # Errors
     /// None is here, or none goes with the driver.
     pub fn choose(&self, library: Library, driver: Option<CudaVersion>) -> Result<&Found, LibraryError> {
-        let of_kind = || self.found.iter().filter(move |found| found.library == library);
         let goes = |found: &&Found| {
             !library.is_of_toolkit()
                 || found.major() >= OLDEST_CUDA && driver.is_none_or(|driver| found.major() <= driver.major)
         };
-        if let Some(found) = of_kind().find(goes) {
+        if let Some(found) = self.of_kind(library).find(goes) {
             return Ok(found);
         }
         let cure = self.surroundings.cure(library, driver);
-        let Some(found) = of_kind().next() else {
+        let Some(found) = self.of_kind(library).next() else {
             let (folders, searched) = (self.folders, self.searched.clone());
             return Err(LibraryError::Missing { library, folders, searched, cure });
         };

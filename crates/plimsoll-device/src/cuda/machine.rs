@@ -54,8 +54,7 @@ impl Host {
         let first = base.wrapping_sub(before);
         // SAFETY: the arena's mapping is made of whole pages, all of them between its guard pages, and stays until
         // the arena is resized or dropped: both unpin first.
-        unsafe { self.context.pin(first, length) }?;
-        self.pinned = Some(first);
+        self.pinned = unsafe { self.context.pin(first, length) }?.then_some(first);
         Ok(())
     }
 

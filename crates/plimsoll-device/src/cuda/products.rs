@@ -86,6 +86,9 @@ const PREFER_ALIGNMENT: [c_uint; 4] = [5, 6, 7, 8];
 /// Parts are summed in the workspace, in the type that is computed in, and in a fixed order.
 const REDUCTION_COMPUTE_TYPE: u32 = 2;
 
+/// The library was refused memory, as a rule for a kernel that it loads when it is first used.
+const ALLOC_FAILED: Status = 3;
+
 /// Proposals of the library that are timed.
 const PROPOSALS: usize = 8;
 /// How often each is timed.
@@ -358,7 +361,12 @@ impl Products {
         }
         // SAFETY: as the caller promises.
         let status = unsafe { self.start(&ready.description, shape, operands, &ready.algorithm, stream) };
-        self.library.check_product("multiply", status, shape)
+        let done = self.library.check_product("multiply", status, shape);
+        if matches!(done, Err(CudaError::Product { .. })) {
+            // The library passes on that something failed, the driver knows what: a device may be lost.
+            self.context.synchronize()?;
+        }
+        done
     }
 
     /// Whether the library takes an algorithm for a product, within the workspace.
@@ -496,6 +504,9 @@ impl Library {
     fn judge(&self, what: &'static str, status: Status, product: impl Fn() -> String) -> Result<(), CudaError> {
         if status == 0 {
             return Ok(());
+        }
+        if status == ALLOC_FAILED {
+            return Err(CudaError::Memory { what });
         }
         // SAFETY: takes a number and gives a string that lives as long as the library, or null.
         let name = unsafe { (self.cublasLtGetStatusName)(status) };

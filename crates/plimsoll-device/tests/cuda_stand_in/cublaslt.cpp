@@ -6,6 +6,8 @@
 #include <math.h>
 
 #include <algorithm>
+#include <array>
+#include <set>
 
 namespace {
 
@@ -15,7 +17,7 @@ constexpr int SUCCESS = 0, NOT_INITIALIZED = 1, ALLOC_FAILED = 3, INVALID_VALUE 
 constexpr int R_32F = 0, R_64F = 1, R_16F = 2, R_16BF = 14;
 constexpr int COMPUTE_32F = 68, COMPUTE_32F_PEDANTIC = 69, FAST_16BF = 75, FAST_TF32 = 77;
 constexpr int EPILOGUE_DEFAULT = 1, EPILOGUE_BIAS = 4;
-constexpr uint64_t CHARGE = 8 * stand_in::MIB;
+constexpr uint64_t CHARGE = 8 * stand_in::MIB, KERNEL = stand_in::MIB / 64;
 
 struct Handle {
     stand_in::Gpu* gpu;
@@ -352,6 +354,15 @@ EXPORT int cublasLtMatmul(Handle* handle, Desc* desc, const float* alpha, const 
     if (product.workspace && (Address)workspace % 16) return INVALID_VALUE;
     for (const void* matrix : {a, b, c, (const void*)d})
         if ((Address)matrix % size_of(a_layout->type)) return INVALID_VALUE;
+    // The library's own kernels come to the device when they are first used, and stay: other sizes have others.
+    static std::set<std::array<uint64_t, 6>> loaded;
+    auto scale = [](uint64_t size) { return (uint64_t)ilogb((double)size); };
+    std::array<uint64_t, 6> kernel = {(uint64_t)handle->gpu->number, algo->id, (uint64_t)product.a.type, (uint64_t)product.d.type,
+                                      (uint64_t)(desc->transpose_a * 2 + desc->transpose_b), scale(product.m) * 64 + scale(product.n)};
+    if (!loaded.count(kernel)) {
+        if (!stand_in::charge(*handle->gpu, KERNEL)) return ALLOC_FAILED;
+        loaded.insert(kernel);
+    }
     float with_alpha = *alpha, with_beta = *beta;
     int code = stand_in::enqueue(stream, "a product",
                                  [=] { multiply(product, with_alpha, a, b, with_beta, c, d, workspace); });

@@ -28,7 +28,7 @@ constexpr uint64_t POISONED_MAX = 1ull << 30;
 bool initialized = false;
 std::vector<Context*> contexts;
 thread_local std::vector<Context*> stack;
-uint64_t allocations = 0, launches = 0, used_at_most = 0;
+uint64_t allocations = 0, launches = 0, openings = 0, used_at_most = 0;
 
 // The most that this process ever held on a device, from what it holds now.
 void note(const Gpu& gpu) { used_at_most = std::max(used_at_most, gpu.arena + gpu.charges); }
@@ -36,8 +36,9 @@ void note(const Gpu& gpu) { used_at_most = std::max(used_at_most, gpu.arena + gp
 // Says at the end how much there was, for tests that put faults everywhere.
 __attribute__((destructor)) void count() {
     if (setting("COUNT", "0") == "1")
-        fprintf(stderr, "%s: %llu allocations, %llu launches, at most %llu bytes\n", NAME, (unsigned long long)allocations,
-                (unsigned long long)launches, (unsigned long long)used_at_most);
+        fprintf(stderr, "%s: %llu contexts opened, %llu allocations, %llu launches, at most %llu bytes\n", NAME,
+                (unsigned long long)openings, (unsigned long long)allocations, (unsigned long long)launches,
+                (unsigned long long)used_at_most);
 }
 
 // What runs now, for a process that dies in it.
@@ -293,6 +294,7 @@ uint64_t bytes_of(const std::string& text) {
     std::string rest = unit;
     if (rest == "GiB") return (uint64_t)(number * (1 << 30));
     if (rest == "MiB") return (uint64_t)(number * (1 << 20));
+    if (rest == "KiB") return (uint64_t)(number * (1 << 10));
     if (rest.empty()) return (uint64_t)number;
     die("`" + text + "` is no size");
 }
@@ -319,7 +321,7 @@ std::vector<Gpu>& gpus() {
         uint64_t foreign = bytes_of(setting("FOREIGN", "0"));
         for (size_t i = 0; i < memories.size(); i++) {
             unsigned arch = strtoul(archs[std::min(i, archs.size() - 1)].c_str(), nullptr, 10);
-            list.push_back({(int)i, bytes_of(memories[i]), foreign, 0, 0, arch});
+            list.push_back({(int)i, bytes_of(memories[i]), foreign, 0, 0, 0, arch});
         }
         return list;
     }();
@@ -478,12 +480,13 @@ EXPORT int cuDeviceGetAttribute(int* value, int attribute, int device) {
         {1, 1024},   {2, 1024},  {3, 1024},   {4, 64},      {5, 0x7fffffff}, {6, 65535},    {7, 65535},     {8, 48 << 10},
         {10, 32},    {12, 65536}, {13, 1000000}, {15, 1},   {16, 2},         {18, 0},       {19, 1},        {20, 0},
         {31, 1},     {32, 0},    {34, 0},     {36, 1000000}, {37, 64},       {38, 1 << 20}, {39, 1536},     {40, 2},
-        {41, 1},     {50, 0},    {78, 1},     {81, 100 << 10}, {82, 65536},  {83, 1},       {97, 99 << 10}, {106, 16},
+        {41, 1},     {50, 0},    {78, 1},     {81, 100 << 10}, {82, 65536},  {83, 1},       {106, 16},
         {111, 1 << 10}, {115, 0},
     };
     if (attribute == 75) return *value = (int)(arch / 10), OK;
     if (attribute == 76) return *value = (int)(arch % 10), OK;
     if (attribute == 33) return *value = device + 1, OK;
+    if (attribute == 97) return *value = (int)bytes_of(setting("SHARED", "99KiB")), OK;
     if (attribute == 102) return *value = setting("VMM", "1") == "1", OK;
     auto known = values.find(attribute);
     if (known == values.end()) return INVALID_VALUE;
@@ -500,11 +503,12 @@ EXPORT int cuDevicePrimaryCtxRetain(Context** context, int device) {
     for (Context* known : contexts)
         if (known->gpu == &gpu) {
             if (known->references == 0 && !charge(gpu, bytes_of(setting("CONTEXT", "300MiB")))) return OUT_OF_MEMORY;
-            known->references++;
+            if (known->references++ == 0) openings++;
             *context = known;
             return OK;
         }
     if (!charge(gpu, bytes_of(setting("CONTEXT", "300MiB")))) return OUT_OF_MEMORY;
+    openings++;
     Context* made = new Context{&gpu, 1, {}, {}};
     made->null = {made, true, {}};
     contexts.push_back(made);
@@ -517,7 +521,7 @@ EXPORT int cuDevicePrimaryCtxRelease_v2(int device) {
     for (Context* known : contexts)
         if (known->gpu->number == device) {
             // The last one ends the context, with all that modules and libraries held in it.
-            if (known->references > 0 && --known->references == 0) known->gpu->charges = 0;
+            if (known->references > 0 && --known->references == 0) known->gpu->charges = known->gpu->spare = 0;
             return OK;
         }
     return INVALID_CONTEXT;
@@ -748,6 +752,7 @@ EXPORT int cuMemFreeHost(void* host) {
 
 EXPORT int cuMemHostRegister_v2(void* host, size_t bytes, unsigned) {
     IN_CONTEXT;
+    if (setting("REGISTER", "1") == "0") return NOT_SUPPORTED;
     pinned[(uintptr_t)host] = bytes;
     return OK;
 }
@@ -929,7 +934,8 @@ EXPORT int cuModuleLoadDataEx(Module** module, const void* image, unsigned, int*
 EXPORT int cuModuleUnload(Module* module) {
     ENTER;
     int code = drain_all();
-    // What it was charged stays: nobody knows when a driver gives it back.
+    // A driver keeps what it was charged, for the next one.
+    if (module->charged) module->context->gpu->spare += GRANULE;
     delete module;
     return code;
 }
@@ -955,7 +961,7 @@ EXPORT int cuModuleGetLoadingMode(int* mode) {
 EXPORT int cuFuncSetAttribute(Function* function, int attribute, int value) {
     ENTER;
     if (attribute == 8) {
-        if (value > 99 << 10) return INVALID_VALUE;
+        if (value > (int)bytes_of(setting("SHARED", "99KiB"))) return INVALID_VALUE;
         function->shared_max = value;
     }
     return OK;
@@ -986,7 +992,10 @@ EXPORT int cuLaunchKernel(Function* function, unsigned grid_x, unsigned grid_y, 
     if (strtoull(setting("LOST_AT", "0").c_str(), nullptr, 10) == launches) return lose("the device is lost, as was asked for");
     // Modules come to the device when they are first used.
     Gpu& gpu = *current()->gpu;
-    if (!function->module->charged && !charge(gpu, GRANULE)) return OUT_OF_MEMORY;
+    if (!function->module->charged && gpu.spare >= GRANULE)
+        gpu.spare -= GRANULE;
+    else if (!function->module->charged && !charge(gpu, GRANULE))
+        return OUT_OF_MEMORY;
     function->module->charged = true;
     unsigned sizes[64];
     int count = function->sizes(sizes);

@@ -49,6 +49,7 @@ struct Gpu {
     uint64_t foreign_at_first;
     uint64_t arena = 0; // granules that were handed out
     uint64_t charges = 0; // context, modules, libraries
+    uint64_t spare = 0;   // of the charges: what modules that are gone had, for those that come
     unsigned arch;      // 86 for sm_86
     // Held by other processes: as a file says, which may change, where one is named.
     uint64_t foreign() const;
