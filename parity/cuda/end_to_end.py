@@ -313,6 +313,19 @@ class EndToEnd(unittest.TestCase):
         # Links: what is loaded under several names has to be one library.
         shutil.copytree(LIBRARIES, folder, copy_function=os.symlink, ignore=shutil.ignore_patterns("libnvidia-ml.so.1"))
         self.run_program(*self.arguments("no-nvml-run"), libraries=folder)
+        memory = self.result("no-nvml-run")["memory"][0]
+        self.assertNotIn("measured_bytes", memory)
+        self.assertNotIn("measured_by", memory)
+
+    def test_what_nobody_says_is_not_called_measured(self):
+        self.once("gpu-f32")
+        self.assertEqual(self.result("gpu-f32")["memory"][0]["measured_by"], "process")
+        # As in a container: the driver does not say who holds what.
+        self.train("hidden", stand_in=dict(PROCESSES=0))
+        memory = self.result("hidden")["memory"][0]
+        self.assertEqual(memory["measured_by"], "free_memory")
+        off = abs(memory["measured_bytes"] - memory["predicted_bytes"])
+        self.assertLessEqual(off, memory["predicted_bytes"] / 100 + (64 << 20), memory)
 
     def test_a_driver_without_a_gpu_is_a_message(self):
         said = self.run_program(*self.arguments("none"), exit=2, MEMORY="none")

@@ -27,5 +27,7 @@ pub use plan::{
     Algorithms, Alternative, Category, Class, DevicePlan, Effect, Fallback, LeftOut, Member, Need, Offload, Plan,
     Predicted, Recipe, RecomputeLevel, Rung, RungPrice, Sharing, Space, WorkName, Worth, describe_levels,
 };
-pub use result::{DeviceMemory, EvalResult, LossSpan, MemberResult, Retreat, RunResult, RunStatus, StepSeconds};
+pub use result::{
+    DeviceMemory, EvalResult, LossSpan, MeasuredBy, MemberResult, Retreat, RunResult, RunStatus, StepSeconds,
+};
 pub use sweep::{RunDemand, SweepDevice, SweepReport, SweepRun, SweepState};

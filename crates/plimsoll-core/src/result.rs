@@ -107,8 +107,23 @@ pub struct DeviceMemory {
     pub arena_measured_bytes: Bytes,
     /// Arena and charges, as planned.
     pub predicted_bytes: Bytes,
-    /// The most that the device (CPU: the process) held.
-    pub measured_bytes: Bytes,
+    /// The most that the device (CPU: the process) held; none where nothing on this machine tells it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub measured_bytes: Option<Bytes>,
+    /// How that is known, where it is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub measured_by: Option<MeasuredBy>,
+}
+
+/// How it is known what a device holds for a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MeasuredBy {
+    /// The system, or the GPU's driver, says what this process holds.
+    Process,
+    /// A GPU's free memory, now and before the run: where the driver hides what a process holds (WSL, containers), so
+    /// that what others have taken or given back meanwhile is in it.
+    FreeMemory,
 }
 
 /// A step down in memory while the run was under way, or back up when room returned. Where the recipe is the

@@ -3,7 +3,7 @@
 
 use crate::progress::retreat_line;
 use crate::text::{columns, count, percent, seconds, shell_word};
-use plimsoll_core::{MemberResult, RunResult, RunStatus, Sharing};
+use plimsoll_core::{MeasuredBy, MemberResult, RunResult, RunStatus, Sharing};
 
 /// A held-out sample and what the model made of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -74,6 +74,7 @@ fn measured_rows(result: &RunResult) -> Vec<Vec<String>> {
     let mut row = |label: String, predicted: (String, f64), measured: (String, f64)| {
         let difference = match predicted.1 {
             0.0 => String::new(),
+            _ if measured.1.is_nan() => String::new(),
             base => format!("{:+.1} %", (measured.1 / base - 1.0) * 100.0),
         };
         rows.push(vec![label, predicted.0, measured.0, difference]);
@@ -81,7 +82,12 @@ fn measured_rows(result: &RunResult) -> Vec<Vec<String>> {
     let shown = |bytes: plimsoll_core::Bytes| (bytes.to_string(), bytes.0 as f64);
     for memory in &result.memory {
         row(format!("{} arena", memory.device), shown(memory.arena_bytes), shown(memory.arena_measured_bytes));
-        row(format!("{} in all", memory.device), shown(memory.predicted_bytes), shown(memory.measured_bytes));
+        let held = match memory.measured_by {
+            Some(MeasuredBy::FreeMemory) => format!("{} in all (by its free memory)", memory.device),
+            Some(MeasuredBy::Process) | None => format!("{} in all", memory.device),
+        };
+        let measured = memory.measured_bytes.map_or(("not known".to_owned(), f64::NAN), shown);
+        row(held, shown(memory.predicted_bytes), measured);
     }
     let step = &result.step_seconds;
     row("step, median".to_owned(), (seconds(step.predicted), step.predicted), (seconds(step.median), step.median));
@@ -123,7 +129,8 @@ fn sample_rows(samples: &[Sample]) -> String {
 mod tests {
     use super::*;
     use plimsoll_core::{
-        Bytes, Class, DeviceMemory, EvalResult, LossSpan, Recipe, RecomputeLevel, Retreat, RunStatus, StepSeconds,
+        Bytes, Class, DeviceMemory, EvalResult, LossSpan, MeasuredBy, Recipe, RecomputeLevel, Retreat, RunStatus,
+        StepSeconds,
     };
 
     fn result() -> RunResult {
@@ -140,7 +147,8 @@ mod tests {
                 arena_bytes: Bytes::mib(36),
                 arena_measured_bytes: Bytes::mib(36),
                 predicted_bytes: Bytes::mib(40),
-                measured_bytes: Bytes(Bytes::mib(40).0 + (1 << 18)),
+                measured_bytes: Some(Bytes(Bytes::mib(40).0 + (1 << 18))),
+                measured_by: Some(MeasuredBy::Process),
             }],
             recipe: Recipe::on_device(64, vec![RecomputeLevel::Nothing; 3]),
             sharing: None,
@@ -217,7 +225,7 @@ model: runs/sums/model
         let text = serde_json::to_string(&result()).unwrap();
         assert_eq!(
             text,
-            r#"{"status":"done","steps":450,"loss":{"first":2.7726,"last":0.0312},"tokens_per_second":48704.0,"step_seconds":{"median":0.0862,"p95":0.0991,"predicted":0.0841},"eval":{"loss":0.0288,"exact_match":0.975},"memory":[{"device":"cpu","budget_bytes":50331648,"arena_bytes":37748736,"arena_measured_bytes":37748736,"predicted_bytes":41943040,"measured_bytes":42205184}],"recipe":{"micro_batch":64,"recompute":["nothing","nothing","nothing"]},"retreats":[],"rested_seconds":0.0}"#
+            r#"{"status":"done","steps":450,"loss":{"first":2.7726,"last":0.0312},"tokens_per_second":48704.0,"step_seconds":{"median":0.0862,"p95":0.0991,"predicted":0.0841},"eval":{"loss":0.0288,"exact_match":0.975},"memory":[{"device":"cpu","budget_bytes":50331648,"arena_bytes":37748736,"arena_measured_bytes":37748736,"predicted_bytes":41943040,"measured_bytes":42205184,"measured_by":"process"}],"recipe":{"micro_batch":64,"recompute":["nothing","nothing","nothing"]},"retreats":[],"rested_seconds":0.0}"#
         );
         assert_eq!(serde_json::from_str::<RunResult>(&text).unwrap(), result());
     }

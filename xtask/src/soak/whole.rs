@@ -202,7 +202,7 @@ fn finish(file: RunFile) -> anyhow::Result<()> {
         arena: memory.arena_bytes,
         arena_used: memory.arena_measured_bytes,
         predicted: memory.predicted_bytes,
-        measured: memory.measured_bytes,
+        measured: memory.measured_bytes.context("what the process holds")?,
         resident: process::peak_resident()?,
     };
     println!("\n{}", serde_json::to_string(&figures)?);

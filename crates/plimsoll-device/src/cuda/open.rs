@@ -9,8 +9,9 @@ use super::products;
 use crate::calibration;
 use crate::device::{Device, DeviceError};
 use crate::probe::Heat;
-use plimsoll_core::{Algorithms, Bytes, DType};
+use plimsoll_core::{Algorithms, Bytes, DType, MeasuredBy};
 use plimsoll_program::{Placement, ProgramSet};
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// What every GPU is driven with.
@@ -57,9 +58,16 @@ pub fn free_bytes(here: &'static Here, card: &Card) -> Result<Bytes, DeviceError
     if let Some(memory) = here.memory(card) {
         return Ok(memory.free_bytes);
     }
-    // The context is given back at once; what it takes itself is missing in the answer, on the safe side.
+    // The context stays, and what it takes itself is missing in the answer, on the safe side.
     let context = super::driver::Context::open(&tools(here)?.driver, card.index)?;
     Ok(context.memory()?.0)
+}
+
+/// What was free on a GPU, as NVML says it, before this process had a context there: asked at the first call.
+fn free_before(here: &Here, card: &Card) -> Option<Bytes> {
+    static KNOWN: Mutex<BTreeMap<u32, Option<Bytes>>> = Mutex::new(BTreeMap::new());
+    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    *known.entry(card.index).or_insert_with(|| here.memory(card).map(|memory| memory.free_bytes))
 }
 
 /// A GPU that a run has opened, as it is seen from beside the Programs.
@@ -75,6 +83,16 @@ impl OnGpu {
     pub fn held(&self) -> Option<Bytes> {
         let own = std::process::id();
         self.here.processes(self.card).into_iter().find(|process| process.pid == own)?.held_bytes
+    }
+
+    /// The same, and where processes cannot be seen what is free less than before this process came, as far as NVML
+    /// says that. No figure is better than one that was only counted.
+    pub fn measured(&self) -> Option<(Bytes, MeasuredBy)> {
+        let less = || {
+            let now = self.here.memory(self.card)?.free_bytes;
+            Some((free_before(self.here, self.card)?.saturating_sub(now), MeasuredBy::FreeMemory))
+        };
+        self.held().map(|held| (held, MeasuredBy::Process)).or_else(less)
     }
 
     /// How warm it is, where NVML says so.
@@ -107,6 +125,7 @@ impl Wish<'_> {
     ) -> Result<T, DeviceError> {
         let (here, card) = card(self.index)?;
         let tools = tools(here)?;
+        free_before(here, card);
         let known = if self.algorithms.is_none() { calibration::algorithms(card) } else { None };
         let opening = Opening {
             driver: &tools.driver,

@@ -5,6 +5,7 @@ use super::engine::{Engine, StepInput};
 use crate::data::Rows;
 use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, Failure, HostSpec, Link, Recipe, RecomputeLevel};
 use plimsoll_device::cuda;
+use plimsoll_device::cuda::open::OnGpu;
 use plimsoll_device::device::{DeviceError, Memory, Observer};
 use plimsoll_device::probe::Cpu;
 use plimsoll_device::{calibration, process};
@@ -214,7 +215,7 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
     for number in 1..=timed + OBSERVED {
         if number == timed + 1 {
             peak = resident(process::peak_resident);
-            device_mib = (kind == DeviceKind::Cuda).then(|| engine.held().as_mib());
+            device_mib = engine.gpu().and_then(OnGpu::measured).map(|(bytes, _)| bytes.as_mib());
             engine.observe(Box::new(stopwatch.clone()));
         }
         let mut rows = random_rows(shape, number);

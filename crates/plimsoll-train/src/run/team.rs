@@ -10,7 +10,8 @@ use super::training::{evaluate, quantile};
 use super::trouble::Trouble;
 use crate::data::{Dataset, Rows};
 use plimsoll_core::{
-    Bytes, DeviceKind, DeviceMemory, DevicePlan, DeviceSpec, HostSpec, Member, MemberResult, Plan, Sharing, Space,
+    Bytes, DeviceKind, DeviceMemory, DevicePlan, DeviceSpec, HostSpec, MeasuredBy, Member, MemberResult, Plan, Sharing,
+    Space,
 };
 use plimsoll_device::device::{DeviceError, FileSpace};
 use plimsoll_device::process;
@@ -412,7 +413,7 @@ impl Team {
 
     /// What each device held, beside what its plan said.
     pub fn memory(&mut self) -> Vec<DeviceMemory> {
-        let peak = process::peak_resident().unwrap_or(Bytes::ZERO);
+        let peak = process::peak_resident().ok();
         (0..self.len())
             .map(|rank| {
                 let elsewhere = self.arenas_beside(rank);
@@ -420,9 +421,9 @@ impl Team {
                 let stats = worker.engine.stats();
                 let measured = match worker.engine.gpu() {
                     // All that it holds was taken at the start.
-                    Some(_) => worker.engine.held(),
+                    Some(gpu) => gpu.measured(),
                     // What waits on the host is not on the device, though it is in this process.
-                    None => peak.saturating_sub(elsewhere),
+                    None => peak.map(|peak| (peak.saturating_sub(elsewhere), MeasuredBy::Process)),
                 };
                 let plan = &worker.largest;
                 DeviceMemory {
@@ -431,7 +432,8 @@ impl Team {
                     arena_bytes: plan.arena_bytes,
                     arena_measured_bytes: stats.arena_measured_bytes,
                     predicted_bytes: plan.peak_bytes,
-                    measured_bytes: measured,
+                    measured_bytes: measured.map(|(bytes, _)| bytes),
+                    measured_by: measured.map(|(_, by)| by),
                 }
             })
             .collect()

@@ -141,7 +141,7 @@ fn train(file: &RunFile, folder: &Path, row: &mut ModelRow) -> Result<(), Failur
     row.steps = Some(result.steps);
     row.retreats = Some(result.retreats.len() as u64);
     if let Some(memory) = result.memory.first() {
-        (row.predicted_bytes, row.measured_bytes) = (Some(memory.predicted_bytes), Some(memory.measured_bytes));
+        (row.predicted_bytes, row.measured_bytes) = (Some(memory.predicted_bytes), memory.measured_bytes);
     }
     Ok(())
 }

@@ -245,7 +245,8 @@ impl<'a> Going<'a> {
         row.seconds += worker.seconds();
         row.steps = known.steps;
         (row.loss, row.eval_loss, row.retreats) = (known.loss, known.eval_loss, known.retreats);
-        row.measured_bytes = known.result.as_ref().and_then(|result| result.memory.first()).map(|m| m.measured_bytes);
+        row.measured_bytes =
+            known.result.as_ref().and_then(|result| result.memory.first()).and_then(|m| m.measured_bytes);
         row.why = ended_how.why.clone();
         row.state = match ended_how.code {
             Some(0) => SweepState::Done,
