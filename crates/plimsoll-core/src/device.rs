@@ -125,11 +125,39 @@ pub struct HostSpec {
     pub budget: Bytes,
     /// Memory traffic of the host's processor, bytes a second.
     pub memory_bytes_per_second: f64,
+    /// The scratch file behind it.
+    pub file: FileSpec,
 }
 
 impl HostSpec {
     /// No memory of its own: a device that is its own host, or a machine that nothing is known of.
-    pub const NONE: HostSpec = HostSpec { budget: Bytes::ZERO, memory_bytes_per_second: 20e9 };
+    pub const NONE: HostSpec = HostSpec { budget: Bytes::ZERO, memory_bytes_per_second: 20e9, file: FileSpec::NONE };
+}
+
+/// The scratch file: where tensors wait that the host's memory has no room for.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct FileSpec {
+    /// The load line: the most that the file may hold; nothing unless the user gives it.
+    pub budget: Bytes,
+    /// The most that could be given: what is free on the disk.
+    pub room: Bytes,
+    /// Reading, while something is written too, bytes a second.
+    pub read_bytes_per_second: f64,
+    /// Writing, while something is read too, bytes a second.
+    pub write_bytes_per_second: f64,
+    /// Whether these rates were measured on the disk (else assumed).
+    pub measured: bool,
+}
+
+impl FileSpec {
+    /// No file. The rates are assumed: those of a slow NVMe disk that does both at once.
+    pub const NONE: FileSpec = FileSpec {
+        budget: Bytes::ZERO,
+        room: Bytes::ZERO,
+        read_bytes_per_second: 1e9,
+        write_bytes_per_second: 0.5e9,
+        measured: false,
+    };
 }
 
 impl DeviceSpec {

@@ -18,14 +18,14 @@ mod sweep;
 
 pub use budget::{Budget, ParseBudgetError};
 pub use bytes::{Bytes, ParseBytesError};
-pub use device::{DeviceKind, DeviceSpec, HostSpec, Link, OpRates, Rates};
+pub use device::{DeviceKind, DeviceSpec, FileSpec, HostSpec, Link, OpRates, Rates};
 pub use dtype::DType;
 pub use event::{EVENTS_VERSION, Event, Record};
 pub use failure::{Exit, Failure};
 pub use models_bench::{ModelRow, ModelStatus, ModelsBench};
 pub use plan::{
-    Algorithms, Alternative, Category, Class, DevicePlan, Effect, Fallback, LeftOut, Member, Need, Offload, Plan,
-    Predicted, Recipe, RecomputeLevel, Rung, RungPrice, Sharing, Space, WorkName, Worth, describe_levels,
+    Algorithms, Alternative, Category, Class, DevicePlan, Effect, Fallback, InFile, LeftOut, Member, Need, Offload,
+    Plan, Predicted, Recipe, RecomputeLevel, Rung, RungPrice, Sharing, Space, WorkName, Worth, describe_levels,
 };
 pub use result::{
     DeviceMemory, EvalResult, LossSpan, MeasuredBy, MemberResult, Retreat, RunResult, RunStatus, StepSeconds,

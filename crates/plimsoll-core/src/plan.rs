@@ -47,7 +47,9 @@ pub enum Space {
     Device,
     /// The host's arena. The CPU is its own host: there this is the device's arena.
     Host,
-    /// A file.
+    /// The scratch file: what waits, where the host's memory is short.
+    Scratch,
+    /// A file of the run: a model, a checkpoint. Neither packed nor budgeted.
     File,
 }
 
@@ -168,12 +170,59 @@ pub struct Offload {
     /// back. Else the state comes to the device, a piece at a time.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub update: bool,
+    /// What of all this waits in the scratch file rather than in memory.
+    #[serde(skip_serializing_if = "InFile::is_nothing")]
+    pub file: InFile,
+}
+
+/// What of that which waits does so in the scratch file, and passes through windows of the host's memory. Numbers count
+/// layers, the first ones of the model, and never more than wait.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(default)]
+pub struct InFile {
+    /// Layers whose optimizer state and master weights are there. When it is all layers, so are those of embedding and
+    /// head.
+    pub optimizer: u32,
+    /// Layers whose gradients are there.
+    pub gradients: u32,
+    /// Layers whose matrices are there.
+    pub weights: u32,
+}
+
+impl InFile {
+    /// Nothing is in the file.
+    pub const NOTHING: InFile = InFile { optimizer: 0, gradients: 0, weights: 0 };
+
+    /// Whether nothing is in the file.
+    pub fn is_nothing(&self) -> bool {
+        *self == InFile::NOTHING
+    }
+}
+
+impl fmt::Display for InFile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(&counted(&[(self.optimizer, "optimizer"), (self.gradients, "gradients"), (self.weights, "weights")]))
+    }
+}
+
+/// Layers by what of them waits: `optimizer of 4, weights of 2`.
+fn counted(layers: &[(u32, &str)]) -> String {
+    let waiting = layers.iter().filter(|(layers, _)| *layers > 0);
+    waiting.map(|(layers, what)| format!("{what} of {layers}")).collect::<Vec<_>>().join(", ")
 }
 
 impl Offload {
     /// Everything stays on the device.
-    pub const NOTHING: Offload =
-        Offload { optimizer: 0, gradients: 0, weights: 0, inputs: 0, embedding: false, head: false, update: false };
+    pub const NOTHING: Offload = Offload {
+        optimizer: 0,
+        gradients: 0,
+        weights: 0,
+        inputs: 0,
+        embedding: false,
+        head: false,
+        update: false,
+        file: InFile::NOTHING,
+    };
 
     /// Whether the head comes to the device in blocks; where it is `tied`, it is the embedding's table.
     pub fn streams_head(&self, tied: bool) -> bool {
@@ -188,14 +237,13 @@ impl Offload {
 
 impl fmt::Display for Offload {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let counted = [
+        let layers = counted(&[
             (self.optimizer, "optimizer"),
             (self.gradients, "gradients"),
             (self.weights, "weights"),
             (self.inputs, "inputs"),
-        ];
-        let counted = counted.iter().filter(|(layers, _)| *layers > 0);
-        let mut parts: Vec<String> = counted.map(|(layers, what)| format!("{what} of {layers}")).collect();
+        ]);
+        let mut parts: Vec<String> = if layers.is_empty() { vec![] } else { vec![layers] };
         let whole = [(self.embedding, "embedding"), (self.head, "head"), (self.update, "the update")];
         parts.extend(whole.iter().filter(|(waits, _)| *waits).map(|(_, what)| (*what).to_owned()));
         f.pad(&if parts.is_empty() { "nothing".to_owned() } else { parts.join(", ") })
@@ -230,6 +278,9 @@ impl fmt::Display for Recipe {
         write!(f, "micro-batch {}, recompute {}", self.micro_batch, describe_levels(&self.recompute))?;
         if !self.offload.is_nothing() {
             write!(f, ", on the host {}", self.offload)?;
+        }
+        if !self.offload.file.is_nothing() {
+            write!(f, ", of that in the scratch file {}", self.offload.file)?;
         }
         let names: Vec<String> = self.rungs.iter().map(Rung::to_string).collect();
         if names.is_empty() { Ok(()) } else { write!(f, ", with {}", names.join(" and ")) }
@@ -364,6 +415,9 @@ pub struct Need {
     /// What it then takes on the host, where that is more than the host's load line.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host_bytes: Option<Bytes>,
+    /// What it then takes of a scratch file, where that is more than was given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub file_bytes: Option<Bytes>,
     /// What the plan then holds on the device, where the present load line is enough.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub peak_bytes: Option<Bytes>,
@@ -413,10 +467,17 @@ pub struct Effect {
     pub freed_bytes: i64,
     /// Bytes that the host holds more.
     pub host_bytes: i64,
+    /// Bytes that the scratch file holds more.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub file_bytes: i64,
     /// Seconds that a step takes longer.
     pub costs_seconds: f64,
     /// Tokens (padding counted) a second with it.
     pub tokens_per_second: f64,
+}
+
+fn is_zero(bytes: &i64) -> bool {
+    *bytes == 0
 }
 
 /// How the work of a step is shared out among the devices of a team.
@@ -541,6 +602,9 @@ pub struct Plan {
     pub alternatives: Vec<Alternative>,
     /// The host.
     pub host: DevicePlan,
+    /// The scratch file, where something waits in it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub file: Option<DevicePlan>,
     /// Predicted speed.
     pub predicted: Predicted,
     /// The smallest budgets that would fit, where it does not fit.

@@ -325,7 +325,7 @@ pub fn measure_cpu(
     stage(&format!("cpu, {threads} thread{plural}: the ops of a step"));
     // Its pool would hold the cores beside the executor's.
     drop(pool);
-    let open = |set, placement, precision| executor::open(set, placement, precision, threads as usize);
+    let open = |set, placement, precision| executor::open(set, placement, precision, threads as usize, None);
     let kernels = Kernels::Cpu { threads: u64::from(threads) };
     let subject = |precision| Subject { kernels, precision, scale: Scale::PROCESSOR, open: &open };
     let mut ops = op_rates::measure(&subject(DType::F32))?;

@@ -1,7 +1,8 @@
 //! What is known of the devices of this machine from measurements: the rates that the planner prices with, and what GPUs
 //! hold outside the arena. Measured once, and kept for the next run.
 //!
-//! Rates lie in `devices.json`, charges in `charges.json`, what devices could not hold in `shortfalls.json`, the algorithms of a GPU's products in `algorithms.json`, in the folder `PLIMSOLL_CACHE`, else
+//! Rates lie in `devices.json`, charges in `charges.json`, what devices could not hold in `shortfalls.json`, the algorithms of a GPU's
+//! products in `algorithms.json`, rates of disks in `disks.json`, in the folder `PLIMSOLL_CACHE`, else
 //! `$XDG_CACHE_HOME/plimsoll`, else `~/.cache/plimsoll`. Those of another processor or GPU, thread count, driver or version
 //! of Plimsoll are not used, and rates measured while other programs took the cores are not kept. A folder that cannot
 //! be written costs the next run another measurement, and nothing else.
@@ -9,6 +10,7 @@
 use crate::bench::{self, Bench, BenchError, DeviceBench};
 use crate::cuda;
 use crate::cuda::gpus::{Card, Here};
+use crate::disk::{self, DiskRates};
 use crate::probe::Cpu;
 use plimsoll_core::{Algorithms, Bytes, DType, DeviceKind, DeviceSpec, Link, Rates};
 use serde::de::DeserializeOwned;
@@ -77,6 +79,38 @@ pub fn gpu(here: &'static Here, card: &Card) -> Result<Calibration, BenchError> 
         keep(folder, vec![Known { key, rates: rates.clone() }]);
     }
     Ok(Calibration { rates, source: Source::Measured })
+}
+
+/// How fast the disk of a folder is: from the cache, or measured now (in about a second) and cached; none where there is
+/// no room to measure with.
+pub fn disk(in_folder: &Path) -> Option<DiskRates> {
+    let number = disk::number(in_folder)?;
+    let known: Vec<KnownDisk> = folder().map(|folder| load(&folder.join(DISKS))).unwrap_or_default();
+    known.iter().find(|known| known.disk == number).map(|known| known.rates).or_else(|| disk_anew(in_folder))
+}
+
+/// The same, measured now.
+pub fn disk_anew(in_folder: &Path) -> Option<DiskRates> {
+    let (disk, rates) = (disk::number(in_folder)?, disk::measure(in_folder)?);
+    if let Some(folder) = folder() {
+        let mut known: Vec<KnownDisk> = load(&folder.join(DISKS));
+        known.retain(|known| known.disk != disk);
+        known.push(KnownDisk { disk, rates });
+        save(&folder, DISKS, &known);
+    }
+    Some(rates)
+}
+
+/// Where rates of disks are kept.
+const DISKS: &str = "disks.json";
+
+/// An entry of the disks.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+struct KnownDisk {
+    /// As the system numbers it.
+    disk: u64,
+    #[serde(flatten)]
+    rates: DiskRates,
 }
 
 /// Keeps what a longer measurement found, in the place of what was known.

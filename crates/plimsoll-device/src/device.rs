@@ -8,6 +8,7 @@ use plimsoll_program::{Op, Placement, ProgramSet, TensorId};
 use std::borrow::Cow;
 use std::io;
 use std::ops::Range;
+use std::path::PathBuf;
 
 /// Bytes on a device and on its host side, measured.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -20,6 +21,10 @@ pub struct Stats {
     pub host_bytes: Bytes,
     /// The topmost byte of it that was ever written.
     pub host_measured_bytes: Bytes,
+    /// The size of the scratch file.
+    pub file_bytes: Bytes,
+    /// The topmost byte of it that was ever written.
+    pub file_measured_bytes: Bytes,
 }
 
 /// The memory that an arena stands in, as it is now: what a run looks at to feel that others need some of it.
@@ -31,8 +36,8 @@ pub struct Room {
     pub held: Bytes,
 }
 
-/// The arenas of a device as they are looked at from outside, while no op runs. `space` is [`Space::Device`] or
-/// [`Space::Host`], ranges count from the first byte of its arena; files have no arena.
+/// The arenas of a device as they are looked at from outside, while no op runs. `space` is [`Space::Device`],
+/// [`Space::Host`] or [`Space::Scratch`], ranges count from its first byte; files of the run have no space.
 pub trait Memory {
     /// The size of an arena.
     fn bytes(&self, space: Space) -> Bytes;
@@ -158,6 +163,24 @@ pub enum DeviceError {
         /// What the system said.
         source: io::Error,
     },
+    /// The scratch file cannot be had.
+    #[error("a scratch file of {} in {}: {source}", Bytes(*bytes), folder.display())]
+    Scratch {
+        /// Where it is.
+        folder: PathBuf,
+        /// Its size.
+        bytes: u64,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The scratch file that is there cannot be read or written: what waited in it is gone.
+    #[error("the scratch file in {}: {source}", folder.display())]
+    ScratchLost {
+        /// Where it is.
+        folder: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
     /// The set has no Program of that name: a bug of ours.
     #[error("there is no program `{program}`")]
     NoProgram {
@@ -234,7 +257,8 @@ impl DeviceError {
     pub fn is_refusal(&self) -> bool {
         use crate::cuda::driver::CudaError;
         let on_gpu = matches!(self, DeviceError::Cuda(CudaError::Refused { .. } | CudaError::Memory { .. }));
-        on_gpu || matches!(self, DeviceError::Refused { .. } | DeviceError::Arena(_))
+        let full = matches!(self, DeviceError::Scratch { source, .. } if source.kind() == io::ErrorKind::StorageFull);
+        on_gpu || full || matches!(self, DeviceError::Refused { .. } | DeviceError::Arena(_))
     }
 }
 
@@ -249,6 +273,11 @@ impl From<DeviceError> for Failure {
             DeviceError::File { ref source, .. } if source.kind() == io::ErrorKind::StorageFull => {
                 Failure::input(error.to_string()).hint("free some disk space: what was saved before is intact")
             }
+            DeviceError::Scratch { .. } => Failure::input(error.to_string())
+                .hint("free some disk space, give memory.file less, or name another folder: memory.file_dir")
+                .hint("what was saved before is intact"),
+            DeviceError::ScratchLost { .. } => Failure::stopped(error.to_string())
+                .hint("the newest checkpoint stands; another folder for the file: memory.file_dir"),
             DeviceError::MoreCharges { .. } => Failure::does_not_fit(error.to_string())
                 .hint("the same once more is planned with what was measured now"),
             DeviceError::NoTeam { .. } => Failure::input(error.to_string()).hint("name one device: --devices cuda:0"),
@@ -359,6 +388,8 @@ pub trait Device: Send {
             arena_measured_bytes: memory.high_water(Space::Device),
             host_bytes: memory.bytes(Space::Host),
             host_measured_bytes: memory.high_water(Space::Host),
+            file_bytes: memory.bytes(Space::Scratch),
+            file_measured_bytes: memory.high_water(Space::Scratch),
         }
     }
 }

@@ -1,8 +1,9 @@
-//! The two arenas of a device whose memory this processor sees: its own, and that of its host side; and how what stays
-//! moves in them when the device goes over to another plan.
+//! The spaces of a device whose memory this processor sees: its own arena, that of its host side, and the scratch file;
+//! and how what stays moves in them when the device goes over to another plan.
 
-use crate::arena::{Arena, ArenaError};
+use crate::arena::Arena;
 use crate::device::{DeviceError, Memory};
+use crate::scratch::Scratch;
 use crate::transport::Seat;
 use plimsoll_core::{Bytes, Space};
 use plimsoll_program::passes::offload::origins;
@@ -10,6 +11,7 @@ use plimsoll_program::{Lifetime, Placement, ProgramSet, TensorId};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::path::Path;
 
 /// Programs, and where their tensors stand.
 pub type Plan<'a> = (&'a ProgramSet, &'a Placement);
@@ -20,6 +22,7 @@ pub type Plan<'a> = (&'a ProgramSet, &'a Placement);
 pub struct Spaces {
     device: Arena,
     host: Arena,
+    scratch: Scratch,
     seat: Option<Seat>,
 }
 
@@ -29,14 +32,22 @@ impl Drop for Spaces {
     }
 }
 
+/// All of them.
+const SPACES: [Space; 3] = [Space::Device, Space::Host, Space::Scratch];
+
 impl Spaces {
-    /// Maps both arenas of a plan, and fills them with the pattern that shows what is written.
+    /// Maps both arenas of a plan, and fills them with the pattern that shows what is written; and takes the scratch file,
+    /// which is in `folder`.
     ///
     /// # Errors
     /// What the machine refuses.
-    pub fn map(placement: &Placement) -> Result<Spaces, ArenaError> {
-        let (device, host) = (Arena::map(placement.arena_bytes)?, Arena::map(placement.host_bytes)?);
-        let mut spaces = Spaces { device, host, seat: None };
+    pub fn map(placement: &Placement, folder: Option<&Path>) -> Result<Spaces, DeviceError> {
+        let mut spaces = Spaces {
+            device: Arena::map(placement.arena_bytes)?,
+            host: Arena::map(placement.host_bytes)?,
+            scratch: Scratch::take(folder, placement.file_bytes)?,
+            seat: None,
+        };
         spaces.device.fill_pattern();
         spaces.host.fill_pattern();
         Ok(spaces)
@@ -65,8 +76,13 @@ impl Spaces {
         match space {
             Space::Device => &self.device,
             Space::Host => &self.host,
-            Space::File => panic!("bug: files stand in no arena"),
+            Space::Scratch | Space::File => panic!("bug: files stand in no arena"),
         }
+    }
+
+    /// The scratch file.
+    pub(crate) fn scratch(&self) -> &Scratch {
+        &self.scratch
     }
 
     /// The arena of a space, to be changed.
@@ -77,7 +93,7 @@ impl Spaces {
         match space {
             Space::Device => &mut self.device,
             Space::Host => &mut self.host,
-            Space::File => panic!("bug: files stand in no arena"),
+            Space::Scratch | Space::File => panic!("bug: files stand in no arena"),
         }
     }
 }
@@ -110,7 +126,10 @@ impl Spaces {
     /// What the machine refuses, or a tensor that has another shape in the new plan; all is then as it was.
     pub fn adopt(&mut self, old: Plan, new: Plan) -> Result<Moved, DeviceError> {
         self.seat.iter().for_each(Seat::withdraw);
-        adopt(self, old, new)
+        self.scratch.check()?;
+        let moved = adopt(self, old, new)?;
+        self.scratch.check()?;
+        Ok(moved)
     }
 }
 
@@ -125,11 +144,27 @@ pub(crate) trait Arenas: Memory {
 
 impl Arenas for Spaces {
     fn resize(&mut self, space: Space, bytes: u64, kept: u64) -> Result<(), DeviceError> {
-        Ok(self.of_mut(space).resize(bytes, kept)?)
+        match space {
+            Space::Scratch => self.scratch.resize(bytes),
+            _ => Ok(self.of_mut(space).resize(bytes, kept)?),
+        }
     }
 
     fn copy(&mut self, from: (Space, u64), to: (Space, u64), bytes: u64) {
         let (source_range, first) = (from.1 as usize..(from.1 + bytes) as usize, to.1 as usize);
+        match (from.0, to.0) {
+            (Space::Scratch, Space::Scratch) => return self.scratch.copy_within(from.1, to.1, bytes),
+            (Space::Scratch, space) => {
+                let arena = if space == Space::Device { &mut self.device } else { &mut self.host };
+                let read = self.scratch.read(from.1, &mut arena.contents()[first..first + bytes as usize]);
+                return self.scratch.keep(read);
+            }
+            (space, Space::Scratch) => {
+                let arena = if space == Space::Device { &mut self.device } else { &mut self.host };
+                return self.scratch.fill(to.1, &arena.contents()[source_range]);
+            }
+            _ => {}
+        }
         if from.0 == to.0 {
             self.of_mut(from.0).contents().copy_within(source_range, first);
             return;
@@ -148,7 +183,7 @@ impl Arenas for Spaces {
 /// What the machine refuses, or a tensor that has another shape in the new plan; all is then as it was.
 pub(crate) fn adopt(arenas: &mut dyn Arenas, old: Plan, new: Plan) -> Result<Moved, DeviceError> {
     let stays = carried(old, new)?;
-    for space in [Space::Device, Space::Host] {
+    for space in SPACES {
         let held = arenas.bytes(space).0;
         if size(new.1, space) > held
             && let Err(error) = arenas.resize(space, size(new.1, space), held)
@@ -165,7 +200,7 @@ pub(crate) fn adopt(arenas: &mut dyn Arenas, old: Plan, new: Plan) -> Result<Mov
 
 /// Makes the arenas as large as a placement says, which is not more than they are; what lies below `kept` stays.
 fn shrink(arenas: &mut dyn Arenas, placement: &Placement, kept: impl Fn(Space) -> u64) -> Result<(), DeviceError> {
-    for space in [Space::Device, Space::Host] {
+    for space in SPACES {
         let bytes = size(placement, space);
         arenas.resize(space, bytes, kept(space).min(bytes))?;
     }
@@ -275,36 +310,51 @@ fn slots<'a>((set, placement): Plan<'a>) -> BTreeMap<&'a str, BTreeMap<u32, (Ten
 
 /// The size of an arena under a placement.
 fn size(placement: &Placement, space: Space) -> u64 {
-    if space == Space::Device { placement.arena_bytes } else { placement.host_bytes }
+    match space {
+        Space::Device => placement.arena_bytes,
+        Space::Host => placement.host_bytes,
+        Space::Scratch => placement.file_bytes,
+        Space::File => 0,
+    }
 }
 
 impl Memory for Spaces {
     fn bytes(&self, space: Space) -> Bytes {
-        self.of(space).bytes()
+        if space == Space::Scratch { self.scratch.bytes() } else { self.of(space).bytes() }
     }
 
     fn look(&mut self, space: Space, range: Range<u64>) -> Cow<'_, [u8]> {
+        if space == Space::Scratch {
+            return self.scratch.look(range);
+        }
         // SAFETY: `&mut self`: no op runs, and whom something is lent to only reads it.
         Cow::Borrowed(unsafe { self.of(space).slice(range.start, (range.end - range.start) as usize) })
     }
 
     fn fill(&mut self, space: Space, first: u64, bytes: &[u8]) {
+        if space == Space::Scratch {
+            return self.scratch.fill(first, bytes);
+        }
         self.unlent(space, &(first..first + bytes.len() as u64));
         // SAFETY: `&mut self`: no op runs; and nobody else reads these bytes.
         unsafe { self.of(space).slice_mut(first, bytes.len()) }.copy_from_slice(bytes);
     }
 
     fn poison(&mut self, space: Space, range: Range<u64>) {
-        self.unlent(space, &range);
-        self.of_mut(space).poison(range);
+        // What waits in the file is alive as long as the run is.
+        if space != Space::Scratch {
+            self.unlent(space, &range);
+            self.of_mut(space).poison(range);
+        }
     }
 
     fn high_water(&mut self, space: Space) -> Bytes {
-        self.of_mut(space).high_water()
+        if space == Space::Scratch { self.scratch.high_water() } else { self.of_mut(space).high_water() }
     }
 
     fn strayed(&mut self, space: Space) -> bool {
-        self.of_mut(space).strayed()
+        // Whoever reaches beyond the file is stopped.
+        space != Space::Scratch && self.of_mut(space).strayed()
     }
 }
 
@@ -354,7 +404,7 @@ mod tests {
                 tensors.iter().map(|&(bytes, a, b)| if first { (bytes, a.0, a.1, a.2) } else { (bytes, b.0, b.1, b.2) }).collect()
             };
             let (old, new) = (plan(&side(true)), plan(&side(false)));
-            let mut spaces = Spaces::map(&old.1).unwrap();
+            let mut spaces = Spaces::map(&old.1, None).unwrap();
             for (i, &(bytes, ..)) in tensors.iter().enumerate() {
                 let known: Vec<u8> = (0..bytes as usize).map(|at| value(i, at)).collect();
                 spaces.write(&old.0, &old.1, TensorId(i as u32), 0, &known);
@@ -394,7 +444,7 @@ mod tests {
     fn slots_that_wait_on_the_host_in_one_plan_and_not_in_the_other_keep_every_bit() {
         for (before, after) in (0..=4).flat_map(|before| (0..=4).map(move |after| (before, after))) {
             let (old, new) = (parted(before), parted(after));
-            let mut spaces = Spaces::map(&old.1).unwrap();
+            let mut spaces = Spaces::map(&old.1, None).unwrap();
             // Slot `n` of the whole: those that wait come first.
             let at = |plan: &(ProgramSet, Placement), waiting: u64, slot: u64| {
                 let name = if slot >= waiting || waiting == 4 { "w" } else { "w.host" };
@@ -422,7 +472,7 @@ mod tests {
         let old = plan(&[(5000, false, 0, 0), (3000, false, 1, 0)]);
         let mut new = plan(&[(5000, true, 0, 0), (3000, false, 1, 0)]);
         new.1.host_bytes = 1 << 60;
-        let mut spaces = Spaces::map(&old.1).unwrap();
+        let mut spaces = Spaces::map(&old.1, None).unwrap();
         spaces.write(&old.0, &old.1, TensorId(0), 0, &[7; 5000]);
         assert!(matches!(spaces.adopt((&old.0, &old.1), (&new.0, &new.1)), Err(DeviceError::Arena(_))));
         assert_eq!((spaces.bytes(Space::Device), spaces.bytes(Space::Host)), (Bytes(8000), Bytes(0)));

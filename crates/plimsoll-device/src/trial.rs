@@ -87,7 +87,7 @@ pub(crate) fn side_by_side(set: &ProgramSet) -> Placement {
         let end = match tensor.space {
             Space::Device => &mut placement.arena_bytes,
             Space::Host => &mut placement.host_bytes,
-            Space::File => {
+            Space::Scratch | Space::File => {
                 placement.offsets.push(vec![None; tensor.slots as usize]);
                 continue;
             }

@@ -113,7 +113,7 @@ fn side_by_side_from(set: &ProgramSet, first: u64) -> Placement {
         let end = match tensor.space {
             Space::Device => Some(&mut placement.arena_bytes),
             Space::Host => Some(&mut placement.host_bytes),
-            Space::File => None,
+            Space::Scratch | Space::File => None,
         };
         let bytes = tensor.bytes().next_multiple_of(256);
         let first = end.map(|end| std::mem::replace(end, *end + bytes * u64::from(tensor.slots)));
@@ -184,7 +184,7 @@ impl Run {
 
     fn on_cpu_of(form: &Form) -> Run {
         let set = programs_of(form, DType::F64, Kernels::Cpu { threads: 1 });
-        let device = executor::open(set.clone(), side_by_side(&set), DType::F64, 1).unwrap();
+        let device = executor::open(set.clone(), side_by_side(&set), DType::F64, 1, None).unwrap();
         Run { device, set, files: Files::default() }
     }
 

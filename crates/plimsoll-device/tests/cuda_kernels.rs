@@ -1089,7 +1089,7 @@ mod programs {
             offsets.push(places.collect());
             next += if held { u64::from(tensor.slots) * tensor.bytes().next_multiple_of(256) } else { 0 };
         }
-        Placement { offsets, arena_bytes: next, host_bytes: 0 }
+        Placement { offsets, arena_bytes: next, ..Placement::default() }
     }
 
     /// Both devices, with the same weights.
@@ -1102,7 +1102,7 @@ mod programs {
         fn new() -> Both {
             let set = programs(DType::F64);
             let placement = side_by_side(&set);
-            let cpu = executor::open(set, placement, DType::F64, 1).unwrap();
+            let cpu = executor::open(set, placement, DType::F64, 1, None).unwrap();
             let mut both = Both { shim: OnShim::new(programs(DType::F32)), cpu };
             both.shim.run("load");
             for id in both.tensors(|tensor| tensor.category == plimsoll_core::Category::Weight) {

@@ -13,6 +13,7 @@ use plimsoll_program::{Block, Index, Lifetime, Op, OpKind, Operand, Placement, P
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 use std::io;
+use std::path::Path;
 
 /// Elements of a piece, and pieces of a tensor.
 const PIECE: i64 = 64;
@@ -21,6 +22,8 @@ const PIECES: i64 = 6;
 const DEVICE: TensorId = TensorId(0);
 const HOST: TensorId = TensorId(1);
 const FILE: TensorId = TensorId(2);
+/// In the scratch file.
+const SCRATCH: TensorId = TensorId(3);
 
 /// One op on pieces `x` and `to`, by the number of its kind.
 type Draw = (u8, i64, i64);
@@ -41,7 +44,9 @@ fn op(&(kind, x, to): &Draw, sequence: u64) -> Op {
         4 | 5 => Op { kind: copy(HOST, DEVICE), queue: Queue::CopyIn },
         6 => Op { kind: copy(DEVICE, HOST), queue: Queue::CopyOut },
         7 => Op { kind: copy(FILE, DEVICE), queue: Queue::CopyIn },
-        _ => Op { kind: copy(DEVICE, FILE), queue: Queue::CopyOut },
+        8 => Op { kind: copy(DEVICE, FILE), queue: Queue::CopyOut },
+        9 | 10 => Op { kind: copy(SCRATCH, HOST), queue: Queue::FileRead },
+        _ => Op { kind: copy(HOST, SCRATCH), queue: Queue::FileWrite },
     }
 }
 
@@ -72,14 +77,16 @@ fn program(draws: &[Draw], precision: DType) -> (ProgramSet, Placement) {
         open = started;
     }
     ops.extend(open);
-    let tensors = vec![tensor("device", Space::Device), tensor("host", Space::Host), tensor("file", Space::File)];
+    let spaces = [("device", Space::Device), ("host", Space::Host), ("file", Space::File), ("scratch", Space::Scratch)];
+    let tensors = spaces.map(|(name, space)| tensor(name, space)).to_vec();
     let blocks = vec![Block::once("all", ops)];
     let p = Program { work: WorkName::Forward, name: "p".into(), inputs: vec![], outputs: vec![], blocks };
     let bytes = (PIECE * PIECES) as u64 * precision.bytes();
     let placement = Placement {
-        offsets: vec![vec![Some(256)], vec![Some(0)], vec![None]],
+        offsets: vec![vec![Some(256)], vec![Some(0)], vec![None], vec![Some(100)]],
         arena_bytes: bytes + 256,
         host_bytes: bytes,
+        file_bytes: bytes + 100,
     };
     (ProgramSet { tensors, programs: vec![p], phases: vec![] }, placement)
 }
@@ -100,10 +107,15 @@ impl FileSpace for Files {
     }
 }
 
+/// Where scratch files are.
+fn scratch() -> &'static Path {
+    Path::new(env!("CARGO_TARGET_TMPDIR"))
+}
+
 /// Every device that is here, and virtual ones that dawdle in different places.
 fn devices(set: &ProgramSet, placement: &Placement, precision: DType) -> Vec<(String, Box<dyn Device>)> {
     let cpu = |threads| {
-        let device = executor::open(set.clone(), placement.clone(), precision, threads).unwrap();
+        let device = executor::open(set.clone(), placement.clone(), precision, threads, Some(scratch())).unwrap();
         (format!("cpu, {threads} threads"), device)
     };
     // Seconds of an op: a hash of its name and a place, so that ops differ and tests repeat.
@@ -115,6 +127,7 @@ fn devices(set: &ProgramSet, placement: &Placement, precision: DType) -> Vec<(St
             threads,
             price: Box::new(move |_, op: &Op| op_seconds * ((format!("{op:?}").len() * 7 + salt) % 5) as f64),
             link,
+            scratch: Some(scratch().to_owned()),
         };
         (what.name.clone(), virtual_device::open(what, set.clone(), placement.clone(), precision).unwrap())
     };
@@ -130,21 +143,23 @@ fn devices(set: &ProgramSet, placement: &Placement, precision: DType) -> Vec<(St
 }
 
 fn fill(device: &mut dyn Device, precision: DType) {
-    for (id, first) in [(DEVICE, 1.0), (HOST, 50.0)] {
+    for (id, first) in [(DEVICE, 1.0), (HOST, 50.0), (SCRATCH, -20.0)] {
         let values: Vec<f64> = (0..PIECE * PIECES).map(|i| first + (i % 97) as f64 * 0.37).collect();
         device.write(id, 0, &executor::real_bytes(precision, &values));
     }
 }
 
-/// The bytes of both arenas, and of what was written to files.
-type Left = (Vec<u8>, Vec<u8>, BTreeMap<u64, Vec<u8>>);
+/// The bytes of both arenas and of the scratch file, and of what was written to files.
+type Left = ([Vec<u8>; 3], BTreeMap<u64, Vec<u8>>);
 
 fn left(device: &mut dyn Device, files: &Files, precision: DType) -> Left {
     let bytes = ((PIECE * PIECES) as u64 * precision.bytes()) as usize;
-    let (mut on_device, mut on_host) = (vec![0; bytes], vec![0; bytes]);
-    device.read(DEVICE, 0, &mut on_device);
-    device.read(HOST, 0, &mut on_host);
-    (on_device, on_host, files.0.clone())
+    let everywhere = [DEVICE, HOST, SCRATCH].map(|tensor| {
+        let mut found = vec![0; bytes];
+        device.read(tensor, 0, &mut found);
+        found
+    });
+    (everywhere, files.0.clone())
 }
 
 /// Refuses at an op.
@@ -167,7 +182,7 @@ impl Observer for Refuse {
 }
 
 fn draws(most: usize) -> impl Strategy<Value = Vec<Draw>> {
-    prop::collection::vec((0u8..9, 0..PIECES, 0..PIECES), 1..most)
+    prop::collection::vec((0u8..13, 0..PIECES, 0..PIECES), 1..most)
 }
 
 /// All devices of a test.
@@ -175,7 +190,7 @@ type Devices = fn(&ProgramSet, &Placement, DType) -> Vec<(String, Box<dyn Device
 
 /// The processor, and the stand-in for a GPU.
 fn stand_in(set: &ProgramSet, placement: &Placement, precision: DType) -> Vec<(String, Box<dyn Device>)> {
-    let cpu = executor::open(set.clone(), placement.clone(), precision, 1).unwrap();
+    let cpu = executor::open(set.clone(), placement.clone(), precision, 1, Some(scratch())).unwrap();
     let gpu = cuda_stand_in::open(set.clone(), placement.clone(), precision, None).unwrap();
     vec![("cpu".into(), cpu), ("stand-in".into(), gpu.device)]
 }
@@ -219,14 +234,16 @@ fn another_plan(devices: Devices, draws: &[Draw], swapped: bool, gap: u64) -> Re
     let (set, placement) = program(draws, precision);
     let (mut other, mut elsewhere) = (set.clone(), placement.clone());
     if swapped {
-        // What stood on the device now waits on the host, and the other way round; the Programs are none for that.
-        (other.tensors[0].space, other.tensors[1].space) = (Space::Host, Space::Device);
+        // What stood on the device now waits on the host, what was there in the file, and what was in the file is on the
+        // device; the Programs are none for that.
+        let spaces = [Space::Host, Space::Scratch, Space::File, Space::Device];
+        other.tensors.iter_mut().zip(spaces).for_each(|(tensor, space)| tensor.space = space);
         other.programs.clear();
     }
-    elsewhere.offsets = vec![vec![Some(gap / 256 * 256)]; 2];
-    elsewhere.offsets.push(vec![None]);
+    elsewhere.offsets = vec![vec![Some(gap / 256 * 256)]; 4];
+    elsewhere.offsets[2] = vec![None];
     elsewhere.arena_bytes = gap / 256 * 256 + (PIECE * PIECES) as u64 * 4;
-    elsewhere.host_bytes = elsewhere.arena_bytes;
+    (elsewhere.host_bytes, elsewhere.file_bytes) = (elsewhere.arena_bytes, elsewhere.arena_bytes);
     for (name, mut device) in devices(&set, &placement, precision) {
         fill(&mut *device, precision);
         let (mut files, mut none) = (Files::default(), NoFiles);

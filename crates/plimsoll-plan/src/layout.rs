@@ -1,4 +1,4 @@
-//! Where every tensor stands: the arenas of a device and of its host side, laid out byte by byte.
+//! Where every tensor stands: the arenas of a device and of its host side, and the scratch file, laid out byte by byte.
 //!
 //! Persistent tensors stand lowest, those that would leave first (optimizer state) highest among
 //! them. Above, every phase packs its own buffers: phases share those bytes.
@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 /// Every buffer starts at a multiple of this: enough for vector loads, and for GPUs' wide ones.
 pub const ALIGNMENT: u64 = 256;
 
-/// One arena, that of the device or that of its host side.
+/// One space: the arena of the device, that of its host side, or the scratch file.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ArenaLayout {
     /// Just past the last byte that any Program uses.
@@ -27,7 +27,7 @@ pub struct ArenaLayout {
     pub by_category: BTreeMap<Category, Bytes>,
 }
 
-/// Both arenas of a device.
+/// All spaces of a device.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Layout {
     /// Where everything stands.
@@ -36,6 +36,8 @@ pub struct Layout {
     pub device: ArenaLayout,
     /// The arena on the host; empty where nothing waits there.
     pub host: ArenaLayout,
+    /// The scratch file; empty where nothing waits there.
+    pub file: ArenaLayout,
 }
 
 fn aligned(bytes: u64) -> u64 {
@@ -72,7 +74,7 @@ fn persistent(set: &ProgramSet, space: Space) -> (Vec<(TensorId, u32, u64)>, u64
 /// The least that any layout of these Programs can take in a space, without packing them.
 pub fn lower_bound(set: &ProgramSet, space: Space) -> u64 {
     let (_, start, end) = persistent(set, space);
-    if space == Space::Host && set.tensors.iter().all(|tensor| tensor.space != space) {
+    if space != Space::Device && set.tensors.iter().all(|tensor| tensor.space != space) {
         return 0;
     }
     set.phases
@@ -87,10 +89,12 @@ pub fn lower_bound(set: &ProgramSet, space: Space) -> u64 {
 pub fn lay_out(set: &ProgramSet) -> Layout {
     let mut offsets: Vec<Vec<Option<u64>>> = set.tensors.iter().map(|t| vec![None; t.slots as usize]).collect();
     let device = arena(set, Space::Device, &mut offsets);
-    let waits = set.tensors.iter().any(|tensor| tensor.space == Space::Host);
-    let host = if waits { arena(set, Space::Host, &mut offsets) } else { ArenaLayout::default() };
-    let placement = Placement { offsets, arena_bytes: device.bytes, host_bytes: host.bytes };
-    Layout { placement, device, host }
+    let [host, file] = [Space::Host, Space::Scratch].map(|space| {
+        let waits = set.tensors.iter().any(|tensor| tensor.space == space);
+        if waits { arena(set, space, &mut offsets) } else { ArenaLayout::default() }
+    });
+    let placement = Placement { offsets, arena_bytes: device.bytes, host_bytes: host.bytes, file_bytes: file.bytes };
+    Layout { placement, device, host, file }
 }
 
 /// Lays out one space, and writes down where everything in it stands.

@@ -5,7 +5,8 @@
 //! on top. A device on paper has only a product rate and a memory rate: there an op takes its products,
 //! or its traffic, whichever is longer, and other arithmetic at a tenth of the product rate.
 //!
-//! Copies between device and host cost their bytes over the link, collectives theirs over the link of the team; what the
+//! Copies between device and host cost their bytes over the link, those of the scratch file what the disk takes,
+//! collectives theirs over the link of the team; what the
 //! host does, its traffic. Queues run beside each
 //! other as far as the ops on them do not touch the same tensors: a Program's price is found by running it on a clock.
 
@@ -98,6 +99,12 @@ impl Prices<'_> {
             (OpKind::CollectiveStart(exchange), _) => {
                 self.team_link.latency_seconds + wire_bytes(set, exchange) / self.team_link.bytes_per_second
             }
+            (OpKind::TransferStart { from, elements, .. }, Queue::FileRead | Queue::FileWrite) => {
+                let bytes = (elements * set.tensor(from.tensor).dtype.bytes()) as f64;
+                let file = &self.host.file;
+                let reads = op.queue == Queue::FileRead;
+                bytes / if reads { file.read_bytes_per_second } else { file.write_bytes_per_second }
+            }
             (OpKind::TransferStart { from, to, elements, .. }, _) => {
                 let bytes = (elements * set.tensor(from.tensor).dtype.bytes()) as f64;
                 let over_link =
@@ -184,7 +191,7 @@ type Part = (TensorId, i64, i64);
 
 /// When each queue is free, and when what several of them touch was last written and read.
 struct Clock {
-    queues: [f64; 5],
+    queues: [f64; 7],
     /// Tensors that others than the compute queue touch.
     shared: HashSet<TensorId>,
     touched: HashMap<Part, (f64, f64)>,
@@ -195,7 +202,7 @@ impl Clock {
         let elements_of = |id: TensorId| set.tensor(id).elements();
         let ops = program.blocks.iter().flat_map(|block| &block.ops).filter(|op| op.queue != Queue::Compute);
         let shared = ops.flat_map(|op| op.accesses(&elements_of)).map(|access| access.operand.tensor).collect();
-        Clock { queues: [0.0; 5], shared, touched: HashMap::new() }
+        Clock { queues: [0.0; 7], shared, touched: HashMap::new() }
     }
 
     fn run(&mut self, set: &ProgramSet, op: &Op, variable: i64, seconds: f64) {

@@ -103,6 +103,8 @@ pub struct DevicesRequest {
     pub devices: Vec<DeviceRequest>,
     /// The host's memory, where it was given: `host=64GiB`.
     pub host: Option<Budget>,
+    /// The scratch file, where it was given: `file=100GiB`.
+    pub file: Option<Budget>,
 }
 
 impl DevicesRequest {
@@ -166,7 +168,7 @@ pub enum RequestError {
         device: String,
     },
     /// `auto` beside devices.
-    #[error("`auto` stands alone (or with `host=`): it cannot be joined with other devices")]
+    #[error("`auto` stands alone (or with `host=` and `file=`): it cannot be joined with other devices")]
     AutoAndOthers,
     /// Devices that are here and devices that are not.
     #[error("`{paper}` is a device on paper: it cannot be joined with devices of this machine")]
@@ -181,7 +183,7 @@ impl From<RequestError> for Failure {
         let failure = Failure::input(error.to_string());
         match error {
             RequestError::Unknown { .. } | RequestError::Missing { .. } => failure
-                .hint("known devices: auto, cpu, cuda:0, virtual:NAME=600MiB@0.5:12GB/s, host=64GiB")
+                .hint("known devices: auto, cpu, cuda:0, virtual:NAME=600MiB@0.5:12GB/s, host=64GiB, file=100GiB")
                 .hint(format!("on paper, for plans: {}", paper::names().collect::<Vec<_>>().join(", "))),
             _ => failure,
         }
@@ -210,6 +212,11 @@ impl FromStr for DevicesRequest {
                 "host" => {
                     let value = value.ok_or_else(|| RequestError::NoBudget { device: name.to_owned() })?;
                     request.host = Some(budget(value)?);
+                }
+                "file" if request.file.is_some() => return Err(twice()),
+                "file" => {
+                    let value = value.ok_or_else(|| RequestError::NoBudget { device: name.to_owned() })?;
+                    request.file = Some(budget(value)?);
                 }
                 _ => {
                     let device = device(name, value, budget)?;
@@ -355,6 +362,7 @@ impl fmt::Display for DevicesRequest {
             parts.push("auto".to_owned());
         }
         parts.extend(self.host.map(|host| format!("host={host}")));
+        parts.extend(self.file.map(|file| format!("file={file}")));
         f.write_str(&parts.join(","))
     }
 }
@@ -378,6 +386,8 @@ mod tests {
         let request = read("cpu=6GiB, host=2GiB");
         assert_eq!(request.devices, [cpu(Some(Budget::Amount(Bytes::gib(6))))]);
         assert_eq!(request.host, Some(Budget::Amount(Bytes::gib(2))));
+        let request = read("cpu,host=2GiB,file=50%");
+        assert_eq!((request.file, &*request.to_string()), (Some(Budget::Share(0.5)), "cpu,host=2GiB,file=50%"));
         assert_eq!(read("cuda:0,cuda:1").devices.len(), 2);
         let gpu = |index, budget: Option<Budget>| DeviceRequest::Cuda { index, budget };
         assert_eq!(read("cuda").devices, [gpu(None, None)]);
@@ -471,7 +481,7 @@ mod tests {
             ("host,cpu", "`host` needs a budget, as in `host=600MiB`"),
             ("cpu,cpu=2GiB", "device `cpu` is named twice"),
             ("cpu,host=1GiB,host=2GiB", "device `host` is named twice"),
-            ("auto,cpu", "`auto` stands alone (or with `host=`): it cannot be joined with other devices"),
+            ("auto,cpu", "`auto` stands alone (or with `host=` and `file=`): it cannot be joined with other devices"),
             ("cpu,rtx3090", "`rtx3090` is a device on paper: it cannot be joined with devices of this machine"),
         ] {
             let error = text.parse::<DevicesRequest>().unwrap_err();
@@ -490,7 +500,7 @@ mod tests {
 
         #[test]
         fn what_was_read_is_printed_as_the_same_request(
-            text in "(auto|cpu|cpu=90%|cuda:[0-9]|virtual:[ab]=[0-9]{1,3}MiB(@[0-9]\\.[0-9])?(:([0-9]{1,2}(\\.5)?[GM]?B/s(\\+[0-9]us)?)?(:[0-9]gbit)?)?|rtx3090(@[0-9]gbit)?|h200=5GiB(@[0-9]MB/s)?)(,(cpu=7|cuda:[0-9]|rtx3070|host=[0-9]GiB)){0,3}"
+            text in "(auto|cpu|cpu=90%|cuda:[0-9]|virtual:[ab]=[0-9]{1,3}MiB(@[0-9]\\.[0-9])?(:([0-9]{1,2}(\\.5)?[GM]?B/s(\\+[0-9]us)?)?(:[0-9]gbit)?)?|rtx3090(@[0-9]gbit)?|h200=5GiB(@[0-9]MB/s)?)(,(cpu=7|cuda:[0-9]|rtx3070|host=[0-9]GiB|file=[0-9]GiB)){0,3}"
         ) {
             if let Ok(request) = text.parse::<DevicesRequest>() {
                 prop_assert_eq!(request.to_string().parse::<DevicesRequest>(), Ok(request));

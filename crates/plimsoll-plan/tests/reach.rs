@@ -2,7 +2,7 @@
 //! the user allows.
 
 use plimsoll_core::{
-    Budget, Bytes, Class, DType, DeviceKind, DeviceSpec, HostSpec, Offload, Recipe, RecomputeLevel, Rung,
+    Budget, Bytes, Class, DType, DeviceKind, DeviceSpec, FileSpec, HostSpec, Offload, Recipe, RecomputeLevel, Rung,
 };
 use plimsoll_plan::paper::paper;
 use plimsoll_plan::search::{Answer, Lossy, Pins, Question, plan_of, search};
@@ -43,7 +43,7 @@ impl Case {
             evaluate: true,
             generation: None,
             device: &device,
-            host: HostSpec { budget: host, memory_bytes_per_second: 30e9 },
+            host: HostSpec { budget: host, memory_bytes_per_second: 30e9, file: FileSpec::NONE },
             lossy: Lossy { allow: self.allow.clone(), offer: Rung::ALL.to_vec(), ..self.lossy.clone() },
             pins: Pins::default(),
             rungs: vec![],
@@ -190,7 +190,7 @@ fn what_the_host_adds_up_for_a_gpu_has_another_order_and_for_a_part_of_itself_ha
             evaluate: false,
             generation: None,
             device,
-            host: HostSpec { budget: Bytes::gib(8), memory_bytes_per_second: 30e9 },
+            host: HostSpec { budget: Bytes::gib(8), memory_bytes_per_second: 30e9, file: FileSpec::NONE },
             lossy: Lossy::default(),
             pins: Pins::default(),
             rungs: vec![],
@@ -220,7 +220,7 @@ fn who_does_the_update_is_a_matter_of_price() {
             evaluate: false,
             generation: None,
             device: &device,
-            host: HostSpec { budget: Bytes::gib(64), memory_bytes_per_second: 30e9 },
+            host: HostSpec { budget: Bytes::gib(64), memory_bytes_per_second: 30e9, file: FileSpec::NONE },
             lossy: Lossy::default(),
             pins: Pins::default(),
             rungs: vec![],
@@ -250,7 +250,7 @@ fn a_head_that_waits_frees_all_but_two_blocks_of_it() {
         evaluate: true,
         generation: None,
         device: &device,
-        host: HostSpec { budget: Bytes::gib(16), memory_bytes_per_second: 30e9 },
+        host: HostSpec { budget: Bytes::gib(16), memory_bytes_per_second: 30e9, file: FileSpec::NONE },
         lossy: adapters_in_4_bit(),
         pins: Pins::default(),
         rungs: vec![],

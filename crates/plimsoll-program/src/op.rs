@@ -25,6 +25,17 @@ pub enum Queue {
     Communication,
     /// Work of the host's processor on tensors of the host's space.
     Host,
+    /// Copies out of the scratch file.
+    FileRead,
+    /// Copies into the scratch file.
+    FileWrite,
+}
+
+impl Queue {
+    /// Whether the host's processor does what is on it, beside a device that does not.
+    pub fn is_hosts(self) -> bool {
+        matches!(self, Queue::Host | Queue::FileRead | Queue::FileWrite)
+    }
 }
 
 /// An op and the queue it runs on.

@@ -97,7 +97,7 @@ mod tests {
         let (inputs, outputs) = (vec![], vec![]);
         let mut set = builder.set;
         set.programs.push(Program { work: WorkName::Forward, name: "p".into(), inputs, outputs, blocks: vec![block] });
-        (set, Placement { offsets: vec![vec![Some(0)]], arena_bytes: 320, host_bytes: 0 })
+        (set, Placement { offsets: vec![vec![Some(0)]], arena_bytes: 320, ..Placement::default() })
     }
 
     #[test]

@@ -12,6 +12,8 @@ pub struct Placement {
     pub arena_bytes: u64,
     /// The same of the host's arena.
     pub host_bytes: u64,
+    /// The same of the scratch file.
+    pub file_bytes: u64,
 }
 
 impl Placement {

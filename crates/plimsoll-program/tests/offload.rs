@@ -1,12 +1,13 @@
 //! What the offload pass promises: Programs stay well-formed, whatever waits on the host.
 
-use plimsoll_core::{DType, Offload, RecomputeLevel, Space};
+use plimsoll_core::{DType, InFile, Offload, RecomputeLevel, Space};
 use plimsoll_program::models::decoder::{
     AdamState, Base, Build, Generation, Method, Optimizer, Source, Training, build, head_blocks,
 };
 use plimsoll_program::models::{ModelConfig, preset};
 use plimsoll_program::passes::check::check;
 use plimsoll_program::passes::offload::offload;
+use plimsoll_program::passes::scratch::scratch;
 use plimsoll_program::workspace::Kernels;
 use plimsoll_program::{Lifetime, ProgramSet, Tensor};
 
@@ -58,7 +59,8 @@ fn choices() -> Vec<Offload> {
                 for inputs in [0, all] {
                     for (embedding, head) in [(false, false), (true, false), (false, true), (true, true)] {
                         let update = list.len() % 2 == 0;
-                        list.push(Offload { optimizer, gradients, weights, inputs, embedding, head, update });
+                        let file = InFile::NOTHING;
+                        list.push(Offload { optimizer, gradients, weights, inputs, embedding, head, update, file });
                     }
                 }
             }
@@ -91,8 +93,20 @@ fn every_choice_gives_well_formed_programs_and_loses_no_byte() {
                 let set = offload(plain.clone(), LAYERS, &choice, one_micro_batch);
                 let said = || format!("{:?}, {choice}, {one_micro_batch}", runs[run]);
                 check(&set).unwrap_or_else(|e| panic!("{}: {e}", said()));
+                let all = persistent(plain, Space::Device);
                 let both = persistent(&set, Space::Device) + persistent(&set, Space::Host);
-                assert_eq!(both, persistent(plain, Space::Device), "{}", said());
+                assert_eq!(both, all, "{}", said());
+                // The same with all of it in the file, or some, on a device of its own and on one that is its own host.
+                for (number, memory) in [(LAYERS, Space::Host), (1 + number as u32 % LAYERS, Space::Device)] {
+                    let in_file = InFile { optimizer: number, gradients: number, weights: number };
+                    let set = scratch(set.clone(), LAYERS, in_file, memory);
+                    check(&set).unwrap_or_else(|e| panic!("{}, in the file {in_file}: {e}", said()));
+                    let spaces = [Space::Device, Space::Host, Space::Scratch];
+                    let everywhere = spaces.map(|space| persistent(&set, space));
+                    assert_eq!(everywhere.iter().sum::<u64>(), all, "{}", said());
+                    let some = choice.weights > 0 || choice.optimizer > 0 && runs[run].1.is_some();
+                    assert!(everywhere[2] > 0 || !some, "{}", said());
+                }
             }
         }
     }

@@ -5,10 +5,13 @@ use crate::data::sums;
 use crate::files::{AdapterDir, ModelDir, ModelWeights, read_config};
 use crate::run::prepare::{charges, rounded};
 use crate::run_file::{EXAMPLE_PREFIX, FallbackTo, Init, Method, Optimizer, RunFile, TeamOf};
-use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Failure, Fallback, HostSpec, Link, Plan, Rates, Rung};
+use plimsoll_core::{
+    Budget, Bytes, DeviceKind, DeviceSpec, Failure, Fallback, FileSpec, HostSpec, Link, Plan, Rates, Rung,
+};
 use plimsoll_device::calibration;
 use plimsoll_device::cuda;
 use plimsoll_device::cuda::gpus::{Card, Here};
+use plimsoll_device::disk;
 use plimsoll_device::probe::{Cpu, Memory, auto_pace};
 use plimsoll_plan::paper;
 use plimsoll_plan::request::{DeviceRequest, LinkRequest};
@@ -287,6 +290,21 @@ pub(crate) fn question<'a>(
     Ok(under(&question, rungs))
 }
 
+/// Several devices have no scratch file: each would count on all of it.
+///
+/// # Errors
+/// Where one is asked for.
+pub(crate) fn without_file(file: &RunFile, questions: &mut [Question]) -> Result<(), Failure> {
+    if questions.len() > 1 {
+        if file.file().is_some() {
+            let message = "several devices cannot wait in one scratch file";
+            return Err(Failure::input(message).hint("name one device, or leave out memory.file and `file=`"));
+        }
+        questions.iter_mut().for_each(|question| question.host.file = FileSpec::NONE);
+    }
+    Ok(())
+}
+
 /// What to ask the planner about several devices that train together.
 ///
 /// # Errors
@@ -301,6 +319,7 @@ pub fn team_question<'a>(
     // One experiment has one precision.
     let precision = questions[0].precision;
     questions.iter_mut().for_each(|question| question.precision = precision);
+    without_file(file, &mut questions)?;
     // What stands in the memory of this machine is not left for the host's side.
     let here = |device: &&DeviceSpec| matches!(device.kind, DeviceKind::Cpu | DeviceKind::Virtual);
     let taken =
@@ -390,11 +409,13 @@ const PAPER_HOST_BYTES_PER_SECOND: f64 = 30e9;
 /// The host beside a device. The processor is its own; on paper there is what the user says.
 pub(crate) fn host(file: &RunFile, device: &DeviceSpec) -> Result<HostSpec, Failure> {
     let (given, budget) = (file.devices().host, file.host());
+    let scratch = scratch(file, device.kind);
     match device.kind {
-        DeviceKind::Cpu => Ok(HostSpec::NONE),
+        DeviceKind::Cpu => Ok(HostSpec { file: scratch, ..HostSpec::NONE }),
         DeviceKind::Paper => Ok(HostSpec {
             budget: given.map_or(Bytes::ZERO, |budget| budget.of(Bytes::ZERO)),
             memory_bytes_per_second: PAPER_HOST_BYTES_PER_SECOND,
+            file: scratch,
         }),
         DeviceKind::Virtual | DeviceKind::Cuda => {
             // A virtual device's own bytes are this machine's, too.
@@ -403,8 +424,36 @@ pub(crate) fn host(file: &RunFile, device: &DeviceSpec) -> Result<HostSpec, Fail
             // Beside a virtual device, a thread does what the host does.
             let threads = if device.kind == DeviceKind::Virtual { 1 } else { device.threads.max(1) };
             let rates = calibration::cpu(threads)?.rates;
-            Ok(HostSpec { budget: budget.of(free), memory_bytes_per_second: rates.memory_bytes_per_second })
+            let memory_bytes_per_second = rates.memory_bytes_per_second;
+            Ok(HostSpec { budget: budget.of(free), memory_bytes_per_second, file: scratch })
         }
+    }
+}
+
+/// So much of what is free on a disk is offered to the scratch file where nobody has said: the rest is for checkpoints
+/// and for others.
+const DISK_SHARE: f64 = 0.8;
+
+/// The scratch file, where there may be one. Rates are measured only where it was asked for; on paper there is as much
+/// of it as the user says.
+fn scratch(file: &RunFile, kind: DeviceKind) -> FileSpec {
+    let given = file.file();
+    if kind == DeviceKind::Paper {
+        let budget = given.map_or(Bytes::ZERO, |budget| budget.of(Bytes::ZERO));
+        return FileSpec { budget, room: Bytes(u64::MAX), ..FileSpec::NONE };
+    }
+    let free = disk::free(file.file_folder()).unwrap_or(Bytes::ZERO);
+    let (budget, room) = (given.map_or(Bytes::ZERO, |budget| budget.of(free)), Budget::Share(DISK_SHARE).of(free));
+    let measured = given.and_then(|_| calibration::disk(file.file_folder()));
+    let spec = FileSpec { budget, room, ..FileSpec::NONE };
+    match measured {
+        Some(rates) => FileSpec {
+            read_bytes_per_second: rates.read_bytes_per_second,
+            write_bytes_per_second: rates.write_bytes_per_second,
+            measured: true,
+            ..spec
+        },
+        None => spec,
     }
 }
 

@@ -2,7 +2,8 @@
 //! files of a checkpoint are those of the run that keeps everything on the device.
 
 use plimsoll_core::{
-    Bytes, DType, DeviceKind, DeviceSpec, HostSpec, Link, Offload, Rates, Recipe, RecomputeLevel, Space,
+    Bytes, DType, DeviceKind, DeviceSpec, FileSpec, HostSpec, InFile, Link, Offload, Rates, Recipe, RecomputeLevel,
+    Space,
 };
 use plimsoll_device::device::FileSpace;
 use plimsoll_device::virtual_device::{Virtual, open};
@@ -144,7 +145,18 @@ impl Numbers {
 }
 
 fn run(config: &ModelConfig, precision: DType, numbers: Numbers, micro_batch: u32, offload: Offload) -> Left {
-    let device = device();
+    run_on(DeviceKind::Virtual, config, precision, numbers, micro_batch, offload)
+}
+
+fn run_on(
+    kind: DeviceKind,
+    config: &ModelConfig,
+    precision: DType,
+    numbers: Numbers,
+    micro_batch: u32,
+    offload: Offload,
+) -> Left {
+    let device = DeviceSpec { kind, ..device() };
     let (state, lossy) = numbers.of();
     let question = Question {
         config,
@@ -156,7 +168,7 @@ fn run(config: &ModelConfig, precision: DType, numbers: Numbers, micro_batch: u3
         evaluate: true,
         generation: Some(Generation { capacity: 16, chunk: 4 }),
         device: &device,
-        host: HostSpec { budget: Bytes::gib(2), memory_bytes_per_second: 1e10 },
+        host: HostSpec { budget: Bytes::gib(2), memory_bytes_per_second: 1e10, file: FileSpec::NONE },
         lossy,
         pins: Pins::default(),
         rungs: vec![],
@@ -167,7 +179,9 @@ fn run(config: &ModelConfig, precision: DType, numbers: Numbers, micro_batch: u3
     let answer = plan_of(&question, &recipe);
     check(&answer.set).unwrap_or_else(|e| panic!("{recipe}: {e}"));
     // A tied head goes with its embedding; everything else that can be chosen takes something to the host.
-    assert!(offload.is_nothing() || config.tied || answer.layout.host.bytes > 0, "{offload}");
+    let beside = answer.layout.host.bytes + answer.layout.file.bytes;
+    assert!(offload.is_nothing() || config.tied || beside > 0, "{offload}");
+    assert!(kind != DeviceKind::Cpu || answer.layout.host.bytes == 0, "the processor is its own host");
     let set = answer.set.clone();
     let what = Virtual {
         name: "virtual:a".into(),
@@ -175,6 +189,7 @@ fn run(config: &ModelConfig, precision: DType, numbers: Numbers, micro_batch: u3
         threads: 2,
         price: Box::new(|_, _| 0.0),
         link: LINK,
+        scratch: Some(env!("CARGO_TARGET_TMPDIR").into()),
     };
     let device = open(what, answer.set, answer.layout.placement, precision).expect("the arenas are given");
     let mut engine = Engine::new(device, &set, precision, recipe, SEQUENCE, config.vocab);
@@ -201,13 +216,15 @@ fn run(config: &ModelConfig, precision: DType, numbers: Numbers, micro_batch: u3
         if tensor.lifetime != Lifetime::Persistent || tensor.space == Space::File {
             continue;
         }
-        let base = tensor.name.strip_suffix(".host").unwrap_or(&tensor.name);
-        let beside = set.find(&format!("{base}.host")).map_or(0, |home| set.tensor(home).slots);
+        let parts = [".file", ".host", ""];
+        let part = parts.iter().position(|part| tensor.name.ends_with(part)).expect("the last is a part of every name");
+        let base = &tensor.name[..tensor.name.len() - parts[part].len()];
+        let slots = |part: &&str| set.find(&format!("{base}{part}")).map_or(0, |home| set.tensor(home).slots);
+        let before: u32 = parts[..part].iter().map(slots).sum();
         for slot in 0..tensor.slots {
             let mut bytes = vec![0; tensor.bytes() as usize];
             engine.device().read(TensorId(number as u32), slot, &mut bytes);
-            let slot = if base == tensor.name { slot + beside } else { slot };
-            tensors.insert((base.to_owned(), slot), bytes);
+            tensors.insert((base.to_owned(), before + slot), bytes);
         }
     }
     // What it is before it is cleared is the next step's business.
@@ -239,6 +256,7 @@ fn choices(layers: u32) -> Vec<Offload> {
             embedding: true,
             head: true,
             update: false,
+            file: InFile::NOTHING,
         },
         Offload { optimizer: some, update: true, ..none },
         Offload { optimizer: layers, update: true, ..none },
@@ -259,6 +277,61 @@ fn whatever_waits_no_bit_changes() {
                     assert_eq!(differs, None, "{:?}, {precision}, {micro_batch}, {choice}", config.model_type);
                 }
             }
+        }
+    }
+}
+
+/// All or some of what waits, in the scratch file.
+fn in_file(choice: Offload, part: u32) -> Offload {
+    let Offload { optimizer, gradients, weights, .. } = choice;
+    let of = |count: u32| count.div_ceil(part);
+    Offload { file: InFile { optimizer: of(optimizer), gradients: of(gradients), weights: of(weights) }, ..choice }
+}
+
+#[test]
+fn whatever_waits_in_the_scratch_file_no_bit_changes() {
+    for (number, config) in models().into_iter().enumerate() {
+        let precision = [DType::F32, DType::Bf16][number % 2];
+        for micro_batch in [2, 4] {
+            let plain = run(&config, precision, Numbers::Whole, micro_batch, Offload::NOTHING);
+            let waiting =
+                choices(config.layers as u32).into_iter().filter(|choice| !in_file(*choice, 1).file.is_nothing());
+            for (at, choice) in waiting.enumerate() {
+                let choice = in_file(choice, 1 + (at + number) as u32 % 2);
+                let found = run(&config, precision, Numbers::Whole, micro_batch, choice);
+                let differs = plain.differs(&found);
+                assert_eq!(
+                    differs, None,
+                    "{:?}, {micro_batch}, {choice}, in the file {}",
+                    config.model_type, choice.file
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn coarse_state_and_matrices_in_the_scratch_file_keep_every_bit() {
+    let config = models().swap_remove(1);
+    for numbers in [Numbers::State8, Numbers::Adapters4, Numbers::Adapters8] {
+        let plain = run(&config, DType::F32, numbers, 2, Offload::NOTHING);
+        for choice in choices(config.layers as u32).into_iter().skip(7).map(|choice| in_file(choice, 1)) {
+            let found = run(&config, DType::F32, numbers, 2, choice);
+            assert_eq!(plain.differs(&found), None, "{numbers:?}, {choice}, in the file {}", choice.file);
+        }
+    }
+}
+
+/// The processor is its own host: what waits does so in the file.
+#[test]
+fn on_the_processor_the_scratch_file_changes_no_bit() {
+    for (config, precision) in models().into_iter().zip([DType::F32, DType::Bf16, DType::F32, DType::Bf16]) {
+        let plain = run_on(DeviceKind::Cpu, &config, precision, Numbers::Whole, 2, Offload::NOTHING);
+        let all = config.layers as u32;
+        for (optimizer, gradients, weights) in [(all, 0, 0), (1, 0, 0), (all, all, 0), (all, all, all), (all, 0, 1)] {
+            let choice = in_file(Offload { optimizer, gradients, weights, ..Offload::NOTHING }, 1);
+            let found = run_on(DeviceKind::Cpu, &config, precision, Numbers::Whole, 2, choice);
+            assert_eq!(plain.differs(&found), None, "{:?}, {choice}", config.model_type);
         }
     }
 }
@@ -287,6 +360,11 @@ fn pieces_of_a_large_tensor_change_no_bit() {
         // The same by the host, with gradients that come to it and weights that go back.
         let choice = Offload { optimizer: 1, update: true, ..Offload::NOTHING };
         assert_eq!(plain.differs(&run(&config, DType::F32, numbers, 4, choice)), None, "{numbers:?} on the host");
+        // And in parts through windows, by either.
+        for update in [false, true] {
+            let choice = in_file(Offload { optimizer: 1, gradients: 1, update, ..Offload::NOTHING }, 1);
+            assert_eq!(plain.differs(&run(&config, DType::F32, numbers, 4, choice)), None, "{numbers:?}, {update}");
+        }
     }
 }
 
@@ -294,7 +372,16 @@ fn pieces_of_a_large_tensor_change_no_bit() {
 /// all rows for each block of the head, or all of the head for each block of rows.
 #[test]
 fn a_head_that_comes_in_blocks_changes_no_bit() {
-    let all = Offload { optimizer: 1, gradients: 1, weights: 1, inputs: 1, embedding: true, head: true, update: true };
+    let all = Offload {
+        optimizer: 1,
+        gradients: 1,
+        weights: 1,
+        inputs: 1,
+        embedding: true,
+        head: true,
+        update: true,
+        file: InFile::NOTHING,
+    };
     for tied in [false, true] {
         let config = ModelConfig { vocab: 70_001, layers: 1, tied, ..models().swap_remove(3) };
         let sizes: Vec<u64> = head_blocks(config.vocab).iter().map(|block| block.end - block.start).collect();

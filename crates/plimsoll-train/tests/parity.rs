@@ -143,7 +143,7 @@ impl Case {
         let answer = plan_of(&question, &recipe);
         plimsoll_program::passes::check::check(&answer.set).expect("well-formed");
         let set = answer.set.clone();
-        let device = open(answer.set, answer.layout.placement, precision, 2).expect("the arena is given");
+        let device = open(answer.set, answer.layout.placement, precision, 2, None).expect("the arena is given");
         let mut engine = Engine::new(device, &set, precision, recipe, self.sequence, self.dir.config.vocab);
         let sources = [weights].into_iter().chain(adapter.map(|adapter| &adapter.weights));
         engine.move_files("load", &mut ModelSource::new(sources)).expect("the weights load");

@@ -3,7 +3,8 @@
 //! waiting and nothing half done.
 
 use plimsoll_core::{
-    Bytes, DType, DeviceKind, DeviceSpec, HostSpec, Link, Offload, Rates, Recipe, RecomputeLevel, Sharing, Space,
+    Bytes, DType, DeviceKind, DeviceSpec, FileSpec, HostSpec, Link, Offload, Rates, Recipe, RecomputeLevel, Sharing,
+    Space,
 };
 use plimsoll_device::cpu::executor;
 use plimsoll_device::device::{Device, DeviceError, FileSpace, Memory, NoFiles, Observer, Unobserved};
@@ -196,7 +197,7 @@ impl Case {
             evaluate: true,
             generation: None,
             device: &device,
-            host: HostSpec { budget: Bytes::gib(2), memory_bytes_per_second: 1e10 },
+            host: HostSpec { budget: Bytes::gib(2), memory_bytes_per_second: 1e10, file: FileSpec::NONE },
             lossy: self.lossy.clone(),
             pins: Pins::default(),
             rungs: vec![],
@@ -216,6 +217,7 @@ impl Case {
         match self.kind {
             DeviceKind::Virtual => {
                 let what = Virtual {
+                    scratch: None,
                     name: "virtual:a".into(),
                     arena_budget: Bytes::gib(1),
                     threads: 1,
@@ -224,7 +226,7 @@ impl Case {
                 };
                 virtual_device::open(what, set, placement, self.precision).expect("the arenas are given")
             }
-            _ => executor::open(set, placement, self.precision, 1).expect("the arena is given"),
+            _ => executor::open(set, placement, self.precision, 1, None).expect("the arena is given"),
         }
     }
 

@@ -4,6 +4,7 @@
 use crate::text::{columns, flops, percent};
 use plimsoll_core::Bytes;
 use plimsoll_device::bench::{Bench, DeviceBench};
+use plimsoll_device::disk::DiskRates;
 use plimsoll_device::probe::{self, Cache, Found, Gpu, Load, Machine};
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
 use ratatui::layout::{Constraint, Layout, Rect};
@@ -154,6 +155,13 @@ pub fn bench_table(bench: &Bench) -> String {
         text += "some of these devices are simulated\n";
     }
     text
+}
+
+/// What a scratch file in this folder would reach. Ends with a line break.
+pub fn disk_line(rates: &DiskRates) -> String {
+    let DiskRates { read_bytes_per_second, write_bytes_per_second } = *rates;
+    let [read, write] = [read_bytes_per_second, write_bytes_per_second].map(|rate| format!("{:.2} GB/s", rate / 1e9));
+    format!("\nthe disk of this folder, for a scratch file: reads {read} while it writes {write}\n")
 }
 
 fn traffic(bytes_per_second: f64) -> String {

@@ -51,6 +51,7 @@ pub fn table(view: &PlanView) -> String {
     if plan.host.arena_bytes > Bytes::ZERO {
         columns_of.push((&plan.host, None));
     }
+    columns_of.extend(plan.file.as_ref().map(|file| (file, None)));
     for devices in columns_of.chunks(ABREAST) {
         text.push('\n');
         text += &columns(&device_rows(devices), "");
@@ -247,7 +248,13 @@ fn rungs(view: &PlanView) -> String {
         let allowed = if rung.allowed { "" } else { " (not allowed)" };
         vec![
             rung.rung.clone() + allowed,
-            signed(effect.freed_bytes, |bytes| Bytes(bytes).to_string()),
+            match effect {
+                // What is in the file is what the host would hold.
+                Effect { freed_bytes: 0, host_bytes: ..0, file_bytes: 1.., .. } => {
+                    format!("{} of the host", Bytes(effect.host_bytes.unsigned_abs()))
+                }
+                _ => signed(effect.freed_bytes, |bytes| Bytes(bytes).to_string()),
+            },
             signed_seconds(effect.costs_seconds),
             count(effect.tokens_per_second),
             rung.loses.clone(),
@@ -342,11 +349,12 @@ fn way_out(Way { need, line_bytes, command }: &Way) -> String {
     let names: Vec<String> = need.allow.iter().map(Rung::to_string).collect();
     let with = if names.is_empty() { String::new() } else { format!(" with {}", names.join(" and ")) };
     let host = need.host_bytes.map_or(String::new(), |host| format!(", {host} on the host"));
+    let file = need.file_bytes.map_or(String::new(), |file| format!(", {file} in a scratch file"));
     let holds = match need.peak_bytes {
         Some(peak) => format!(", predicted {peak} of {line_bytes}"),
         None => format!(" from {}", need.budget_bytes),
     };
-    format!("it fits{with}{holds}{host}: {command}")
+    format!("it fits{with}{holds}{host}{file}: {command}")
 }
 
 #[cfg(test)]
@@ -403,6 +411,7 @@ mod tests {
             checkpoint_bytes: Bytes::mib(12),
             devices: vec![device("cpu", false)],
             host: DevicePlan::default(),
+            file: None,
             predicted: Predicted { step_seconds: 0.0841, tokens_per_second: 48_704.0 },
             needs: vec![],
             learned: None,
@@ -422,6 +431,7 @@ mod tests {
             recipe,
             peak_bytes: Bytes::mib(mib),
             host_bytes: Bytes::ZERO,
+            file_bytes: Bytes::ZERO,
             step_seconds,
             fits,
         };
@@ -485,6 +495,7 @@ recipe                            peak     step         verdict
         let effect = |freed: i64, costs_seconds| Effect {
             freed_bytes: freed << 20,
             host_bytes: 0,
+            file_bytes: 0,
             costs_seconds,
             tokens_per_second: 1234.0,
         };
@@ -564,6 +575,7 @@ micro_batch  -3.00 MiB  -4.0 ms    1.23 k  the order of sums
             allow: allow.to_vec(),
             budget_bytes: bytes,
             host_bytes,
+            file_bytes: None,
             peak_bytes: (bytes < Bytes::mib(40)).then_some(bytes),
         };
         let way = |need: Need, line_bytes, flags: &str| Way {

@@ -16,11 +16,13 @@ pub struct Change {
     pub device: Option<String>,
     /// The load line of the host.
     pub host: Option<Bytes>,
+    /// That of the scratch file.
+    pub file: Option<Bytes>,
 }
 
 /// The words of a command with a change. `request` is what the command's devices come to.
 pub fn changed(words: impl Iterator<Item = String>, request: &DevicesRequest, change: &Change) -> Vec<String> {
-    let Change { allow, budget, device, host } = change;
+    let Change { allow, budget, device, host, file } = change;
     let in_devices = devices_have_budgets(request) || device.is_some();
     let mut flags: Vec<(&str, &str, String)> = Vec::new();
     if !allow.is_empty() {
@@ -30,12 +32,13 @@ pub fn changed(words: impl Iterator<Item = String>, request: &DevicesRequest, ch
     if let (Some(bytes), false) = (*budget, in_devices) {
         flags.push(("--budget", "memory.budget", Budget::Amount(bytes).to_string()));
     }
-    if host.is_some() || budget.is_some() && in_devices {
+    if host.is_some() || file.is_some() || budget.is_some() && in_devices {
         let mut request = request.clone();
         if let (Some(bytes), true) = (*budget, in_devices) {
             give(&mut request, device.as_deref(), bytes);
         }
         request.host = host.map(Budget::Amount).or(request.host);
+        request.file = file.map(Budget::Amount).or(request.file);
         flags.push(("--devices", "run.devices", request.to_string()));
     }
     let mut command = without(words, &flags.iter().map(|(flag, key, _)| (*flag, *key)).collect::<Vec<_>>());
@@ -152,6 +155,9 @@ mod tests {
             again(&["plimsoll", "plan"], "rtx3090,rtx3070", &one),
             "plimsoll plan --devices rtx3090,rtx3070=41MiB"
         );
+        let file = Change { file: Some(Bytes::gib(9)), ..Change::default() };
+        assert_eq!(flags("auto", &file), "--devices auto,file=9GiB");
+        assert_eq!(flags("rtx3070,host=2GiB,file=1GiB", &file), "--devices rtx3070,host=2GiB,file=9GiB");
         let host = Change { budget: None, ..both };
         assert_eq!(flags("virtual:a=600MiB@0.5,host=1GiB", &host), "--devices virtual:a=600MiB@0.5,host=3GiB");
     }

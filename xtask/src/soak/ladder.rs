@@ -6,7 +6,9 @@ use super::case::{Case, Draw};
 use super::drive::{Memory, generated, trained};
 use super::tally::Tally;
 use super::watch::standing_at;
-use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, HostSpec, Link, Need, Offload, Recipe, Rung, Space};
+use plimsoll_core::{
+    Bytes, DType, DeviceKind, DeviceSpec, FileSpec, HostSpec, InFile, Link, Need, Offload, Recipe, Rung, Space,
+};
 use plimsoll_device::device::DeviceError;
 use plimsoll_device::virtual_device::{self, Virtual};
 use plimsoll_plan::price::Prices;
@@ -67,8 +69,15 @@ impl Ladder {
         let most = search(&ladder.question(&device)).plan.devices[0].arena_bytes.0 as f64;
         ladder.budget = Bytes((most * (0.1 + draw.share())) as u64);
         let host_bytes = Bytes((most * 2.0 * draw.share()) as u64);
-        let host = HostSpec { budget: host_bytes, memory_bytes_per_second: 1e10 };
+        let host = HostSpec { budget: host_bytes, memory_bytes_per_second: 1e10, file: FileSpec::NONE };
         ladder.host = draw.of(&[HostSpec::NONE, host, host, HostSpec { budget: Bytes::gib(1), ..host }]);
+        let file_bytes = Bytes((most * 3.0 * draw.share()) as u64);
+        if draw.chance(0.5) && ladder.host != HostSpec::NONE {
+            let room = Bytes::gib(8);
+            let budget = draw.of(&[Bytes::ZERO, file_bytes, file_bytes, room]);
+            ladder.host.budget = Bytes((ladder.host.budget.0 as f64 * draw.of(&[0.1, 0.4, 1.0])) as u64);
+            ladder.host.file = FileSpec { budget, room, ..FileSpec::NONE };
+        }
         ladder
     }
 
@@ -89,12 +98,13 @@ impl Ladder {
         let Lossy { method, base, allow, .. } = &self.lossy;
         let method = if matches!(method, Method::Lora(_)) { "lora" } else { "full" };
         format!(
-            "{}; {method}, {base:?}, allow {}, {} under {} with a host of {}, {:.0e} B/s",
+            "{}; {method}, {base:?}, allow {}, {} under {} with a host of {} and a file of {}, {:.0e} B/s",
             self.case,
             list(allow),
             self.case.precision,
             self.budget,
             self.host.budget,
+            self.host.file.budget,
             self.link.bytes_per_second
         )
     }
@@ -141,6 +151,9 @@ fn eased(seed: u64, number: u64, need: &Need) -> Ladder {
     if let Some(host_bytes) = need.host_bytes {
         ladder.host.budget = host_bytes;
     }
+    if let Some(file_bytes) = need.file_bytes {
+        ladder.host.file.budget = file_bytes;
+    }
     ladder
 }
 
@@ -154,9 +167,10 @@ fn ask(ladder: &Ladder, tally: &mut Tally) -> Answer {
         format!("{}: {}", ladder.label(), malformed.unwrap())
     });
     let (arena, host) = (answer.plan.devices[0].arena_bytes, answer.plan.host.arena_bytes);
-    let under = arena <= ladder.budget && host <= ladder.host.budget;
-    tally.check("a yes is under both load lines, a no is not", under == answer.plan.fits, || {
-        format!("{}: fits {}, {arena} and {host}", ladder.label(), answer.plan.fits)
+    let file = answer.plan.file.as_ref().map_or(Bytes::ZERO, |file| file.arena_bytes);
+    let under = arena <= ladder.budget && host <= ladder.host.budget && file <= ladder.host.file.budget;
+    tally.check("a yes is under all load lines, a no is not", under == answer.plan.fits, || {
+        format!("{}: fits {}, {arena}, {host} and {file}", ladder.label(), answer.plan.fits)
     });
     let allowed = answer.plan.rungs.iter().all(|rung| {
         let brought_along = *rung == Rung::Lora && answer.plan.rungs.iter().any(|r| *r > Rung::Lora);
@@ -174,7 +188,7 @@ fn covers(answer: &Answer, tally: &mut Tally) {
     for rung in &answer.plan.rungs {
         tally.cover(&format!("with {rung}"));
     }
-    let Offload { optimizer, gradients, weights, inputs, embedding, head, .. } = recipe.offload;
+    let Offload { optimizer, gradients, weights, inputs, embedding, head, file, .. } = recipe.offload;
     for (waits, what) in [
         (optimizer > 0, "optimizer"),
         (gradients > 0, "gradients"),
@@ -182,6 +196,7 @@ fn covers(answer: &Answer, tally: &mut Tally) {
         (inputs > 0, "inputs"),
         (embedding, "embedding"),
         (head, "head"),
+        (!file.is_nothing(), "the scratch file behind what is"),
     ] {
         if waits {
             tally.cover(&format!("with {what} on the host"));
@@ -212,6 +227,7 @@ fn overlooked(ladder: &Ladder, tally: &mut Tally) {
     let layers = ladder.case.config.layers;
     let trained = ladder.case.optimizer.is_some();
     let host = ladder.host != HostSpec::NONE;
+    let file = ladder.host.file.budget > Bytes::ZERO;
     for _ in 0..4 {
         let micro_batch = if draw.chance(0.7) { 1 } else { draw.from(1, ladder.case.sequences) };
         let plain = Recipe::on_device(micro_batch as u32, draw.levels(layers));
@@ -225,11 +241,19 @@ fn overlooked(ladder: &Ladder, tally: &mut Tally) {
             embedding: draw.chance(0.5),
             head: draw.chance(0.5),
             update: optimizer > 0 && draw.chance(0.5),
+            file: InFile::NOTHING,
         };
+        let Offload { gradients, weights, .. } = offload;
+        let mut in_file = |most: u32| if file { upto(&mut draw, u64::from(most)) } else { 0 };
+        let in_file =
+            InFile { optimizer: in_file(optimizer), gradients: in_file(gradients), weights: in_file(weights) };
+        let offload = Offload { file: in_file, ..offload };
         let recipe = Recipe { offload: if host { offload } else { Offload::NOTHING }, ..plain };
         let layout = plan_of(&question, &recipe).layout;
         tally.cover("drawn against a no");
-        let fits = Bytes(layout.device.bytes) <= ladder.budget && Bytes(layout.host.bytes) <= ladder.host.budget;
+        let beside = Bytes(layout.host.bytes) <= ladder.host.budget;
+        let beside = beside && Bytes(layout.file.bytes) <= ladder.host.file.budget;
+        let fits = Bytes(layout.device.bytes) <= ladder.budget && beside;
         tally.check("no recipe that fits is overlooked", !fits, || {
             format!("{}: {recipe}, {} fits in {}", ladder.label(), recipe.offload, Bytes(layout.device.bytes))
         });
@@ -257,9 +281,10 @@ fn steps(ladder: &Ladder, answer: &Answer, tally: &mut Tally) -> Result<(), Devi
             Prices { rates: &rates, host: &host, precision, team_link: plimsoll_core::Link::MEMORY }.op_seconds(set, op)
         }),
         link: ladder.link,
+        scratch: Some(std::env::temp_dir()),
     };
     let (set, placement) = (answer.set.clone(), answer.layout.placement.clone());
-    let (planned, planned_host) = (placement.arena_bytes, placement.host_bytes);
+    let (planned, planned_host, planned_file) = (placement.arena_bytes, placement.host_bytes, placement.file_bytes);
     let device = virtual_device::open(what, set, placement, precision)?;
     let recipe = answer.plan.recipe.clone();
     let mut engine = Engine::new(device, &answer.set, precision, recipe, case.sequence, case.config.vocab);
@@ -293,15 +318,19 @@ fn steps(ladder: &Ladder, answer: &Answer, tally: &mut Tally) -> Result<(), Devi
     for (kind, space, planned, used) in [
         ("arena planned but not used, bytes", Space::Device, planned, stats.arena_measured_bytes.0),
         ("host arena planned but not used, bytes", Space::Host, planned_host, stats.host_measured_bytes.0),
+        ("scratch file planned but not used, bytes", Space::Scratch, planned_file, stats.file_measured_bytes.0),
     ] {
         let placement = &answer.layout.placement;
         let top = standing_at(&answer.set, placement, space, planned.saturating_sub(1)).join(", ");
         // All slots of a ring are as large as its largest piece, which need not come through the topmost one.
-        let unfilled = planned != used && top.contains(".ring.");
-        if unfilled {
-            tally.cover("whose topmost slot of a ring is not filled");
-        }
-        tally.figure(kind, planned as f64 - used as f64, planned == used || unfilled, || {
+        let explained = [
+            (".ring.", space, "whose topmost slot of a ring is not filled"),
+            (".window.", Space::Host, "whose topmost window is not filled"),
+        ];
+        let explained =
+            explained.into_iter().find(|(name, of, _)| planned != used && space == *of && top.contains(name));
+        explained.iter().for_each(|(.., sort)| tally.cover(sort));
+        tally.figure(kind, planned as f64 - used as f64, planned == used || explained.is_some(), || {
             let recipe = &answer.plan.recipe;
             format!("{}: {recipe}: planned {planned}, used {used}; on top stands {top}", ladder.label())
         });

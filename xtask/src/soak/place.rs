@@ -1,7 +1,7 @@
 //! Where cases run: on the CPU, on a GPU, or on a virtual device.
 
 use anyhow::bail;
-use plimsoll_core::{Algorithms, Bytes, DType, DeviceKind, HostSpec, Link};
+use plimsoll_core::{Algorithms, Bytes, DType, DeviceKind, FileSpec, HostSpec, Link};
 use plimsoll_device::device::{Device, DeviceError};
 use plimsoll_device::virtual_device::{self, Virtual};
 use plimsoll_device::{cpu, cuda};
@@ -58,7 +58,7 @@ impl Place {
     pub fn host(self) -> HostSpec {
         match self {
             Place::Cpu | Place::Cuda(_) => HostSpec::NONE,
-            Place::Virtual => HostSpec { budget: Bytes::gib(1), memory_bytes_per_second: 1e10 },
+            Place::Virtual => HostSpec { budget: Bytes::gib(1), memory_bytes_per_second: 1e10, file: FileSpec::NONE },
         }
     }
 
@@ -74,7 +74,7 @@ impl Place {
         threads: u32,
     ) -> Result<Box<dyn Device>, DeviceError> {
         match self {
-            Place::Cpu => cpu::executor::open(set, placement, precision, threads as usize),
+            Place::Cpu => cpu::executor::open(set, placement, precision, threads as usize, None),
             Place::Cuda(number) => {
                 // Recipes of one case are compared bit by bit: their products are done in one way, chosen once.
                 static CHOSEN: Mutex<Option<Algorithms>> = Mutex::new(None);
@@ -89,6 +89,7 @@ impl Place {
                     arena_budget: Bytes(placement.arena_bytes),
                     threads: threads as usize,
                     price: Box::new(|_, _| 0.0),
+                    scratch: None,
                     link: Link { bytes_per_second: 1e12, latency_seconds: 0.0 },
                 };
                 virtual_device::open(what, set, placement, precision)

@@ -60,7 +60,7 @@ impl Cpu {
         let (opened, whether) = channel();
         thread::spawn(move || {
             let placement = side_by_side(&set);
-            match executor::open(set, placement, DType::F64, 1) {
+            match executor::open(set, placement, DType::F64, 1, None) {
                 Ok(mut device) => {
                     let _ = opened.send(Ok(()));
                     given.iter().for_each(|work| work(&mut *device));
@@ -283,5 +283,5 @@ fn side_by_side(set: &ProgramSet) -> Placement {
         Some(first)
     };
     let offsets = set.tensors.iter().map(|t| (0..t.slots).map(|_| place(t, &mut arena_bytes)).collect()).collect();
-    Placement { offsets, arena_bytes, host_bytes: 0 }
+    Placement { offsets, arena_bytes, ..Placement::default() }
 }

@@ -14,11 +14,14 @@ use plimsoll_program::op::{Quantised, SOFTMAX_STATS};
 use plimsoll_program::scalars::{Metric, Scalar};
 use plimsoll_program::{Op, OpKind, Operand, Placement, ProgramSet, TensorId};
 use std::marker::PhantomData;
+use std::path::Path;
 
-/// Opens the CPU as a device: takes the arenas, whole and at once, and starts the threads.
+/// Opens the CPU as a device: takes the arenas, whole and at once, and starts the threads. The scratch file, where the
+/// plan has one, is in `scratch`.
 ///
 /// # Errors
-/// [`DeviceError::Arena`] where the machine does not give that much memory.
+/// [`DeviceError::Arena`] where the machine does not give that much memory, [`DeviceError::Scratch`] where the disk does
+/// not.
 ///
 /// # Panics
 /// For a precision that the CPU does not compute in: the caller resolves it before.
@@ -27,9 +30,10 @@ pub fn open(
     placement: Placement,
     precision: DType,
     threads: usize,
+    scratch: Option<&Path>,
 ) -> Result<Box<dyn Device>, DeviceError> {
     let (run, pool) = (runner(precision), Pool::new(threads)?);
-    let spaces = Spaces::map(&placement)?;
+    let spaces = Spaces::map(&placement, scratch)?;
     Ok(Box::new(CpuDevice { spaces, pool, set, placement, run, seat: None }))
 }
 
@@ -673,6 +677,8 @@ impl<'a, T: Real> Frame<'a, T> {
             (_, Space::File) => files
                 .write(&target.name, self.first_byte(to), self.of(from, bytes))
                 .map_err(|error| DeviceError::File { tensor: target.name.clone(), source: error }),
+            (Space::Scratch, _) => self.site.spaces.scratch().read(self.offset(from), self.of_mut(to, bytes)),
+            (_, Space::Scratch) => self.site.spaces.scratch().write(self.offset(to), self.of(from, bytes)),
             // The CPU is its own host.
             _ => {
                 kernels::copy::<u8>(self.site.pool, self.of(from, bytes), self.of_mut(to, bytes));

@@ -43,6 +43,7 @@ use plimsoll_program::op::Queue;
 use plimsoll_program::{Index, Lifetime, Op, OpKind, Operand, Placement, Program, ProgramSet, Tensor, TensorId, order};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::c_void;
+use std::path::Path;
 use std::sync::{Arc, PoisonError};
 
 /// How messages call this device.
@@ -67,6 +68,8 @@ pub struct Opening<'a> {
     pub threads: usize,
     /// The algorithms of products that were chosen before, from plan or checkpoint.
     pub algorithms: Option<&'a Algorithms>,
+    /// Where the scratch file is, where there may be one.
+    pub scratch: Option<&'a Path>,
     /// What was free on the GPU before this process had a context on it, where NVML says so.
     pub free_before: Option<Bytes>,
     /// The charges that were planned with: where they turn out to be more, no arena is taken.
@@ -162,7 +165,7 @@ fn start(opening: &Opening, set: ProgramSet, placement: Placement) -> Result<(Cu
     };
     let context = Context::open(opening.driver, opening.ordinal)?;
     let (free_with_context, total) = context.memory()?;
-    let machine = Machine::take(&context, placement.host_bytes)?;
+    let machine = Machine::take(&context, &placement, opening.scratch)?;
     let products = Products::new(opening.products, &context, opening.algorithms)?;
     let plan = Arc::new(Plan { set, placement, real });
     let pool = plan.pool(opening.threads)?;
@@ -236,7 +239,7 @@ impl Plan {
 
     /// Threads for the ops of the host's processor, where there are any.
     fn pool(&self, threads: usize) -> Result<Option<Pool>, DeviceError> {
-        let is_on_host = |program: &Program| program.trace().any(|(op, _)| op.queue == Queue::Host);
+        let is_on_host = |program: &Program| program.trace().any(|(op, _)| op.queue.is_hosts());
         Ok(self.set.programs.iter().any(is_on_host).then(|| Pool::new(threads)).transpose()?)
     }
 }
@@ -405,7 +408,7 @@ impl Frame<'_> {
         }
         let copies = matches!(op.kind, OpKind::TransferStart { .. } | OpKind::TransferWait { .. });
         let on_device = |operand: &Operand| self.space(operand) == Space::Device;
-        if copies || op.queue == Queue::Host || op.accesses(&|_| 1).iter().all(|access| on_device(&access.operand)) {
+        if copies || op.queue.is_hosts() || op.accesses(&|_| 1).iter().all(|access| on_device(&access.operand)) {
             return Ok(());
         }
         Err(DeviceError::Unsupported { op: op.name(), device: "a gpu on memory of the host" })
@@ -413,7 +416,7 @@ impl Frame<'_> {
 
     /// Every kernel that the op may start; see [`Frame::check`].
     fn launches(&self, op: &Op) -> Vec<Launch> {
-        if op.queue == Queue::Host {
+        if op.queue.is_hosts() {
             return Vec::new();
         }
         match &op.kind {
@@ -743,7 +746,9 @@ impl CudaDevice {
         self.prepare_all()?;
         let plan = self.plan.clone();
         let (old, new) = ((&old.set, &old.placement), (&plan.set, &plan.placement));
+        self.machine.spaces().scratch().check()?;
         spaces::adopt(&mut self.machine, old, new)?;
+        self.machine.spaces().scratch().check()?;
         if let Err(error) = self.start_new() {
             // Back to where it was, but for what passes from op to op.
             self.torn = true;
@@ -761,7 +766,7 @@ impl CudaDevice {
 
     /// What an op is on this device.
     fn works(&self, frame: &Frame, op: &Op) -> Result<Vec<Work>, DeviceError> {
-        if op.queue == Queue::Host {
+        if op.queue.is_hosts() {
             return Ok(vec![Work::OnHost { op: Box::new(op.clone()), variable: frame.variable }]);
         }
         let kernel = |launch: Launch| Work::Kernel(self.kernels.function(&launch), launch);
@@ -770,6 +775,7 @@ impl CudaDevice {
                 Space::Device => Place::Device(frame.at(operand)),
                 Space::Host => Place::Host(frame.offset(operand)),
                 Space::File => Place::File(operand.tensor, frame.first_byte(operand)),
+                Space::Scratch => panic!("bug: the host copies to and from the scratch file"),
             };
             vec![Work::Copy { from: place(from), to: place(to), bytes: elements * frame.dtype(from).bytes() }]
         };
@@ -805,7 +811,7 @@ impl CudaDevice {
         let leaders = leaders(&together);
         // The host has done its own ops when it comes to the next one.
         let mut waits = order::waits(set, program, placement);
-        waits.retain(|wait| trace[wait.on as usize - 1].0.queue != Queue::Host);
+        waits.retain(|wait| !trace[wait.on as usize - 1].0.queue.is_hosts());
         let Signals { gives, mut awaits, .. } = queues::signals(&waits, |op| leaders[op as usize - 1]);
         let mut steps: Vec<Step> = Vec::new();
         for (number, &(op, variable)) in (1..).zip(&trace) {
@@ -834,7 +840,7 @@ impl CudaDevice {
         }
         Ok(Prepared {
             by_micro_batch: trace.iter().any(|(op, _)| op.differs_by_micro_batch()),
-            forks: trace.iter().any(|(op, _)| !matches!(op.queue, Queue::Compute | Queue::Host)),
+            forks: trace.iter().any(|(op, _)| op.queue != Queue::Compute && !op.queue.is_hosts()),
             on_host: steps.iter().flat_map(|step| &step.works).any(Work::is_done_by_host),
             scratch_end: self.scratch_end(&trace),
             steps,

@@ -11,6 +11,7 @@ use plimsoll_core::{Bytes, Space};
 use plimsoll_program::Placement;
 use std::borrow::Cow;
 use std::ops::Range;
+use std::path::Path;
 use std::sync::Arc;
 
 /// What an arena holds before anything is written: NaN in every float type, and an index out of every range. It is
@@ -19,7 +20,7 @@ const PATTERN: u16 = 0x7ff5;
 /// Two bytes that are NaN in every float type.
 const POISON: u16 = 0x7ff4;
 
-/// The arena on the host's side: where the processor computes and the GPU copies.
+/// The arena on the host's side: where the processor computes and the GPU copies. And the scratch file behind it.
 struct Host {
     context: Arc<Context>,
     /// The device's part of these is empty.
@@ -31,8 +32,9 @@ struct Host {
 unsafe impl Send for Host {}
 
 impl Host {
-    fn take(context: &Arc<Context>, bytes: u64) -> Result<Host, DeviceError> {
-        let spaces = Spaces::map(&Placement { host_bytes: bytes, ..Placement::default() })?;
+    fn take(context: &Arc<Context>, placement: &Placement, scratch: Option<&Path>) -> Result<Host, DeviceError> {
+        let Placement { host_bytes, file_bytes, .. } = *placement;
+        let spaces = Spaces::map(&Placement { host_bytes, file_bytes, ..Placement::default() }, scratch)?;
         let mut host = Host { context: context.clone(), spaces, pinned: None };
         host.pin()?;
         Ok(host)
@@ -111,15 +113,15 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// Takes staging, queues, the arena of the host, and that of the device: the latter as large as [`Machine::retake`]
-    /// then says.
+    /// Takes staging, queues, the arena of the host, the scratch file, and the arena of the device: the latter as large
+    /// as [`Machine::retake`] then says.
     ///
     /// # Errors
     /// What GPU or host refuse.
-    pub fn take(context: &Arc<Context>, host_bytes: u64) -> Result<Machine, DeviceError> {
+    pub fn take(context: &Arc<Context>, placement: &Placement, scratch: Option<&Path>) -> Result<Machine, DeviceError> {
         let queues = Queues::new(context)?;
         let staging = Staging::new(context)?;
-        let host = Host::take(context, host_bytes)?;
+        let host = Host::take(context, placement, scratch)?;
         let arena = DeviceArena::take(context, 0)?;
         Ok(Machine { context: context.clone(), queues, staging, arena, host, scratch_end: 0, failed: None })
     }
@@ -191,7 +193,7 @@ impl Machine {
     /// Copies into the arenas between Programs.
     pub fn write(&mut self, space: Space, first: u64, bytes: &[u8]) -> Result<(), DeviceError> {
         self.context.enter()?;
-        if space == Space::Host {
+        if space != Space::Device {
             self.context.synchronize()?;
             self.host.spaces.fill(space, first, bytes);
             return Ok(());
@@ -208,7 +210,7 @@ impl Machine {
     /// Copies out of the arenas between Programs, and waits for it.
     pub fn read(&mut self, space: Space, first: u64, into: &mut [u8]) -> Result<(), CudaError> {
         self.context.enter()?;
-        if space == Space::Host {
+        if space != Space::Device {
             self.context.synchronize()?;
             let range = first..first + into.len() as u64;
             into.copy_from_slice(&self.host.spaces.look(space, range));
@@ -267,8 +269,10 @@ impl Host {
 impl Arenas for Machine {
     fn resize(&mut self, space: Space, bytes: u64, kept: u64) -> Result<(), DeviceError> {
         self.context.synchronize()?;
-        if space == Space::Host {
-            return self.host.resize(bytes, kept);
+        match space {
+            Space::Host => return self.host.resize(bytes, kept),
+            Space::Scratch => return self.host.spaces.resize(space, bytes, kept),
+            _ => {}
         }
         self.arena.resize(bytes)?;
         let first = kept.next_multiple_of(2);
@@ -302,7 +306,7 @@ impl Drop for Machine {
 
 impl Memory for Machine {
     fn bytes(&self, space: Space) -> Bytes {
-        if space == Space::Host { Bytes(self.host.bytes()) } else { Bytes(self.arena.bytes()) }
+        if space == Space::Device { Bytes(self.arena.bytes()) } else { self.host.spaces.bytes(space) }
     }
 
     /// What cannot be read is NaN.
@@ -321,7 +325,7 @@ impl Memory for Machine {
     fn poison(&mut self, space: Space, range: Range<u64>) {
         let entered = self.context.enter();
         self.keep(entered);
-        if space == Space::Host {
+        if space != Space::Device {
             let idle = self.context.synchronize();
             self.keep(idle);
             return self.host.spaces.poison(space, range);
@@ -337,7 +341,7 @@ impl Memory for Machine {
     }
 
     fn high_water(&mut self, space: Space) -> Bytes {
-        if space == Space::Host {
+        if space != Space::Device {
             return self.host.spaces.high_water(space);
         }
         let found = self.device_high_water();
@@ -345,7 +349,7 @@ impl Memory for Machine {
     }
 
     fn strayed(&mut self, space: Space) -> bool {
-        if space == Space::Host {
+        if space != Space::Device {
             return self.host.spaces.strayed(space);
         }
         // What is held beyond the arena's bytes still has to hold the pattern.

@@ -12,6 +12,7 @@ use crate::probe::Heat;
 use plimsoll_core::{Algorithms, Bytes, DType, MeasuredBy};
 use plimsoll_program::{Placement, ProgramSet};
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// What every GPU is driven with.
@@ -116,6 +117,8 @@ pub struct Wish<'a> {
     pub algorithms: Option<&'a Algorithms>,
     /// The charges that were planned with, where they were measured: more are refused before the arena is taken.
     pub charges: Option<Bytes>,
+    /// Where its scratch file is, where it may have one.
+    pub scratch: Option<&'a Path>,
 }
 
 impl Wish<'_> {
@@ -137,6 +140,7 @@ impl Wish<'_> {
             algorithms: self.algorithms.or(known.as_ref()),
             free_before: here.memory(card).map(|memory| memory.free_bytes),
             charges_max: self.charges,
+            scratch: self.scratch,
         };
         then(&opening, here, card)
     }
@@ -155,7 +159,7 @@ pub fn open(
     set: ProgramSet,
     placement: Placement,
 ) -> Result<Opened, DeviceError> {
-    let wish = Wish { index, threads, precision, algorithms, charges: None };
+    let wish = Wish { index, threads, precision, algorithms, charges: None, scratch: None };
     wish.opening(|opening, _, _| executor::open(&Opening { algorithms, ..*opening }, set, placement))
 }
 

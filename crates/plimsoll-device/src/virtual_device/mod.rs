@@ -7,7 +7,9 @@
 //!              ┌─ compute    the caller and the pool: ops, each paced by its price
 //!   Program ───┼─ copy in    a thread: host arena → device arena, at the pace of the link
 //!   (in order) ├─ copy out   a thread: device arena → host arena
-//!              └─ host       a thread: ops of the host's processor, as fast as they go
+//!              ├─ host       a thread: ops of the host's processor, as fast as they go
+//!              ├─ file read  a thread: scratch file → host arena, as fast as the disk is
+//!              └─ file write a thread: host arena → scratch file
 //! ```
 //! What waits for what is derived from hazards on arena ranges (`plimsoll_program::order`); how the queues run is in
 //! `queues`, how time is kept in `clock`. What the ops compute is the CPU executor's business, bit for bit.
@@ -28,6 +30,7 @@ use plimsoll_core::{Bytes, DType, Link, Space};
 use plimsoll_program::op::Queue;
 use plimsoll_program::order::{Wait, waits};
 use plimsoll_program::{Op, OpKind, Placement, Program, ProgramSet, TensorId};
+use std::path::PathBuf;
 
 /// Predicted seconds of an op at the device's pace.
 pub type Price = Box<dyn Fn(&ProgramSet, &Op) -> f64 + Send>;
@@ -44,6 +47,8 @@ pub struct Virtual {
     pub price: Price,
     /// To and from the host, each way by itself.
     pub link: Link,
+    /// Where its scratch file is, where it may have one.
+    pub scratch: Option<PathBuf>,
 }
 
 /// Opens a virtual device: takes its arena and its host side's, whole and at once.
@@ -119,6 +124,8 @@ impl Prepared {
 
 fn takes(what: &Virtual, set: &ProgramSet, op: &Op) -> Takes {
     match &op.kind {
+        // The disk is this machine's, too.
+        _ if matches!(op.queue, Queue::FileRead | Queue::FileWrite) => Takes::default(),
         OpKind::TransferStart { from, elements, .. } => {
             let bytes = elements * set.tensor(from.tensor).dtype.bytes();
             Takes { latency_seconds: what.link.latency_seconds, seconds: bytes as f64 / what.link.bytes_per_second }
@@ -140,7 +147,7 @@ impl VirtualDevice {
     ) -> Result<VirtualDevice, DeviceError> {
         within(&what, &placement)?;
         let (pool, single) = (Pool::new(what.threads)?, Pool::new(1)?);
-        let spaces = Spaces::map(&placement)?;
+        let spaces = Spaces::map(&placement, what.scratch.as_deref())?;
         let programs = prepare(&what, &set, &placement);
         let clock = Clock::start();
         let (run, seat) = (runner(precision), None);

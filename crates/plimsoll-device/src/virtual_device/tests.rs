@@ -64,13 +64,14 @@ impl Pieces {
         set.programs.push(Program { work: WorkName::Forward, name: "p".into(), inputs, outputs, blocks });
         let bytes = 8 * PIECE * 4;
         let offsets = vec![vec![Some(0)]; 2];
-        let placement = Placement { offsets, arena_bytes: bytes, host_bytes: bytes };
+        let placement = Placement { offsets, arena_bytes: bytes, host_bytes: bytes, file_bytes: 0 };
         let what = Virtual {
             name: "virtual:test".into(),
             arena_budget: Bytes(bytes),
             threads: 1,
             price: Box::new(move |_, _| op_seconds),
             link: Link { bytes_per_second: 1e9, latency_seconds },
+            scratch: None,
         };
         VirtualDevice::open(what, set, placement, DType::F32).unwrap()
     }

@@ -43,6 +43,7 @@ pub fn open(
         algorithms,
         free_before: None,
         charges_max: None,
+        scratch: Some(folder),
     };
     executor::open(&opening, set, placement)
 }

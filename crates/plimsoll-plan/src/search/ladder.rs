@@ -2,7 +2,7 @@
 
 use super::measure::{Candidate, Measurer};
 use super::{Question, rungs};
-use plimsoll_core::{Class, Effect, Offload, Recipe, RecomputeLevel, Rung, RungPrice};
+use plimsoll_core::{Class, Effect, InFile, Offload, Recipe, RecomputeLevel, Rung, RungPrice};
 
 /// A choice of a recipe that changes no arithmetic.
 struct Knob {
@@ -13,7 +13,7 @@ struct Knob {
     take: fn(&mut Recipe, &Recipe),
 }
 
-const KNOBS: [Knob; 9] = [
+const KNOBS: [Knob; 10] = [
     Knob {
         name: "micro_batch",
         class: Class::Reordered,
@@ -28,6 +28,11 @@ const KNOBS: [Knob; 9] = [
     identical("offload.update", |to, from| to.offload.update = from.offload.update),
     identical("offload.embedding", |to, from| to.offload.embedding = from.offload.embedding),
     identical("offload.head", |to, from| to.offload.head = from.offload.head),
+    // What is in the file is what else would wait on the host.
+    identical("offload.file", |to, from| {
+        to.offload.file = from.offload.file;
+        to.offload.optimizer = to.offload.optimizer.max(to.offload.file.optimizer);
+    }),
 ];
 
 const fn identical(name: &'static str, take: fn(&mut Recipe, &Recipe)) -> Knob {
@@ -41,6 +46,7 @@ fn ends(question: &Question) -> (Recipe, Recipe) {
     let (least, most) = (micro_batches[0], *micro_batches.last().expect("there is one at least"));
     let layers = question.layers() as u32;
     let waits = question.host.budget.0 > 0;
+    let has_file = question.host.file.budget.0 > 0 && question.optimizer.is_some();
     let trained = if waits && question.optimizer.is_some() { layers } else { 0 };
     let offload = Offload {
         optimizer: trained,
@@ -50,6 +56,7 @@ fn ends(question: &Question) -> (Recipe, Recipe) {
         embedding: waits,
         head: waits && !question.config.tied,
         update: false,
+        file: InFile { optimizer: if has_file { layers } else { 0 }, ..InFile::NOTHING },
     };
     let level = if question.optimizer.is_some() { RecomputeLevel::Block } else { RecomputeLevel::Nothing };
     let all = Recipe { offload, ..question.uniform(least, level) };
@@ -62,6 +69,7 @@ fn effect(question: &Question, from: &Candidate, to: &Candidate) -> Effect {
     Effect {
         freed_bytes: less(from.device, to.device),
         host_bytes: -less(from.host, to.host),
+        file_bytes: -less(from.file, to.file),
         costs_seconds: to.seconds - from.seconds,
         tokens_per_second: (question.sequences * question.sequence) as f64 / to.seconds,
     }
@@ -86,6 +94,9 @@ pub fn ladder(question: &Question, recipe: &Recipe) -> (u64, f64, Vec<RungPrice>
         take(&mut alone, &all);
         let mut without = recipe.clone();
         take(&mut without, &plain);
+        if question.is_own_host() && name == "offload.file" {
+            without.offload = plain.offload;
+        }
         let used = without != *recipe;
         if alone == plain && !used {
             continue;

@@ -17,21 +17,24 @@ pub(crate) struct Candidate {
     pub device: u64,
     /// The same of the host's.
     pub host: u64,
+    /// The same of the scratch file.
+    pub file: u64,
     /// Of a step.
     pub seconds: f64,
     /// Of what happens once a step.
     pub once: f64,
     /// Of the passes of one micro-batch.
     pub passes: f64,
-    /// Bytes of both arenas, where it has been packed.
+    /// Bytes of all spaces, where it has been packed.
     packed: OnceCell<Packed>,
 }
 
-/// Bytes of both arenas, with the Programs that move files.
+/// Bytes of all spaces, with the Programs that move files.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Packed {
     pub device: u64,
     pub host: u64,
+    pub file: u64,
 }
 
 impl Candidate {
@@ -39,16 +42,17 @@ impl Candidate {
     pub fn packed(&self, question: &Question) -> Packed {
         *self.packed.get_or_init(|| {
             let layout = lay_out(&question.programs(&self.recipe));
-            Packed { device: layout.device.bytes, host: layout.host.bytes }
+            Packed { device: layout.device.bytes, host: layout.host.bytes, file: layout.file.bytes }
         })
     }
 }
 
-/// Bounds of both arenas, and seconds.
+/// Bounds of all spaces, and seconds.
 #[derive(Clone, Copy, Debug, Default)]
 struct Measured {
     device: u64,
     host: u64,
+    file: u64,
     seconds: f64,
     /// The same for a step's last micro-batch.
     last_seconds: f64,
@@ -68,8 +72,19 @@ pub(super) struct Measurer<'q> {
 pub(super) struct Stays {
     /// On the device.
     pub device: u64,
-    /// On the host; and of that, by what it is.
+    /// On the host.
     pub host: u64,
+    /// In the scratch file.
+    pub file: u64,
+    /// What waits, in either, by what it is.
+    waits: Waiting,
+    /// Of that, what waits in the file.
+    in_file: Waiting,
+}
+
+/// Bytes of what waits, by what it is.
+#[derive(Clone, Copy, Debug)]
+struct Waiting {
     weights: f64,
     gradients: f64,
     state: f64,
@@ -109,14 +124,20 @@ impl<'q> Measurer<'q> {
 
     /// Whether a candidate is under both load lines, as far as its bounds say.
     pub fn fits(&self, candidate: &Candidate) -> bool {
-        candidate.device <= self.question.device.arena_budget().0 && candidate.host <= self.question.host.budget.0
+        let host = &self.question.host;
+        let waits = candidate.host <= host.budget.0 && candidate.file <= host.file.budget.0;
+        candidate.device <= self.question.device.arena_budget().0 && waits
     }
 
-    /// Whether a candidate is under the host's load line once it is packed.
+    /// Whether a candidate is under the load lines of host and file once it is packed.
     pub fn packs_on_host(&self, candidate: &Candidate) -> bool {
-        let budget = self.question.host.budget.0;
-        let within = || candidate.packed(self.question).host <= budget;
-        candidate.host <= budget && (candidate.recipe.offload.is_nothing() || within())
+        let host = &self.question.host;
+        let fits = |on_host: u64, in_file: u64| on_host <= host.budget.0 && in_file <= host.file.budget.0;
+        let within = || {
+            let packed = candidate.packed(self.question);
+            fits(packed.host, packed.file)
+        };
+        fits(candidate.host, candidate.file) && (candidate.recipe.offload.is_nothing() || within())
     }
 
     /// Measures a recipe.
@@ -125,7 +146,8 @@ impl<'q> Measurer<'q> {
         let plain = question.build(question.config, &recipe, false);
         let one_micro_batch = question.micro_batches_of(&recipe) == 1;
         let part = |set: ProgramSet, wanted: &dyn Fn(&Program) -> bool| {
-            offload_only(set, self.layers(), &recipe.offload, one_micro_batch, wanted)
+            let set = offload_only(set, self.layers(), &recipe.offload, one_micro_batch, wanted);
+            question.with_file(set, recipe.offload)
         };
         // Inputs of layers do not come into it.
         let key = (Offload { inputs: 0, ..recipe.offload }, one_micro_batch);
@@ -144,6 +166,7 @@ impl<'q> Measurer<'q> {
         Candidate {
             device: update.device.max(passes.device),
             host: update.host.max(passes.host),
+            file: update.file.max(passes.file),
             seconds: update.seconds
                 + f64::from(question.micro_batches_of(&recipe).saturating_sub(1)) * passes.seconds
                 + passes.last_seconds,
@@ -164,25 +187,32 @@ impl<'q> Measurer<'q> {
         Measured {
             device: lower_bound(set, Space::Device),
             host: lower_bound(set, Space::Host),
+            file: lower_bound(set, Space::Scratch),
             seconds: every,
             last_seconds: if self.question.share.sharing.is_some() { seconds(true) } else { every },
         }
     }
 
-    /// What stays for the whole run, on the device and on the host.
+    /// What stays for the whole run, and where.
     pub fn persistent(&self, offload: Offload) -> Stays {
         let set = self.bare.get_or_init(|| bare(self.question));
         let bare = offload_only(set.clone(), self.layers(), &offload, false, &|_| false);
-        let on_host = |category: Category| {
-            let of_layers = bare.tensors.iter().filter(|t| t.space == Space::Host && t.category == category);
-            of_layers.map(|t| t.bytes() * u64::from(t.slots)).sum::<u64>() as f64
+        let bare = self.question.with_file(bare, offload);
+        let bytes = |spaces: &[Space], category: Category| {
+            let of = bare.tensors.iter().filter(|t| spaces.contains(&t.space) && t.category == category);
+            of.map(|t| t.bytes() * u64::from(t.slots)).sum::<u64>() as f64
+        };
+        let waiting = |spaces: &[Space]| Waiting {
+            weights: bytes(spaces, Category::Weight),
+            gradients: bytes(spaces, Category::Gradient),
+            state: bytes(spaces, Category::Optimizer),
         };
         Stays {
             device: lower_bound(&bare, Space::Device).next_multiple_of(ALIGNMENT),
             host: lower_bound(&bare, Space::Host),
-            weights: on_host(Category::Weight),
-            gradients: on_host(Category::Gradient),
-            state: on_host(Category::Optimizer),
+            file: lower_bound(&bare, Space::Scratch),
+            waits: waiting(&[Space::Host, Space::Scratch]),
+            in_file: waiting(&[Space::Scratch]),
         }
     }
 
@@ -208,8 +238,9 @@ impl<'q> Measurer<'q> {
         // Rows of the embedding are looked up and added to where they are; the head comes in blocks, twice.
         let ends = [offload.embedding, offload.head].iter().filter(|waits| **waits).count() as u64;
         let end_elements = (ends * question.config.vocab * question.config.hidden) as f64;
-        let weights = (stays.weights - end_elements * question.precision.bytes() as f64).max(0.0);
-        let gradients = (stays.gradients - end_elements * question.precision.wide().bytes() as f64).max(0.0);
+        let (waits, in_file, file) = (stays.waits, stays.in_file, &question.host.file);
+        let weights = (waits.weights - end_elements * question.precision.bytes() as f64).max(0.0);
+        let gradients = (waits.gradients - end_elements * question.precision.wide().bytes() as f64).max(0.0);
         let table = (question.config.vocab * question.config.hidden) as f64;
         let streamed = self.streams_head(offload);
         let head = if streamed { table * question.precision.bytes() as f64 } else { 0.0 };
@@ -221,14 +252,23 @@ impl<'q> Measurer<'q> {
         let update = if offload.update {
             // Masters and moments are read and written, gradients read, weights written; what is not there is copied.
             let weight = question.precision.bytes() as f64;
-            let trained = stays.state / if question.precision == question.precision.wide() { 8.0 } else { 12.0 };
+            let trained = waits.state / if question.precision == question.precision.wide() { 8.0 } else { 12.0 };
             let over_link = ((trained * 4.0 - gradients).max(0.0)).max((trained * weight - weights).max(0.0));
-            let moved = 2.0 * stays.state + trained * (4.0 + 2.0 * weight);
+            let moved = 2.0 * waits.state + trained * (4.0 + 2.0 * weight);
             (over_link / rate).max(moved / question.host.memory_bytes_per_second)
         } else {
-            ((gradients + stays.state) / rate).max((stays.state + weights) / rate)
+            ((gradients + waits.state) / rate).max((waits.state + weights) / rate)
         };
-        let once = if question.optimizer.is_some() { gradients / rate + update } else { 0.0 };
+        // What the disk takes, which reads and writes at once.
+        let disk =
+            |read: f64, written: f64| (read / file.read_bytes_per_second).max(written / file.write_bytes_per_second);
+        let of_passes = disk(
+            count * (2.0 * in_file.weights + if count > 1.0 { in_file.gradients } else { 0.0 }),
+            count * in_file.gradients,
+        );
+        let update = update.max(disk(in_file.gradients + in_file.state, in_file.state + in_file.weights));
+        let normed = disk(in_file.gradients, 0.0);
+        let once = if question.optimizer.is_some() { (gradients / rate).max(normed) + update } else { 0.0 };
         // Two slots in each ring, of a layer each.
         let of_layer = |bytes: f64, layers: u32| if layers > 0 { 2.0 * bytes / f64::from(layers) } else { 0.0 };
         let block = head_blocks(question.config.vocab)[0].end as f64 / question.config.vocab as f64;
@@ -239,7 +279,7 @@ impl<'q> Measurer<'q> {
         let more = profile.lightest(question.layers(), budget)?;
         let logits = if streamed { plain.logits_seconds } else { 0.0 };
         let computed = count * (plain.pass_seconds + logits + more);
-        Some(computed.max(copied_in / rate).max(copied_out / rate) + once)
+        Some(computed.max(copied_in / rate).max(copied_out / rate).max(of_passes) + once)
     }
 
     fn streams_head(&self, offload: Offload) -> bool {

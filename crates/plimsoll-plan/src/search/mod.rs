@@ -14,7 +14,7 @@ mod profile;
 mod rungs;
 mod side_by_side;
 
-use crate::layout::{Layout, lay_out};
+use crate::layout::{ArenaLayout, Layout, lay_out};
 use crate::price::Prices;
 use measure::Measurer;
 use plimsoll_core::{
@@ -116,6 +116,8 @@ pub struct Tried {
     pub peak_bytes: Bytes,
     /// Predicted bytes on the host.
     pub host_bytes: Bytes,
+    /// Predicted bytes of the scratch file.
+    pub file_bytes: Bytes,
     /// Predicted seconds of a step.
     pub step_seconds: f64,
     /// Whether it is under the load lines.
@@ -163,7 +165,22 @@ impl Question<'_> {
     pub fn programs(&self, recipe: &Recipe) -> ProgramSet {
         let plain = self.build(self.config, recipe, true);
         let one = self.micro_batches_of(recipe) == 1;
-        passes::trim::trim(passes::offload::offload(plain, self.layers() as u32, &recipe.offload, one))
+        let waits = passes::offload::offload(plain, self.layers() as u32, &recipe.offload, one);
+        passes::trim::trim(self.with_file(waits, recipe.offload))
+    }
+
+    /// What of that which waits does so in the scratch file is moved there.
+    fn with_file(&self, set: ProgramSet, offload: Offload) -> ProgramSet {
+        let memory = if self.is_own_host() { Space::Device } else { Space::Host };
+        match offload.file.is_nothing() {
+            true => set,
+            false => passes::scratch::scratch(set, self.layers() as u32, offload.file, memory),
+        }
+    }
+
+    /// Whether the device is its own host: then nothing waits but in the scratch file.
+    fn is_own_host(&self) -> bool {
+        self.device.kind == DeviceKind::Cpu
     }
 
     fn layers(&self) -> usize {
@@ -218,7 +235,8 @@ impl Question<'_> {
     }
 
     fn fits(&self, layout: &Layout) -> bool {
-        layout.device.bytes <= self.device.arena_budget().0 && layout.host.bytes <= self.host.budget.0
+        let waits = layout.host.bytes <= self.host.budget.0 && layout.file.bytes <= self.host.file.budget.0;
+        layout.device.bytes <= self.device.arena_budget().0 && waits
     }
 }
 
@@ -316,6 +334,7 @@ fn fastest(question: &Question, tried: &mut Vec<Tried>) -> Option<Laid> {
             recipe: candidate.recipe.clone(),
             peak_bytes: Bytes(candidate.device) + question.device.charges,
             host_bytes: Bytes(candidate.host),
+            file_bytes: Bytes(candidate.file),
             step_seconds: candidate.seconds,
             fits: measurer.fits(candidate),
         })
@@ -326,6 +345,7 @@ fn fastest(question: &Question, tried: &mut Vec<Tried>) -> Option<Laid> {
         let laid = Laid::new(question, candidate.recipe.clone());
         look.peak_bytes = Bytes(laid.layout.device.bytes) + question.device.charges;
         look.host_bytes = Bytes(laid.layout.host.bytes);
+        look.file_bytes = Bytes(laid.layout.file.bytes);
         look.fits = question.fits(&laid.layout);
         if look.fits {
             found = Some(laid);
@@ -364,11 +384,26 @@ fn host_sums_for_gpu(question: &Question, set: &ProgramSet) -> bool {
     Kernels::of(question.device) == Kernels::Cuda && ops.any(by_host)
 }
 
+/// What a space beside the device holds.
+fn beside(name: &str, simulated: bool, budget_bytes: Bytes, layout: &ArenaLayout) -> DevicePlan {
+    DevicePlan {
+        name: name.into(),
+        simulated,
+        budget_bytes,
+        arena_bytes: Bytes(layout.bytes),
+        charges_bytes: Bytes::ZERO,
+        peak_bytes: Bytes(layout.bytes),
+        by_category: layout.by_category.clone(),
+        by_program: layout.by_program.clone(),
+        lower_bound_bytes: Bytes(layout.lower_bound_bytes),
+    }
+}
+
 fn write_down(question: &Question, fits: bool, recipe: Recipe, set: &ProgramSet, layout: &Layout) -> Plan {
     let device = question.device;
     let peak = Bytes(layout.device.bytes) + device.charges;
     let step_seconds = question.seconds(set, &recipe);
-    let need = Need { allow: vec![], budget_bytes: peak, host_bytes: None, peak_bytes: None };
+    let need = Need { allow: vec![], budget_bytes: peak, host_bytes: None, file_bytes: None, peak_bytes: None };
     let needs = if fits { vec![] } else { vec![need] };
     let in_order = u64::from(recipe.micro_batch) >= question.sequences && !host_sums_for_gpu(question, set);
     Plan {
@@ -391,17 +426,9 @@ fn write_down(question: &Question, fits: bool, recipe: Recipe, set: &ProgramSet,
             by_program: layout.device.by_program.clone(),
             lower_bound_bytes: Bytes(layout.device.lower_bound_bytes),
         }],
-        host: DevicePlan {
-            name: "host".into(),
-            simulated: device.kind == DeviceKind::Virtual,
-            budget_bytes: question.host.budget,
-            arena_bytes: Bytes(layout.host.bytes),
-            charges_bytes: Bytes::ZERO,
-            peak_bytes: Bytes(layout.host.bytes),
-            by_category: layout.host.by_category.clone(),
-            by_program: layout.host.by_program.clone(),
-            lower_bound_bytes: Bytes(layout.host.lower_bound_bytes),
-        },
+        host: beside("host", device.kind == DeviceKind::Virtual, question.host.budget, &layout.host),
+        // The disk is this machine's, whoever plays the device.
+        file: (layout.file.bytes > 0).then(|| beside("file", false, question.host.file.budget, &layout.file)),
         predicted: Predicted {
             step_seconds,
             tokens_per_second: (question.sequences * question.sequence) as f64 / step_seconds,

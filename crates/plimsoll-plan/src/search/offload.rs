@@ -3,18 +3,20 @@
 
 use super::measure::{Candidate, Measurer};
 use super::{Profile, choose, profile};
-use plimsoll_core::{Offload, RecomputeLevel};
+use plimsoll_core::{InFile, Offload, RecomputeLevel};
 
 /// Choices that are measured, the most promising ones.
 const LOOKS: usize = 24;
 
-/// What may wait, from nothing to everything, in quarters of the layers.
+/// What may wait, from nothing to everything, in quarters of the layers. What the host has no room for waits in the
+/// scratch file, where there is one.
 fn choices(measurer: &Measurer) -> Vec<Offload> {
     let question = measurer.question;
     if let Some(pinned) = question.pins.offload {
         return vec![pinned];
     }
-    if question.host.budget.0 == 0 {
+    let (host, file) = (question.host.budget, question.host.file.budget);
+    if host.0 == 0 && file.0 == 0 {
         return vec![Offload::NOTHING];
     }
     let (layers, trained) = (question.layers() as u32, question.optimizer.is_some());
@@ -50,21 +52,52 @@ fn choices(measurer: &Measurer) -> Vec<Offload> {
         // The head is the embedding.
         list.retain(|choice| !choice.head);
     }
+    if file.0 > 0 {
+        list = list.into_iter().flat_map(|choice| spilled(measurer, choice)).collect();
+    }
     let mut seen = std::collections::HashSet::new();
     list.retain(|choice| seen.insert(*choice));
     list
 }
 
+/// A choice with so much of it in the scratch file that the host has room for the rest: barely, halfway to all that can
+/// be there, and all. Optimizer state goes first, which is used once a step.
+fn spilled(measurer: &Measurer, choice: Offload) -> Vec<Offload> {
+    let question = measurer.question;
+    let part = |count: u32| {
+        let optimizer = count.min(choice.optimizer);
+        let gradients = (count - optimizer).min(choice.gradients);
+        let weights = (count - optimizer - gradients).min(choice.weights);
+        Offload { file: InFile { optimizer, gradients, weights }, ..choice }
+    };
+    let most = choice.optimizer + choice.gradients + choice.weights;
+    if question.is_own_host() {
+        // What would be given to the host has nowhere else to go.
+        let all = choice.inputs == 0 && !choice.embedding && !choice.head && !choice.update;
+        return if all { vec![part(most)] } else { vec![] };
+    }
+    let fits = |choice: Offload| measurer.persistent(choice).host <= question.host.budget.0;
+    let (mut low, mut high) = (0, most);
+    if !fits(part(most)) {
+        return vec![];
+    }
+    while low < high {
+        let middle = low + (high - low) / 2;
+        if fits(part(middle)) { high = middle } else { low = middle + 1 }
+    }
+    let within = |choice: &Offload| measurer.persistent(*choice).file <= question.host.file.budget.0;
+    [low, low.midpoint(most), most].map(part).into_iter().filter(within).collect()
+}
+
 /// Adds recipes that let something wait, where they could be faster than what is there.
 pub(super) fn add(measurer: &Measurer, profiles: &[(u32, Profile)], list: &mut Vec<Candidate>) {
-    let host_budget = measurer.question.host.budget.0;
     let best = fastest(measurer, list).map_or(f64::INFINITY, |best| best.seconds);
-    let mut looks = Vec::new();
+    let (mut looks, own_host) = (Vec::new(), measurer.question.is_own_host());
     let choices = choices(measurer).into_iter().filter(|choice| !choice.is_nothing()).flat_map(|choice| {
-        let by_host = (choice.optimizer > 0).then_some(Offload { update: true, ..choice });
+        let by_host = (choice.optimizer > 0 && !own_host).then_some(Offload { update: true, ..choice });
         std::iter::once(choice).chain(by_host)
     });
-    for choice in choices.filter(|choice| measurer.persistent(*choice).host <= host_budget) {
+    for choice in choices.filter(|choice| waits_within(measurer, *choice)) {
         for (micro_batch, profile) in profiles {
             match measurer.about(profile, *micro_batch, choice) {
                 Some(seconds) if seconds < best => looks.push((seconds, *micro_batch, profile, choice)),
@@ -79,6 +112,12 @@ pub(super) fn add(measurer: &Measurer, profiles: &[(u32, Profile)], list: &mut V
     tune(measurer, list);
 }
 
+/// Whether host and file have room for what waits, as far as it stays for the whole run.
+fn waits_within(measurer: &Measurer, choice: Offload) -> bool {
+    let (stays, host) = (measurer.persistent(choice), &measurer.question.host);
+    stays.host <= host.budget.0 && stays.file <= host.file.budget.0
+}
+
 /// The fastest that fits, by its bounds.
 fn fastest<'c>(measurer: &Measurer, list: &'c [Candidate]) -> Option<&'c Candidate> {
     let fitting = list.iter().filter(|candidate| measurer.fits(candidate));
@@ -88,7 +127,10 @@ fn fastest<'c>(measurer: &Measurer, list: &'c [Candidate]) -> Option<&'c Candida
 /// From quarters of the layers down to single ones: of each kind as little waits as still fits.
 fn tune(measurer: &Measurer, list: &mut Vec<Candidate>) {
     type Field = (fn(&mut Offload) -> &mut u32, fn(Offload) -> u32);
-    let fields: [Field; 4] = [
+    let fields: [Field; 7] = [
+        (|offload| &mut offload.file.weights, |_| 0),
+        (|offload| &mut offload.file.gradients, |_| 0),
+        (|offload| &mut offload.file.optimizer, |_| 0),
         (|offload| &mut offload.inputs, |_| 0),
         (|offload| &mut offload.weights, |_| 0),
         (|offload| &mut offload.gradients, |_| 0),
@@ -101,7 +143,7 @@ fn tune(measurer: &Measurer, list: &mut Vec<Candidate>) {
         while low < high {
             let middle = low + (high - low) / 2;
             *field(&mut recipe.offload) = middle;
-            recipe.offload.update &= recipe.offload.optimizer > 0;
+            settle(measurer, &mut recipe.offload);
             let found = measurer.candidate(recipe.clone());
             if measurer.fits(&found) {
                 high = middle
@@ -113,15 +155,26 @@ fn tune(measurer: &Measurer, list: &mut Vec<Candidate>) {
     }
 }
 
+/// Makes the rest of a choice follow from how much of each kind waits.
+fn settle(measurer: &Measurer, offload: &mut Offload) {
+    let Offload { optimizer, gradients, weights, ref mut file, .. } = *offload;
+    let own_host = measurer.question.is_own_host();
+    let part = |in_file: u32, waits: u32| if own_host { waits } else { in_file.min(waits) };
+    file.optimizer = part(file.optimizer, optimizer);
+    file.gradients = part(file.gradients, gradients);
+    file.weights = part(file.weights, weights);
+    offload.update &= optimizer > 0;
+}
+
 /// The recipe that needs the least memory on the device, within the host's load line; `None` where it does not come
 /// below `bound` bytes.
 pub(super) fn leanest(measurer: &Measurer, bound: Option<u64>) -> Option<Candidate> {
     let question = measurer.question;
-    let (micro_batch, host_budget) = (question.micro_batches()[0], question.host.budget.0);
+    let micro_batch = question.micro_batches()[0];
     let nothing = vec![RecomputeLevel::Nothing; question.layers()];
     let mut choices: Vec<(u64, Offload)> = choices(measurer)
         .into_iter()
-        .filter(|choice| measurer.persistent(*choice).host <= host_budget)
+        .filter(|choice| waits_within(measurer, *choice))
         .map(|choice| (measurer.least_bytes(micro_batch, choice), choice))
         .collect();
     choices.sort_by_key(|(bytes, choice)| (*bytes, choice.optimizer));
@@ -143,7 +196,7 @@ pub(super) fn leanest(measurer: &Measurer, bound: Option<u64>) -> Option<Candida
             continue;
         }
         // Where the host does the update, its pieces need no room on the device, but some on the host.
-        let by_host = (offload.optimizer > 0).then_some(Offload { update: true, ..offload });
+        let by_host = (offload.optimizer > 0 && !question.is_own_host()).then_some(Offload { update: true, ..offload });
         for recompute in levels.iter().take(1).chain(levels.iter().skip(1 + all_but)) {
             for offload in by_host.into_iter().chain([offload]) {
                 let found = measurer.candidate(question.recipe(micro_batch, recompute.clone(), offload));

@@ -7,7 +7,7 @@
 use super::measure::{Candidate, Measurer};
 use super::side_by_side::side_by_side;
 use super::{Laid, Lossy, Question, Tried, fastest, offload};
-use plimsoll_core::{Bytes, DType, DevicePlan, HostSpec, Need, Plan, Rung};
+use plimsoll_core::{Bytes, DType, DevicePlan, FileSpec, HostSpec, Need, Plan, Rung};
 use plimsoll_program::models::decoder::{AdamState, Base, Method, Optimizer};
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard};
@@ -86,6 +86,7 @@ struct Found {
     /// Whole device, charges included.
     peak: Bytes,
     host: Bytes,
+    file: Bytes,
 }
 
 /// What is known of the sets of rungs of one question. A refusal asks for most of them several times.
@@ -102,18 +103,32 @@ impl<'q> Sets<'q> {
     }
 
     /// The fastest recipe that fits under these rungs. Before more is lost, the leanest is given its chance, however
-    /// slow. What is looked at is added to `tried`, fastest first.
+    /// slow; and the scratch file comes after all that memory can do. What is looked at is added to `tried`, fastest
+    /// first.
     pub fn fastest(&self, rungs: &[Rung], tried: &mut Vec<Tried>) -> Option<Laid> {
         let question = under(self.question, rungs);
-        let laid = fastest(&question, tried).or_else(|| {
-            let bound = question.device.arena_budget().0.saturating_add(1);
-            let laid = Laid::new(&question, self.leanest_under(rungs, Some(bound))?.recipe);
+        let bound = Some(question.device.arena_budget().0.saturating_add(1));
+        let lean = |question: &Question, leanest: Option<Candidate>| {
+            let laid = Laid::new(question, leanest?.recipe);
             question.fits(&laid.layout).then_some(laid)
+        };
+        let file = question.host.file;
+        let in_memory = (file.budget > Bytes::ZERO).then(|| {
+            let host = HostSpec { file: FileSpec { budget: Bytes::ZERO, ..file }, ..question.host };
+            Question { host, ..question.clone() }
         });
+        let laid = in_memory
+            .and_then(|question| {
+                let leanest = || offload::leanest(&Measurer::new(&question), bound);
+                fastest(&question, tried).or_else(|| lean(&question, leanest()))
+            })
+            .or_else(|| fastest(&question, tried))
+            .or_else(|| lean(&question, self.leanest_under(rungs, bound)));
         let found = laid.as_ref().map(|Laid { recipe, layout, .. }| Found {
             rungs: recipe.rungs.clone(),
             peak: Bytes(layout.device.bytes) + question.device.charges,
             host: Bytes(layout.host.bytes),
+            file: Bytes(layout.file.bytes),
         });
         lock(&self.fastest).insert(rungs.to_vec(), found);
         laid
@@ -163,8 +178,8 @@ pub(crate) fn leanest(question: &Question, allow: &[Rung]) -> Candidate {
     Sets::new(question).leanest(allow)
 }
 
-/// The smallest budgets that would do, least loss first: as allowed, as allowed with more of the host where that is
-/// what is missing, with each further rung alone, with all of them.
+/// The smallest budgets that would do, least loss first: as allowed, as allowed with more of the host or of a
+/// scratch file where that is what is missing, with each further rung alone, with all of them.
 pub(super) fn needs(known: &Sets, refused: &Plan) -> Vec<Need> {
     let question = known.question;
     let Lossy { allow, offer, .. } = &question.lossy;
@@ -172,26 +187,28 @@ pub(super) fn needs(known: &Sets, refused: &Plan) -> Vec<Need> {
     let every: Vec<Rung> = Rung::ALL.into_iter().filter(|rung| allow.contains(rung) || offer.contains(rung)).collect();
     let further = every.iter().filter(|rung| !allow.contains(rung));
     let alone = further.map(|rung| allow.iter().chain([rung]).copied().collect::<Vec<_>>());
-    // The first asks about the host, the others about rungs.
-    let asked: Vec<Option<Vec<Rung>>> =
-        std::iter::once(None).chain(alone.map(Some)).chain([Some(every.clone())]).collect();
-    let found = side_by_side(&asked, |allowed| {
-        let Some(allowed) = allowed else { return with_more_of_the_host(question, line) };
+    let rungs = alone.chain([every.clone()]).map(Asked::Rungs);
+    let asked: Vec<Asked> = [Asked::Host, Asked::File].into_iter().chain(rungs).collect();
+    let found = side_by_side(&asked, |asked| {
+        let allowed = match asked {
+            Asked::Host => return with_more_of_the_host(question, line),
+            Asked::File => return with_more_of_the_file(question, line),
+            Asked::Rungs(allowed) => allowed,
+        };
         let found = known.leanest(allowed);
         let wanted = every.iter().filter(|rung| allow.contains(rung) || found.recipe.rungs.contains(rung)).copied();
         let packed = found.packed(&under(question, &found.recipe.rungs));
         let budget_bytes = Bytes(packed.device) + question.device.charges;
-        Some(Need { allow: wanted.collect(), budget_bytes, host_bytes: None, peak_bytes: None })
-            .filter(|need| need.budget_bytes < as_allowed)
+        Some(need(wanted.collect(), budget_bytes)).filter(|need| need.budget_bytes < as_allowed)
     });
-    let mut needs = vec![Need { allow: allow.clone(), budget_bytes: as_allowed, host_bytes: None, peak_bytes: None }];
+    let mut needs = vec![need(allow.clone(), as_allowed)];
     for need in found.into_iter().flatten() {
-        if need.host_bytes.is_some() || needs.iter().all(|before| before.allow != need.allow) {
+        if !of_rungs(&need) || needs.iter().all(|before| before.allow != need.allow) {
             needs.push(need);
         }
     }
     // What a search finds under the line: where less loss is enough, it is that.
-    let enough = |need: &Need| need.host_bytes.is_none() && need.budget_bytes <= line;
+    let enough = |need: &Need| of_rungs(need) && need.budget_bytes <= line;
     let less = |needs: &[Need], index: usize| {
         (1..index).find(|&less| enough(&needs[less]) && covers(&needs[index].allow, &needs[less].allow))
     };
@@ -209,25 +226,61 @@ pub(super) fn needs(known: &Sets, refused: &Plan) -> Vec<Need> {
     needs
 }
 
+/// What a refusal asks about.
+enum Asked {
+    /// More of the host.
+    Host,
+    /// A scratch file, or more of it.
+    File,
+    /// Allowed rungs.
+    Rungs(Vec<Rung>),
+}
+
+/// A load line that would do.
+fn need(allow: Vec<Rung>, budget_bytes: Bytes) -> Need {
+    Need { allow, budget_bytes, host_bytes: None, file_bytes: None, peak_bytes: None }
+}
+
+/// Whether rungs alone make it fit.
+fn of_rungs(need: &Need) -> bool {
+    need.host_bytes.is_none() && need.file_bytes.is_none()
+}
+
 /// How much of the host would do where that is what is missing, as allowed.
 fn with_more_of_the_host(question: &Question, line: Bytes) -> Option<Need> {
-    let allow = &question.lossy.allow;
-    let with = |budget: Bytes| {
-        let host = HostSpec { budget, ..question.host };
-        Sets::new(&Question { host, ..question.clone() }).found(allow)
-    };
-    if question.host == HostSpec::NONE {
+    if (HostSpec { file: FileSpec::NONE, ..question.host }) == HostSpec::NONE {
         return None;
     }
+    let with = |budget: Bytes| found_beside(question, HostSpec { budget, ..question.host });
     let enough = Bytes::mib(with(Bytes(u64::MAX))?.host.0.div_ceil(1 << 20));
     // What is then planned under just that much of the host may be another recipe.
     let found = with(enough)?;
-    Some(Need {
-        allow: found.rungs.iter().copied().filter(|rung| allow.contains(rung)).collect(),
-        budget_bytes: line,
-        host_bytes: Some(enough),
-        peak_bytes: Some(found.peak),
-    })
+    Some(Need { host_bytes: Some(enough), ..found.need(question, line) })
+}
+
+/// How much of a scratch file would do, as allowed, where the disk has so much.
+fn with_more_of_the_file(question: &Question, line: Bytes) -> Option<Need> {
+    let file = question.host.file;
+    if file.room <= file.budget {
+        return None;
+    }
+    let with = |budget: Bytes| found_beside(question, HostSpec { file: FileSpec { budget, ..file }, ..question.host });
+    let enough = Bytes::mib(with(file.room)?.file.0.div_ceil(1 << 20));
+    let found = with(enough)?;
+    Some(Need { file_bytes: Some(enough), ..found.need(question, line) })
+}
+
+/// What a search would find beside such a host, as allowed.
+fn found_beside(question: &Question, host: HostSpec) -> Option<Found> {
+    Sets::new(&Question { host, ..question.clone() }).found(&question.lossy.allow)
+}
+
+impl Found {
+    /// The same as a need under the present load line.
+    fn need(&self, question: &Question, line: Bytes) -> Need {
+        let allow = self.rungs.iter().copied().filter(|rung| question.lossy.allow.contains(rung)).collect();
+        Need { peak_bytes: Some(self.peak), ..need(allow, line) }
+    }
 }
 
 /// Whether all of `less` is in `more`.

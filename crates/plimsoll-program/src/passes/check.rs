@@ -205,7 +205,8 @@ pub fn check(set: &ProgramSet) -> Result<(), Malformed> {
 fn reaches(op: &Op, space: Space) -> bool {
     match &op.kind {
         OpKind::TransferStart { .. } | OpKind::TransferWait { .. } => {
-            matches!(op.queue, Queue::CopyIn | Queue::CopyOut)
+            let disk = matches!(op.queue, Queue::FileRead | Queue::FileWrite);
+            disk || matches!(op.queue, Queue::CopyIn | Queue::CopyOut) && space != Space::Scratch
         }
         OpKind::CollectiveStart(_) | OpKind::CollectiveWait(_) => {
             op.queue == Queue::Communication && space == Space::Device

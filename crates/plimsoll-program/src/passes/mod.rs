@@ -4,6 +4,7 @@ pub mod check;
 pub mod collectives;
 pub mod offload;
 pub mod recompute;
+pub mod scratch;
 pub mod share;
 pub mod trim;
 mod types;

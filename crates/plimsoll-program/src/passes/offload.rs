@@ -18,6 +18,7 @@
 use crate::formats::STATE_BLOCK;
 use crate::op::{Access, Mode, Op, OpKind, Queue};
 use crate::operands::{elements_mut, operands, operands_mut};
+use crate::passes::scratch::IN_FILE;
 use crate::program::{Block, Program, ProgramSet};
 use crate::tensor::{Index, Lifetime, Operand, Tensor, TensorId};
 use plimsoll_core::{Category, Offload, Space, WorkName};
@@ -33,19 +34,27 @@ const PIECE_STEP: u64 = 1 << 12;
 const WORTH: u64 = 32;
 
 /// The name of the part of a tensor that waits on the host begins with the tensor's, and ends so.
-const HOME: &str = ".host";
+pub(super) const HOME: &str = ".host";
 
 /// For each tensor of a set, what it is a part of: the name of the tensor that it is where nothing waits, and which slot
 /// of that its first one is. So what waits can be found again in another plan, wherever it is there.
 pub fn origins(set: &ProgramSet) -> Vec<(&str, u32)> {
-    let home = |tensor: &'_ Tensor| tensor.lifetime == Lifetime::Persistent && tensor.name.ends_with(HOME);
-    let whole = |tensor: &'_ Tensor| tensor.name.len() - HOME.len();
-    let homes: HashMap<&str, u32> =
-        set.tensors.iter().filter(|t| home(t)).map(|t| (&t.name[..whole(t)], t.slots)).collect();
-    let origin = |tensor: &'_ Tensor| (tensor.lifetime == Lifetime::Persistent).then(|| homes.get(&*tensor.name));
-    let of = set.tensors.iter().map(|tensor| match home(tensor) {
-        true => (&tensor.name[..whole(tensor)], 0),
-        false => (&*tensor.name, origin(tensor).flatten().copied().unwrap_or(0)),
+    // Which part a tensor is: the file has the first slots, then comes the host's memory, then the device.
+    let part = |tensor: &Tensor| match &tensor.name {
+        _ if tensor.lifetime != Lifetime::Persistent => None,
+        name if name.ends_with(IN_FILE) => Some((name.len() - IN_FILE.len(), 0)),
+        name if name.ends_with(HOME) => Some((name.len() - HOME.len(), 1)),
+        name => Some((name.len(), 2)),
+    };
+    let mut before: HashMap<&str, [u32; 3]> = HashMap::new();
+    for tensor in &set.tensors {
+        if let Some((whole, part)) = part(tensor) {
+            before.entry(&tensor.name[..whole]).or_default().iter_mut().skip(part + 1).for_each(|n| *n += tensor.slots);
+        }
+    }
+    let of = set.tensors.iter().map(|tensor| match part(tensor) {
+        Some((whole, part)) => (&tensor.name[..whole], before[&tensor.name[..whole]][part]),
+        None => (&*tensor.name, 0),
     });
     of.collect()
 }
@@ -493,27 +502,18 @@ impl Rewrite<'_> {
     /// What works element by element on a large tensor that waits is done a piece at a time.
     fn in_pieces(&self, ops: Vec<Op>) -> Vec<Vec<Op>> {
         let whole = ops.first().and_then(by_element).unwrap_or(0);
-        let alike = ops.iter().all(|op| by_element(op) == Some(whole));
+        // What is written without being read needs no ring.
+        let read =
+            |op: &Op| !matches!(op.kind, OpKind::Fill { .. } | OpKind::InitNormal { .. } | OpKind::InitUniform { .. });
+        let alike = ops.iter().all(|op| by_element(op) == Some(whole) && read(op));
         if whole <= self.pass.piece || !alike || self.pass.uses(&ops, Space::Host).is_empty() {
             return vec![ops];
         }
         let piece = whole.div_ceil(whole.div_ceil(self.pass.piece)).next_multiple_of(PIECE_STEP);
+        let elements_of = |id| self.pass.set.tensor(id).elements();
         let part = |first: u64| {
-            let mut ops = ops.clone();
-            for op in &mut ops {
-                *elements_mut(&mut op.kind).expect("it works element by element") = piece.min(whole - first);
-                for operand in operands_mut(&mut op.kind) {
-                    // Beside what has an element for each, there are scales of blocks, and scalars.
-                    match self.pass.set.tensor(operand.tensor).elements() {
-                        elements if elements >= whole => operand.offset.base += first as i64,
-                        elements if elements == whole.div_ceil(STATE_BLOCK) => {
-                            operand.offset.base += (first / STATE_BLOCK) as i64;
-                        }
-                        _ => {}
-                    }
-                }
-            }
-            ops
+            let count = piece.min(whole - first);
+            ops.iter().map(|op| part_of(op, whole, first, count, &elements_of)).collect()
         };
         (0..whole.div_ceil(piece)).map(|number| part(number * piece)).collect()
     }
@@ -907,12 +907,34 @@ impl Rewrite<'_> {
 }
 
 /// The elements of an op that works element by element.
-fn by_element(op: &Op) -> Option<u64> {
+pub(super) fn by_element(op: &Op) -> Option<u64> {
     match op.kind {
         OpKind::AdamW { elements, .. }
         | OpKind::AdamW8 { elements, .. }
         | OpKind::Sgd { elements, .. }
-        | OpKind::Cast { elements, .. } => Some(elements),
+        | OpKind::Cast { elements, .. }
+        | OpKind::Fill { elements, .. }
+        | OpKind::InitNormal { elements, .. }
+        | OpKind::InitUniform { elements, .. } => Some(elements),
         _ => None,
     }
+}
+
+/// The same op on `count` of its `whole` elements, from `first` on, which is one of every block of a format.
+pub(super) fn part_of(op: &Op, whole: u64, first: u64, count: u64, elements_of: &dyn Fn(TensorId) -> u64) -> Op {
+    let (accesses, mut op) = (op.accesses(elements_of), op.clone());
+    for operand in operands_mut(&mut op.kind) {
+        let access = accesses.iter().find(|access| access.operand == *operand).expect("every operand is touched");
+        // Beside what has an element for each, there are scales of blocks, and scalars.
+        operand.offset.base += match access.elements {
+            elements if elements == whole => first as i64,
+            elements if elements == whole.div_ceil(STATE_BLOCK) => (first / STATE_BLOCK) as i64,
+            _ => 0,
+        };
+    }
+    if let OpKind::InitNormal { first: number, .. } | OpKind::InitUniform { first: number, .. } = &mut op.kind {
+        number.base += first as i64;
+    }
+    *elements_mut(&mut op.kind).expect("it works element by element") = count;
+    op
 }

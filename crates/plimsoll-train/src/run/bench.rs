@@ -205,7 +205,7 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
     let resident = |read: fn() -> std::io::Result<Bytes>| read().unwrap_or(Bytes::ZERO).as_mib();
     let _ = process::reset_peak();
     let before = resident(process::resident);
-    let mut engine = Engine::open(answer, shape.dtype, &device, None, shape.sequence, shape.vocab)?;
+    let mut engine = Engine::open(answer, shape.dtype, &device, None, None, shape.sequence, shape.vocab)?;
     engine.run("load")?;
     engine.run("fresh")?;
     let mut seconds = Vec::new();

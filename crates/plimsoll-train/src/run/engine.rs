@@ -17,6 +17,7 @@ use plimsoll_plan::search::Answer;
 use plimsoll_program::scalars::{METRIC_COUNT, METRICS, Metric, SCALAR_COUNT, SCALARS, Scalar};
 use plimsoll_program::{ProgramSet, Schedule, TensorId, schedule};
 use std::collections::HashMap;
+use std::path::Path;
 use std::time::Instant;
 
 /// What the host must give for a step.
@@ -175,7 +176,7 @@ pub struct OwnPasses {
 
 impl Engine {
     /// Opens a device with the Programs of a plan. Products of a GPU have the `algorithms` that they had before, where
-    /// they are given.
+    /// they are given; the scratch file is in the folder `scratch`.
     ///
     /// # Errors
     /// What the machine refuses.
@@ -184,11 +185,12 @@ impl Engine {
         precision: DType,
         spec: &DeviceSpec,
         algorithms: Option<&Algorithms>,
+        scratch: Option<&Path>,
         sequence: u64,
         vocab: u64,
     ) -> Result<Engine, DeviceError> {
         let set = answer.set.clone();
-        let (device, gpu) = open(spec, answer.set, answer.layout.placement, precision, algorithms)?;
+        let (device, gpu) = open(spec, answer.set, answer.layout.placement, precision, algorithms, scratch)?;
         let engine = Engine { gpu, ..Engine::new(device, &set, precision, answer.plan.recipe, sequence, vocab) };
         drop((set, answer.tried));
         // Planning and opening weigh up more than is kept.

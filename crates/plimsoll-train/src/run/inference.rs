@@ -76,7 +76,7 @@ impl Evaluation {
         let plan = |resolved: &mut Resolved, file: &RunFile| {
             settle_charges(&mut resolved.device, file.batch_sequences(), sequence);
             let answer = search(&resolved.question(file, Work::Evaluate)?);
-            match settle_gpu(&mut resolved.device, &answer)? {
+            match settle_gpu(&mut resolved.device, &answer, file.scratch())? {
                 true => Ok(search(&resolved.question(file, Work::Evaluate)?)),
                 false => Ok(answer),
             }
@@ -152,7 +152,7 @@ impl Continuation {
         let plan = |resolved: &mut Resolved, file: &RunFile| {
             settle_charges(&mut resolved.device, 1, 1);
             let answer = search(&resolved.question(file, work())?);
-            match settle_gpu(&mut resolved.device, &answer)? {
+            match settle_gpu(&mut resolved.device, &answer, file.scratch())? {
                 true => Ok(search(&resolved.question(file, work())?)),
                 false => Ok(answer),
             }
@@ -191,7 +191,7 @@ fn open(file: &RunFile, resolved: &Resolved, answer: Answer) -> Result<Engine, F
     let (sequence, vocab) = (u64::from(file.data.sequence), resolved.model.config.vocab);
     let device = &resolved.device;
     let precision = answer.precision;
-    let mut engine = Engine::open(answer, precision, device, None, sequence, vocab)?;
+    let mut engine = Engine::open(answer, precision, device, None, file.scratch(), sequence, vocab)?;
     load_weights(&mut engine, &resolved.model, file)?;
     Ok(engine)
 }

@@ -39,7 +39,7 @@ pub fn merge(base: &Path, adapter: &Path, out: &Path, ignore_keys: &[String]) ->
     let set =
         decoder::merge(&model.config, &adapter.lora(0.0, 0), Kernels::Cpu { threads: u64::from(threads) }, &dtypes);
     let layout = lay_out(&set);
-    let mut device = executor::open(set, layout.placement, DType::F32, threads as usize)?;
+    let mut device = executor::open(set, layout.placement, DType::F32, threads as usize, None)?;
     let source = || ModelSource::new([weights, &adapter.weights]);
     device.run_observed(Call::of("load"), &mut source(), &mut Unobserved)?;
     write_model_dir(

@@ -7,7 +7,7 @@ use super::spaces::ModelSource;
 use super::trouble::Trouble;
 use crate::data::{self, DataSpec, Dataset, Loader, Rows};
 use crate::files::AdapterDir;
-use crate::resolve::{Model, Resolved, Work, host, learned, question, write_example};
+use crate::resolve::{Model, Resolved, Work, host, learned, question, without_file, write_example};
 use crate::run_file::{LoraSection, RunFile, TeamOf};
 use plimsoll_core::{Algorithms, Bytes, DeviceKind, DeviceSpec, Failure, Member, Plan, Recipe, Sharing};
 use plimsoll_device::{calibration, process};
@@ -189,7 +189,7 @@ fn planned_alone(resolved: &mut Resolved, run: &RunFile, known: Option<&Known>) 
         Ok(again.unwrap_or_else(|| search(&question)))
     };
     let mut answer = ask(resolved)?;
-    if settle_gpu(&mut resolved.device, &answer)? {
+    if settle_gpu(&mut resolved.device, &answer, run.scratch())? {
         answer = ask(resolved)?;
     }
     // Programs of thousands of ops are a part of what the process holds. Fewer bytes for the arena may mean more ops.
@@ -231,7 +231,7 @@ fn planned_team(resolved: &mut Resolved, run: &RunFile, known: Option<&Known>) -
         let mut planned = share_among(run, &resolved.model, &devices, host, known)?;
         let mut settled = false;
         for part in &mut planned.parts {
-            if settle_gpu(&mut part.device, &part.answer)? {
+            if settle_gpu(&mut part.device, &part.answer, run.scratch())? {
                 let device = devices.iter_mut().find(|device| device.name == part.device.name);
                 *device.expect("it is one of them") = part.device.clone();
                 settled = true;
@@ -261,7 +261,9 @@ pub(super) fn share_among(
     known: Option<&Known>,
 ) -> Result<Planned, Failure> {
     let questions = devices.iter().map(|device| question(run, model, device, Work::Train));
-    let team = TeamQuestion { devices: questions.collect::<Result<_, _>>()?, host, all: run.run.team == TeamOf::All };
+    let mut questions = questions.collect::<Result<Vec<_>, _>>()?;
+    without_file(run, &mut questions)?;
+    let team = TeamQuestion { devices: questions, host, all: run.run.team == TeamOf::All };
     let again = known.filter(|known| !known.team.is_empty()).map(|known| &known.team);
     let again = again.filter(|team| team.iter().all(|member| devices.iter().any(|d| d.name == member.device)));
     let again = again.filter(|team| team.iter().all(|member| is_of(&member.recipe, run, model)));

@@ -185,10 +185,13 @@ impl Trainer {
         host: Bytes,
         ask: impl FnOnce(Question) -> T,
     ) -> Result<T, Failure> {
-        let Worker { share, sequences, .. } = self.worker(rank);
+        let Worker { share, sequences, plan, .. } = self.worker(rank);
         let mut question = question_of(&self.run, &self.resolved.model, device, share, *sequences)?;
         // What is free now is what this run leaves.
         question.host.budget = host;
+        // What the file holds is no longer free on the disk, but it is this run's.
+        let file = plan.file.as_ref().map_or(Bytes::ZERO, |file| file.budget_bytes);
+        question.host.file.budget = question.host.file.budget.max(file);
         Ok(ask(question))
     }
 

@@ -590,7 +590,8 @@ fn open_worker(run: &RunFile, resolved: &Resolved, part: &mut Part) -> Result<Wo
     loop {
         let (answer, plan) = (part.answer.clone(), part.answer.plan.clone());
         let programs = charged_programs(&part.device, &answer.set);
-        let held = match Engine::open(answer, precision, &part.device, part.algorithms.as_ref(), sequence, vocab) {
+        let algorithms = part.algorithms.as_ref();
+        let held = match Engine::open(answer, precision, &part.device, algorithms, run.scratch(), sequence, vocab) {
             Ok(engine) => {
                 let plan = Plan { algorithms: engine.algorithms(), ..plan };
                 let budget = match &resolved.fallback {

@@ -41,6 +41,8 @@ pub(super) const KEYS: &[(&str, &str)] = &[
     ("lora.targets", "a list of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"),
     ("memory.budget", "a share of what is free, such as \"90%\", or an amount, such as \"6GiB\""),
     ("memory.host", "a share of what is free, such as \"80%\", or an amount, such as \"6GiB\""),
+    ("memory.file", "a share of what is free on the disk, such as \"50%\", or an amount, such as \"40GiB\""),
+    ("memory.file_dir", "a folder, such as \"/scratch\""),
     (
         "memory.allow",
         "a list of \"bf16\", \"adam8bit\", \"lora\", \"int8\", \"nf4\", or \"16,8,4\" for the fall from 16 to 4 bit",

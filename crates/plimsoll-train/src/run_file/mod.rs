@@ -16,6 +16,7 @@ pub use read::{RunFileError, list_setting, model_setting, setting};
 use plimsoll_core::{Budget, DType, DeviceKind, RecomputeLevel, Rung};
 use plimsoll_plan::request::{DeviceRequest, DevicesRequest};
 use serde::{Deserialize, Serialize};
+use std::path::Path;
 
 /// Models and data that start with this are made by Plimsoll itself; they are no paths.
 pub const EXAMPLE_PREFIX: &str = "example:";
@@ -291,6 +292,12 @@ pub struct MemorySection {
     pub budget: Budget,
     /// The load line of the host, in the same words.
     pub host: Budget,
+    /// The most that the scratch file may hold, in the same words; without it there is none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub file: Option<Budget>,
+    /// The folder that the scratch file is in; the run folder where it is not said. Absolute after [`RunFile::load`].
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub file_dir: Option<String>,
     /// Lossy rungs that the planner may take.
     #[serde(deserialize_with = "read::rungs")]
     pub allow: Vec<Rung>,
@@ -298,7 +305,7 @@ pub struct MemorySection {
 
 impl Default for MemorySection {
     fn default() -> MemorySection {
-        MemorySection { budget: Budget::DEVICE, host: Budget::HOST, allow: Vec::new() }
+        MemorySection { budget: Budget::DEVICE, host: Budget::HOST, file: None, file_dir: None, allow: Vec::new() }
     }
 }
 
@@ -458,6 +465,21 @@ impl RunFile {
     /// The load line of the host.
     pub fn host(&self) -> Budget {
         self.devices().host.unwrap_or(self.memory.host)
+    }
+
+    /// What the scratch file may hold, where there may be one.
+    pub fn file(&self) -> Option<Budget> {
+        self.devices().file.or(self.memory.file)
+    }
+
+    /// The folder that the scratch file is in.
+    pub fn file_folder(&self) -> &Path {
+        Path::new(self.memory.file_dir.as_ref().unwrap_or(&self.run.dir))
+    }
+
+    /// The same, where there may be a scratch file.
+    pub fn scratch(&self) -> Option<&Path> {
+        self.file().map(|_| self.file_folder())
     }
 
     /// The model as the user named it: its path or its preset.

@@ -226,7 +226,7 @@ impl RunFile {
     fn absolute(mut self) -> Result<RunFile, RunFileError> {
         let sources = self.data.train.iter_mut().chain(&mut self.data.eval);
         let model = self.model.path.iter_mut().chain(&mut self.model.adapter);
-        let paths = model.chain(sources).chain([&mut self.run.dir]);
+        let paths = model.chain(sources).chain([&mut self.run.dir]).chain(&mut self.memory.file_dir);
         for path in paths.filter(|path| !path.starts_with(EXAMPLE_PREFIX)) {
             let whole =
                 path::absolute(&*path).map_err(|source| RunFileError::Unreadable { path: path.clone(), source })?;

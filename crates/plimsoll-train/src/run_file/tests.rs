@@ -30,6 +30,7 @@ fn every_key_has_an_expectation_and_every_expectation_a_key() {
     file.recipe.micro_batch = Some(1);
     (file.model.adapter, file.train.rungs) = (Some("a".into()), Some(vec![]));
     file.run.max_temperature = Some(80.0);
+    (file.memory.file, file.memory.file_dir) = (Some(Budget::HOST), Some("d".into()));
     let table: toml::Table = file.to_toml().parse().unwrap();
     let written: BTreeSet<String> = table
         .iter()

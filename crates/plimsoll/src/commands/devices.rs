@@ -10,6 +10,7 @@ use plimsoll_program::models::decoder::Base;
 use plimsoll_train::run::bench::{StepShape, step};
 use plimsoll_watch::devices;
 use std::fs;
+use std::path::Path;
 
 /// Shows the devices of this machine.
 ///
@@ -41,6 +42,9 @@ pub fn measure(args: &BenchDevicesArgs) -> Result<Exit, Failure> {
     let measured = bench::devices(args.duration, say::stage)?;
     calibration::store(&measured);
     say::answer(&devices::bench_table(&measured));
+    if let Some(rates) = calibration::disk_anew(Path::new(".")) {
+        say::answer(&devices::disk_line(&rates));
+    }
     if let Some(path) = &args.json {
         fs::write(path, devices::bench_json(&measured))
             .map_err(|error| Failure::input(format!("cannot write {}: {error}", path.display())))?;

@@ -93,7 +93,7 @@ fn ways(file: &RunFile, plan: &Plan) -> Vec<(Way, Vec<String>)> {
         // Where less loss is enough, more is not taken.
         let enough = |(before, _): &(Way, Vec<String>)| {
             let fewer = before.need.allow.iter().all(|rung| need.allow.contains(rung));
-            fewer && before.need.host_bytes.is_none() && before.line_bytes == line
+            fewer && before.need.host_bytes.is_none() && before.need.file_bytes.is_none() && before.line_bytes == line
         };
         if !ways.iter().any(enough) {
             ways.extend(way(need, &devices, device, free));
@@ -114,7 +114,8 @@ fn way(need: &Need, devices: &DevicesRequest, device: &DevicePlan, free: Bytes) 
         return None;
     }
     let device = (devices.devices.len() > 1).then(|| device.name.clone());
-    let change = again::Change { allow: need.allow.clone(), device, budget, host };
+    let file = need.file_bytes.map(whole);
+    let change = again::Change { allow: need.allow.clone(), device, budget, host, file };
     let words = again::changed(std::env::args(), devices, &change);
     let way = Way { need: need.clone(), line_bytes: budget.unwrap_or(line), command: again::quoted(&words) };
     Some((way, words))

@@ -166,7 +166,7 @@ impl Places {
                 *budget = Some(Budget::Amount(bytes));
             }
         }
-        DevicesRequest { devices: vec![asked], host: Some(Budget::Amount(host.max(LEAST))) }.to_string()
+        DevicesRequest { devices: vec![asked], host: Some(Budget::Amount(host.max(LEAST))), file: None }.to_string()
     }
 
     /// Asks for each of these runs what it needs of each device; runs that need the same are asked for once. Each answer
