@@ -8,7 +8,7 @@
 //!
 //! | format | a block | codes | beside them |
 //! |---|---|---|---|
-//! | 8-bit state | 256 elements | [`dynamic_map`], unsigned for the second moment | f32 largest magnitude |
+//! | 8-bit state, of tensors of 4096 elements and more | 256 elements | [`dynamic_map`], unsigned for the second moment | f32 largest magnitude |
 //! | int8 | a row | −127..=127 | f32 largest magnitude / 127 |
 //! | nf4 | 64 elements | [`NF4`], two to a byte, the first one in the upper half | 8-bit scale |
 //! | scales of nf4 | 256 scales | signed [`dynamic_map`] | f32 mean, f32 largest distance from it |
@@ -22,6 +22,9 @@ use std::sync::LazyLock;
 
 /// Elements that share a scale in 8-bit optimizer state.
 pub const STATE_BLOCK: u64 = 256;
+/// A tensor of fewer elements keeps full optimizer state, as in bitsandbytes (`min_8bit_size`): norms and biases, where
+/// a byte saves nothing.
+pub const STATE_LEAST: u64 = 4096;
 /// Elements that share a scale in nf4.
 pub const NF4_BLOCK: u64 = 64;
 /// Scales of nf4 that share a mean and a largest distance.

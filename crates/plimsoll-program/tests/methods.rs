@@ -10,7 +10,7 @@ use plimsoll_program::op::Quantised;
 use plimsoll_program::passes::check::check;
 use plimsoll_program::scalars::{METRIC_COUNT, SCALAR_COUNT};
 use plimsoll_program::workspace::Kernels;
-use plimsoll_program::{Lifetime, OpKind, Program, ProgramSet};
+use plimsoll_program::{Lifetime, OpKind, Program, ProgramSet, Tensor};
 use std::collections::{HashMap, HashSet};
 
 const LEVELS: [RecomputeLevel; 3] = [RecomputeLevel::Nothing, RecomputeLevel::FeedForward, RecomputeLevel::Block];
@@ -255,27 +255,39 @@ fn an_8b_model_in_nf4_with_adapters_takes_the_bytes_that_arithmetic_says() {
 }
 
 #[test]
-fn coarse_state_takes_a_byte_a_moment_and_a_scale_for_256() {
-    let config = &models()[0];
+fn coarse_state_takes_a_byte_a_moment_and_a_scale_for_256_and_small_tensors_keep_theirs() {
+    // The embedding has 4096 elements, norms have 64.
+    let config = &ModelConfig { hidden: 64, ffn: 127, vocab: 64, ..models()[0].clone() };
     let training =
         Some(Training { optimizer: adamw(AdamState::Blockwise8), recompute: vec![RecomputeLevel::Nothing; 3] });
     let set = build(&Build { training, ..what(config, DType::F32, Method::Full, Base::Plain) });
     let bytes = staying(&set);
+    let (mut coarse, mut full) = (0, 0);
     for weight in set.tensors.iter().filter(|t| t.category == Category::Weight && t.name != "rope_table") {
         let (name, n, slots) = (&weight.name, weight.elements(), u64::from(weight.slots));
         for moment in ["first", "second"] {
-            assert_eq!(bytes[format!("{name}.{moment}").as_str()], n * slots);
-            assert_eq!(bytes[format!("{name}.{moment}_scale").as_str()], 4 * n.div_ceil(256) * slots);
+            let scale = bytes.get(format!("{name}.{moment}_scale").as_str());
+            if n < 4096 {
+                assert_eq!((bytes[format!("{name}.{moment}").as_str()], scale), (4 * n * slots, None), "{name}");
+                full += n * slots;
+            } else {
+                assert_eq!(bytes[format!("{name}.{moment}").as_str()], n * slots, "{name}");
+                assert_eq!(scale, Some(&(4 * n.div_ceil(256) * slots)), "{name}");
+                coarse += n * slots;
+            }
         }
     }
+    assert!(coarse > 0 && full > 0);
     // A checkpoint has all of it, as it is.
-    let checkpointed: u64 = set
-        .tensors
-        .iter()
-        .filter(|t| t.name.starts_with("checkpoint:") && t.dtype == DType::U8)
-        .map(|t| t.elements())
-        .sum();
-    assert_eq!(checkpointed, 2 * config.parameters());
+    let checkpointed = |dtype: DType, of: &[&str]| -> u64 {
+        let kept = |t: &&Tensor| t.dtype == dtype && of.iter().any(|role| t.name.starts_with(role));
+        set.tensors.iter().filter(kept).map(|t| t.elements()).sum()
+    };
+    assert_eq!(checkpointed(DType::U8, &["checkpoint:"]), coarse);
+    assert_eq!(checkpointed(DType::F32, &["checkpoint:first.model", "checkpoint:second.model"]), full);
+    // Updates of one kind follow each other: a GPU takes them in one launch.
+    let kinds: Vec<&str> = program(&set, "update").trace().map(|(op, _)| op.name()).collect();
+    assert_eq!(kinds.chunk_by(|a, b| a == b).map(|run| run[0]).collect::<Vec<_>>(), ["adam_w", "adam_w8"]);
 }
 
 #[test]

@@ -21,12 +21,13 @@ const LINK: Link = Link { bytes_per_second: 1e12, latency_seconds: 0.0 };
 const SEQUENCE: u64 = 20;
 const SEQUENCES: u64 = 4;
 
-/// Each has something that the others lack: tied heads, biases, norms of heads, a head of its own.
+/// Each has something that the others lack: tied heads, biases, norms of heads, a head of its own. The embedding and the
+/// widest matrix have the 4096 elements from which on state is coarse.
 fn models() -> Vec<ModelConfig> {
     let small = |name: &str, layers: u64| {
         let known = preset(name).expect("listed");
         let (heads, kv_heads, head_dim) = (4, 2, 8);
-        ModelConfig { hidden: 32, layers, heads, kv_heads, head_dim, ffn: 48, vocab: 67, ..known }
+        ModelConfig { hidden: 32, layers, heads, kv_heads, head_dim, ffn: 80, vocab: 131, ..known }
     };
     vec![small("smollm2-135m", 3), small("qwen2.5-7b", 4), small("qwen3-0.6b", 1), small("llama-3.1-8b", 2)]
 }

@@ -3,31 +3,40 @@
 use super::loss::Loss;
 use super::{AdamState, Decoder, Optimizer, Training, over_slots};
 use crate::derivative::Tape;
-use crate::formats::STATE_BLOCK;
+use crate::formats::{STATE_BLOCK, STATE_LEAST};
 use crate::op::OpKind;
 use crate::passes::recompute::recompute;
 use crate::program::Block;
 use crate::scalars::METRIC_COUNT;
-use crate::tensor::{Operand, TensorId};
+use crate::tensor::{Operand, Tensor, TensorId};
 use plimsoll_core::{Category, DType, WorkName};
 use std::collections::{HashMap, HashSet};
 
 /// The gradient of the residual stream in a backward pass.
 pub(crate) const STREAM: &str = "train.stream.gradient";
 
+/// Kept beside a trained tensor by the optimizer.
+pub(super) struct State {
+    /// The end of its name.
+    pub role: &'static str,
+    /// None: the wide type.
+    pub dtype: Option<DType>,
+    /// How many elements of the trained tensor share one of it.
+    pub each: u64,
+}
+
 impl Optimizer {
-    /// What is kept beside each trained tensor, by the end of its name: the type (none: the wide one), and how many
-    /// elements of the tensor share one of it.
-    pub(super) fn state(&self) -> Vec<(&'static str, Option<DType>, u64)> {
+    /// What is kept beside a trained tensor of so many elements.
+    pub(super) fn state(&self, elements: u64) -> Vec<State> {
+        let full = |role| State { role, dtype: None, each: 1 };
+        let coarse = |role| State { role, dtype: Some(DType::U8), each: 1 };
+        let scale = |role| State { role, dtype: Some(DType::F32), each: STATE_BLOCK };
         match self {
-            Optimizer::AdamW { state: AdamState::Full, .. } => vec![("first", None, 1), ("second", None, 1)],
-            Optimizer::AdamW { state: AdamState::Blockwise8, .. } => vec![
-                ("first", Some(DType::U8), 1),
-                ("first_scale", Some(DType::F32), STATE_BLOCK),
-                ("second", Some(DType::U8), 1),
-                ("second_scale", Some(DType::F32), STATE_BLOCK),
-            ],
-            Optimizer::Sgd { momentum, .. } if *momentum != 0.0 => vec![("first", None, 1)],
+            Optimizer::AdamW { state: AdamState::Blockwise8, .. } if elements >= STATE_LEAST => {
+                vec![coarse("first"), scale("first_scale"), coarse("second"), scale("second_scale")]
+            }
+            Optimizer::AdamW { .. } => vec![full("first"), full("second")],
+            Optimizer::Sgd { momentum, .. } if *momentum != 0.0 => vec![full("first")],
             Optimizer::Sgd { .. } => vec![],
         }
     }
@@ -107,15 +116,15 @@ impl Decoder<'_> {
 
     /// The tensors beside a weight that the optimizer keeps.
     fn state_of(&mut self, weight: TensorId, optimizer: &Optimizer) -> Vec<TensorId> {
-        let states = optimizer.state().into_iter();
+        let Tensor { name, slots, .. } = self.builder.set.tensor(weight).clone();
+        let elements = self.elements_of(weight);
+        let states = optimizer.state(elements).into_iter();
         states
-            .map(|(role, dtype, each)| match dtype {
+            .map(|State { role, dtype, each }| match dtype {
                 None => self.beside(weight, role, Category::Optimizer),
                 Some(dtype) => {
-                    let tensor = self.builder.set.tensor(weight);
-                    let (name, slots) = (format!("{}.{role}", tensor.name), tensor.slots);
-                    let dims = [tensor.elements().div_ceil(each)];
-                    self.builder.persistent(&name, &dims, dtype, Category::Optimizer, slots)
+                    let dims = [elements.div_ceil(each)];
+                    self.builder.persistent(&format!("{name}.{role}"), &dims, dtype, Category::Optimizer, slots)
                 }
             })
             .collect()
@@ -179,7 +188,8 @@ impl Decoder<'_> {
             };
             update.push(over_slots(tensor, op));
         }
-        // Updates stand side by side, so that a device can take many in one launch.
+        // Updates of one kind stand side by side, so that a device can take many in one launch.
+        update.sort_by_key(|block| matches!(block.ops[0].kind, OpKind::AdamW8 { .. }));
         update.extend(self.weights_of_masters());
         norm.push(Block::once("clip", vec![OpKind::ClipFactor { metrics, scalars }.into()]));
         // `fresh` runs once, where a run starts without a checkpoint.

@@ -4,6 +4,7 @@
 //! What stands in a file-space tensor is said by the group before its name: `model:` the model that is loaded,
 //! `adapter:` adapters that are loaded, `saved:` what a run makes, `checkpoint:` what it needs to go on.
 
+use super::backward::State;
 use super::matrices::Part;
 use super::{Decoder, Method, Optimizer, Source};
 use crate::builder::Builder;
@@ -128,7 +129,7 @@ impl Decoder<'_> {
         matrix.parts().iter().find(|part| part.target == target)
     }
 
-    fn elements_of(&self, tensor: TensorId) -> u64 {
+    pub(super) fn elements_of(&self, tensor: TensorId) -> u64 {
         self.builder.set.tensor(tensor).elements()
     }
 
@@ -301,7 +302,6 @@ impl Decoder<'_> {
         let (precision, wide) = (self.what.precision, self.what.precision.wide());
         let parameters = self.trained_parameters();
         let most = parameters.iter().map(Parameter::elements).max().unwrap_or(1);
-        let states: Vec<&str> = optimizer.state().into_iter().filter(|s| s.1.is_none()).map(|s| s.0).collect();
         let mut save = Vec::new();
         for parameter in parameters.iter().filter(|parameter| self.writes(parameter)).collect::<Vec<_>>() {
             let tensor = self.master(self.weight_tensor(parameter));
@@ -322,10 +322,11 @@ impl Decoder<'_> {
                 let tensor = self.master(self.weight_tensor(parameter));
                 let file = format!("checkpoint:{}", parameter.hf_name);
                 blocks.extend(self.moved(parameter, name, tensor, &file, wide, most));
-                for state in &states {
-                    let tensor = self.builder.find(&format!("{}.{state}", parameter.tensor));
+                let states = optimizer.state(self.elements_of(self.weight_tensor(parameter))).into_iter();
+                for State { role, .. } in states.filter(|state| state.dtype.is_none()) {
+                    let tensor = self.builder.find(&format!("{}.{role}", parameter.tensor));
                     let tensor = tensor.expect("the optimizer's state has been made");
-                    let file = format!("checkpoint:{state}.{}", parameter.hf_name);
+                    let file = format!("checkpoint:{role}.{}", parameter.hf_name);
                     blocks.extend(self.moved(parameter, name, tensor, &file, wide, most));
                 }
             }
@@ -366,14 +367,14 @@ impl Decoder<'_> {
 
     /// State whose blocks go over whole tensors, as it is: `checkpoint:first.qkv.3`.
     fn coarse_state(&mut self, optimizer: &Optimizer, restores: bool) -> Vec<Block> {
-        let roles: Vec<&str> = optimizer.state().into_iter().filter(|s| s.1.is_some()).map(|s| s.0).collect();
         let mut blocks = Vec::new();
         for weight in self.trained() {
             let Tensor { name, slots, .. } = self.builder.set.tensor(weight).clone();
             if !restores && !self.what.is_first() && name == "embedding" {
                 continue;
             }
-            for role in &roles {
+            let states = optimizer.state(self.elements_of(weight)).into_iter();
+            for State { role, .. } in states.filter(|state| state.dtype.is_some()) {
                 let id = self.builder.find(&format!("{name}.{role}")).expect("the optimizer's state has been made");
                 let Tensor { shape, dtype, .. } = self.builder.set.tensor(id).clone();
                 let first = if self.weights.of_layers(weight) { self.what.layers.start } else { 0 };

@@ -46,7 +46,7 @@ pub enum AdamState {
     /// In the wide type.
     #[default]
     Full,
-    /// A byte an element, in blocks of 256 with a scale each ([`crate::formats`]).
+    /// A byte an element, in blocks of 256 with a scale each, but for small tensors ([`crate::formats`]).
     Blockwise8,
 }
 
