@@ -8,7 +8,7 @@ use crate::run_file::{EXAMPLE_PREFIX, FallbackTo, Init, Method, Optimizer, RunFi
 use plimsoll_core::{
     Budget, Bytes, DeviceKind, DeviceSpec, Failure, Fallback, FileSpec, HostSpec, Link, Plan, Rates, Rung,
 };
-use plimsoll_device::calibration;
+use plimsoll_device::calibration::{self, Short, Shortfall};
 use plimsoll_device::cuda;
 use plimsoll_device::cuda::gpus::{Card, Here};
 use plimsoll_device::disk;
@@ -464,8 +464,11 @@ fn scratch(file: &RunFile, kind: DeviceKind) -> FileSpec {
 pub fn devices(file: &RunFile) -> Result<Vec<DeviceSpec>, Failure> {
     let mut devices = open_devices(file)?;
     for device in &mut devices {
-        if let Some(short) = calibration::shortfall(device) {
-            device.budget = device.budget.min(short.line_bytes);
+        for short in calibration::shortfalls(device) {
+            match short.of {
+                Short::LineBytes(line) => device.budget = device.budget.min(line),
+                Short::Slower(times) => device.rates = device.rates.paced(1.0 / times),
+            }
         }
     }
     Ok(devices)
@@ -473,12 +476,16 @@ pub fn devices(file: &RunFile) -> Result<Vec<DeviceSpec>, Failure> {
 
 /// What the plan of a device follows that earlier runs have found out, in words.
 pub(crate) fn learned(device: &DeviceSpec) -> Option<String> {
-    let short = calibration::shortfall(device).filter(|short| short.line_bytes == device.budget)?;
-    let (line, name) = (short.line_bytes, &device.name);
-    Some(format!(
-        "learned: {name} is held to {line}, because a run fell short of more ({}); plimsoll devices --forget takes that back",
-        short.why
-    ))
+    let name = &device.name;
+    let of = |short: &Shortfall| match short.of {
+        Short::LineBytes(line) if line != device.budget => None,
+        Short::LineBytes(line) => {
+            Some(format!("{name} is held to {line}, because a run fell short of more ({})", short.why))
+        }
+        Short::Slower(times) => Some(format!("{name} is {times} times slower than it measured ({})", short.why)),
+    };
+    let all: Vec<String> = calibration::shortfalls(device).iter().filter_map(of).collect();
+    (!all.is_empty()).then(|| format!("learned: {}; plimsoll devices --forget takes that back", all.join("; ")))
 }
 
 /// The same with what is free on each.

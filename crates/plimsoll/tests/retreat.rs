@@ -4,7 +4,7 @@
 mod common;
 
 use common::{Place, SMALL, Shape};
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
 /// Few steps, each as quick as it can be.
@@ -279,6 +279,28 @@ fn a_device_that_is_too_warm_rests_and_the_run_goes_on() {
     place.succeed(&[&words[..], &["--set", "train.steps=3"]].concat());
     let warnings = place.events("blind").into_iter().filter(|event| event["event"] == "warning").count();
     assert_eq!(warnings, 1);
+}
+
+#[test]
+fn a_device_known_to_be_slower_is_planned_so_until_a_run_finds_otherwise() {
+    let place = Place::new(&Shape { steps: 12, ..QUICK });
+    let devices = place.succeed(&["devices", "--json"]).json();
+    let plan = || place.succeed(&["plan", "run.toml", "--json"]).json();
+    let seconds = |plan: &Value| plan["predicted"]["step_seconds"].as_f64().unwrap();
+    let before = plan();
+    let known =
+        json!([{"device": "cpu", "model": devices["devices"][0]["model"], "slower": 400.0, "why": "others had it"}]);
+    place.write("cache/shortfalls.json", known.to_string());
+    let slower = plan();
+    assert!(slower["learned"].as_str().unwrap().contains("cpu is 400 times slower"), "{slower}");
+    assert!(seconds(&slower) > 100.0 * seconds(&before), "{} {}", seconds(&before), seconds(&slower));
+    // A run that others interrupt on purpose says nothing of the device.
+    train(&place, "rehearsed", &["--inject-oom", "3:forward"]);
+    assert_eq!(place.json("cache/shortfalls.json"), known);
+    train(&place, "run", &[]);
+    let left = place.json("cache/shortfalls.json");
+    let times = left.as_array().unwrap().iter().map(|short| short["slower"].as_f64().unwrap());
+    assert!(times.clone().all(|times| times < 100.0), "{left}");
 }
 
 /// The limit on private memory of a running process can be moved from outside: pressure that is real, and that no

@@ -9,8 +9,8 @@ const PATIENCE: u32 = 8;
 /// Steps after a change before the next one, doubled each time.
 const REST: u64 = 32;
 
-/// Passes that are predicted to take less than this say nothing of a device's speed: what lies between them counts for more.
-const SECONDS_LEAST: f64 = 0.02;
+/// Work that is predicted to take less than this says nothing of a device's speed: what lies between counts for more.
+pub(super) const SECONDS_LEAST: f64 = 0.02;
 
 /// What was seen of each device's speed.
 #[derive(Clone, Debug)]

@@ -371,7 +371,7 @@ impl Trainer {
         match self.adopt(rank, answer) {
             Ok(left) => {
                 let worker = self.team.worker(rank);
-                calibration::forget_shortfalls(Some(&worker.device));
+                calibration::forget_line(&worker.device);
                 if there {
                     // There is more room than there was when the run was planned.
                     worker.line.home = worker.plan.recipe.clone();
@@ -473,7 +473,7 @@ impl Trainer {
     fn remember(&self, rank: usize, why: &str) {
         let worker = self.worker(rank);
         let line = worker.plan.devices[0].peak_bytes + WAVER;
-        calibration::keep_shortfall(&worker.device, line, why);
+        calibration::keep_line(&worker.device, line, why);
     }
 
     /// The step that is being done, or would be next.

@@ -2,6 +2,7 @@
 //! under. A team of one is the rule. What several do they do at the same time, each on a thread of its own; what one of
 //! them refuses is dropped by all, so that they stay at the same step.
 
+use super::drift::SECONDS_LEAST;
 use super::engine::{Engine, Evaluated, StepInput, StepLoss};
 use super::prepare::Part;
 use super::rehearsal::{Injection, Rehearsal};
@@ -14,7 +15,7 @@ use plimsoll_core::{
     Space,
 };
 use plimsoll_device::device::{DeviceError, FileSpace};
-use plimsoll_device::process;
+use plimsoll_device::{calibration, process};
 use plimsoll_device::transport::{Seat, Transport, memory};
 use plimsoll_plan::price::Prices;
 use plimsoll_plan::search::Answer;
@@ -51,6 +52,9 @@ pub struct Worker {
     /// What was measured of them over what was predicted, in each step.
     factors: Vec<f64>,
 }
+
+/// Fewer steps say nothing of a device's speed.
+const STEPS_LEAST: usize = 8;
 
 impl Worker {
     /// A device that is open under the plan of its part.
@@ -254,6 +258,13 @@ impl Team {
         Ok(found[0])
     }
 
+    /// A step of a device alone took so long, measured.
+    pub fn took(&mut self, seconds: f64) {
+        if let [only] = &mut self.workers[..] {
+            only.factors.push(seconds / only.plan.predicted.step_seconds);
+        }
+    }
+
     /// Measured and predicted seconds of the passes in which each device waited for nobody, in the last step.
     pub fn passed(&self) -> Vec<(f64, f64)> {
         self.workers.iter().map(|worker| worker.passed).collect()
@@ -452,6 +463,15 @@ impl Team {
             passes_over_predicted: quantile(&worker.factors, 0.5),
         };
         self.workers.iter().map(result).collect()
+    }
+
+    /// Devices that were far slower than planned are planned as such by the next run. Simulated ones are as fast as the user
+    /// says.
+    pub fn remember_speeds(&self, run: &str) {
+        let real = |worker: &&Worker| !worker.device.simulated() && worker.plan.predicted.step_seconds >= SECONDS_LEAST;
+        for worker in self.workers.iter().filter(real).filter(|worker| worker.factors.len() >= STEPS_LEAST) {
+            calibration::keep_speed(&worker.device, quantile(&worker.factors, 0.5), run);
+        }
     }
 
     /// A device that is gone leaves; the others are told their new places by the next plan.

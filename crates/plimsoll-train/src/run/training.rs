@@ -194,6 +194,8 @@ pub(super) struct Trainer {
     pub(super) drift: Drift,
     /// How often the shares were looked at anew because of it.
     pub(super) shared_again: u32,
+    /// Whether devices refuse, are slow, or are lost only because the user asked for it.
+    rehearsed: bool,
     /// Refusals since work was last finished.
     pub(super) refused: u32,
     pub(super) cooling: Cooling,
@@ -266,6 +268,7 @@ impl Trainer {
         };
         let team_size = team.len();
         team.rehearse(&injections, run.train.seed);
+        let rehearsed = !injections.is_empty();
         let cooling = Cooling::new(run.run.max_temperature);
         let mut trainer = Trainer {
             folder,
@@ -289,6 +292,7 @@ impl Trainer {
             refused: 0,
             drift: Drift::new(team_size),
             shared_again: 0,
+            rehearsed,
             cooling,
             seconds: Vec::new(),
             last_eval: None,
@@ -411,6 +415,7 @@ impl Trainer {
         thread::sleep(start.elapsed().mul_f64(1.0 / self.pace - 1.0));
         let seconds = start.elapsed().as_secs_f64();
         self.seconds.push(seconds);
+        self.team.took(seconds);
         self.info.step = step;
         self.watch_drift(log)?;
         if let Some(why) = gone {
@@ -539,6 +544,9 @@ impl Trainer {
             RunStatus::Stopped => "stopped",
         };
         log.emit(Event::End { status: word.into(), step: self.info.step })?;
+        if !self.rehearsed {
+            self.team.remember_speeds(&format!("the run in {}", self.folder.display()));
+        }
         // A tokenizer may take tens of megabytes: it is opened when the arena has been given back.
         drop(self.team);
         let samples = match self.resolved.model.tokenizer() {

@@ -5,7 +5,8 @@ use super::model::line;
 use crate::args::{BenchDevicesArgs, BenchStepArgs, DevicesArgs};
 use crate::say;
 use plimsoll_core::{DType, Exit, Failure};
-use plimsoll_device::{bench, calibration, probe};
+use plimsoll_device::calibration::{self, Short};
+use plimsoll_device::{bench, probe};
 use plimsoll_program::models::decoder::Base;
 use plimsoll_train::run::bench::{StepShape, step};
 use plimsoll_watch::devices;
@@ -18,9 +19,10 @@ use std::path::Path;
 /// A terminal that cannot be drawn on.
 pub fn show(args: &DevicesArgs) -> Result<Exit, Failure> {
     if args.forget {
-        let forgotten = calibration::forget_shortfalls(None);
-        let line = |short: &calibration::Shortfall| {
-            format!("forgotten: {} was held to {} ({})\n", short.device, short.line_bytes, short.why)
+        let forgotten = calibration::forget_shortfalls(|_| true);
+        let line = |short: &calibration::Shortfall| match short.of {
+            Short::LineBytes(line) => format!("forgotten: {} was held to {line} ({})\n", short.device, short.why),
+            Short::Slower(times) => format!("forgotten: {} was {times} times slower ({})\n", short.device, short.why),
         };
         let text: String = forgotten.iter().map(line).collect();
         say::answer(if text.is_empty() { "nothing was known to forget\n" } else { &text });
