@@ -15,7 +15,9 @@ use crate::probe::Cpu;
 use plimsoll_core::{Algorithms, Bytes, DType, DeviceKind, DeviceSpec, Link, Rates};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 use std::{env, fs};
 
@@ -47,7 +49,15 @@ pub enum Source {
 /// # Errors
 /// Where it has to be measured and memory or threads are refused.
 pub fn cpu(threads: u32) -> Result<Calibration, BenchError> {
-    cpu_cached(folder().as_deref(), &Cpu::read(), threads, SHORT)
+    // What was measured while others took the cores is not kept on disk, but this process measures it once.
+    static HERE: Mutex<BTreeMap<u32, Calibration>> = Mutex::new(BTreeMap::new());
+    let mut here = HERE.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(known) = here.get(&threads) {
+        return Ok(known.clone());
+    }
+    let measured = cpu_cached(folder().as_deref(), &Cpu::read(), threads, SHORT)?;
+    here.insert(threads, measured.clone());
+    Ok(measured)
 }
 
 fn cpu_cached(folder: Option<&Path>, cpu: &Cpu, threads: u32, duration: Duration) -> Result<Calibration, BenchError> {
@@ -217,7 +227,8 @@ fn keep_shortfall(device: &DeviceSpec, of: Short, why: String) {
 
 fn keep_shortfall_in(folder: &Path, new: Shortfall) {
     let mut known: Vec<Shortfall> = load(&folder.join(SHORTFALLS));
-    let replaced = |old: &Shortfall| (&old.device, &old.model) == (&new.device, &new.model) && old.of.of_the_same(new.of);
+    let replaced =
+        |old: &Shortfall| (&old.device, &old.model) == (&new.device, &new.model) && old.of.of_the_same(new.of);
     known.retain(|old| !replaced(old));
     known.push(new);
     save(folder, SHORTFALLS, &known);

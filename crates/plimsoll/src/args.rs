@@ -122,7 +122,7 @@ pub struct TrainArgs {
     /// Go on with the run in this folder, from its newest good checkpoint
     #[arg(long, value_name = "RUN_DIR")]
     resume: Option<PathBuf>,
-    /// Take the recipe of this plan, as `plimsoll plan --json` printed it
+    /// Follow this plan, as `plimsoll plan --json` printed it: micro-batch, recompute, what waits where, shares of a team
     #[arg(long, value_name = "FILE", conflicts_with = "resume")]
     plan: Option<PathBuf>,
     /// Rehearse: the device refuses memory there, such as 12, 12:backward, 12:update:3, 0:load, or random:0.01
@@ -165,6 +165,21 @@ impl TrainArgs {
         refusals.chain(losses).chain(self.inject_slow.iter().map(|place| Injection::slow(place))).collect()
     }
 
+    /// The stored plan that a new run shall follow.
+    ///
+    /// # Errors
+    /// A file that cannot be read, or is no plan.
+    pub fn plan(&self) -> Result<Option<Plan>, Failure> {
+        let Some(path) = &self.plan else { return Ok(None) };
+        let name = path.display();
+        let text = std::fs::read_to_string(path)
+            .map_err(|error| Failure::input(format!("cannot read the plan {name}: {error}")))?;
+        let plan = serde_json::from_str(&text).map_err(|error| {
+            Failure::input(format!("{name} is no plan: {error}")).hint("make one with plimsoll plan RUN.toml --json")
+        })?;
+        Ok(Some(plan))
+    }
+
     /// The run file that all this means.
     ///
     /// # Errors
@@ -174,8 +189,8 @@ impl TrainArgs {
         if let Some(dir) = &self.resume {
             return RunFile::resume(dir, &settings);
         }
-        if let Some(path) = &self.plan {
-            settings.splice(0..0, recipe_settings(path)?);
+        if let Some(plan) = self.plan()? {
+            settings.splice(0..0, recipe_settings(&plan));
         }
         let mut run_file = RunFile::load(self.run_file.as_deref(), &settings)?;
         run_file.check_trainable()?;
@@ -194,18 +209,16 @@ fn next_free(folder: &str) -> String {
     folders.find(|folder| !Path::new(folder).join("run.toml").exists()).expect("numbers do not end")
 }
 
-/// The recipe of a stored plan, as pins.
-fn recipe_settings(path: &Path) -> Result<Vec<String>, Failure> {
-    let name = path.display();
-    let text = std::fs::read_to_string(path)
-        .map_err(|error| Failure::input(format!("cannot read the plan {name}: {error}")))?;
-    let plan: Plan = serde_json::from_str(&text).map_err(|error| {
-        Failure::input(format!("{name} is no plan: {error}")).hint("make one with plimsoll plan RUN.toml --json")
-    })?;
+/// The recipe of a stored plan, as pins. The devices of a team have a recipe each: what is the same for all are the rungs.
+fn recipe_settings(plan: &Plan) -> Vec<String> {
     let levels: Vec<String> = plan.recipe.recompute.iter().map(ToString::to_string).collect();
     let rungs: Vec<String> = plan.recipe.rungs.iter().map(ToString::to_string).collect();
-    let micro_batch = format!("recipe.micro_batch={}", plan.recipe.micro_batch);
-    Ok(vec![micro_batch, list_setting("recipe.recompute", &levels), list_setting("train.rungs", &rungs)])
+    let mut settings = vec![list_setting("train.rungs", &rungs)];
+    if plan.team.is_empty() {
+        settings.push(format!("recipe.micro_batch={}", plan.recipe.micro_batch));
+        settings.push(list_setting("recipe.recompute", &levels));
+    }
+    settings
 }
 
 /// `plimsoll plan`.

@@ -5,7 +5,7 @@ mod common;
 
 use common::{Place, SMALL, Shape};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Write};
 use std::process::{Command, Stdio};
@@ -184,4 +184,43 @@ fn what_no_rung_brings_under_the_line_of_a_device_is_done_by_the_processor_and_s
     let generate = ["generate", "run/model", "--prompt", "abc", "--max-tokens", "3"];
     let done = place.succeed(&[&generate[..], &small].concat());
     assert!(done.stderr.starts_with(&format!("note: {says}")), "{}", done.stderr);
+}
+
+#[test]
+fn a_stored_plan_is_followed_in_all_that_it_says() {
+    let place = Place::new(&SMALL);
+    let train = |run: &str, devices: &str, plan: &Value| {
+        place.write("plan.json", plan.to_string());
+        let dir = format!("run.dir={run}");
+        let words = ["train", "run.toml", "--set", &dir, "--devices", devices, "--plan", "plan.json"];
+        place.succeed(&[&words[..], &["--set", "train.steps=2"]].concat());
+        place.json(&format!("{run}/result.json"))
+    };
+    // What the planner would not choose.
+    let alone = "virtual:a=64MiB@0.4,host=1GiB";
+    let mut plan = place.succeed(&["plan", "run.toml", "--json", "--devices", alone]).json();
+    plan["recipe"]["offload"] = json!({"optimizer": 1, "gradients": 1, "inputs": 1});
+    plan["recipe"]["micro_batch"] = json!(3);
+    let result = train("alone", alone, &plan);
+    let offload = &result["recipe"]["offload"];
+    let layers = ["optimizer", "gradients", "inputs", "weights"].map(|what| offload[what].as_u64().unwrap());
+    assert_eq!((layers, &result["recipe"]["micro_batch"]), ([1, 1, 1, 0], &json!(3)), "{result}");
+    // Shares that are worse than the planner's.
+    let pair = "virtual:a=64MiB@0.4,virtual:b=64MiB@0.2";
+    let asked = ["plan", "run.toml", "--json", "--devices", pair, "--set", "run.team=all"];
+    let mut plan = place.succeed(&asked).json();
+    for (member, sequences) in [(0, 3), (1, 5)] {
+        plan["team"][member]["sequences"] = json!(sequences);
+        plan["team"][member]["recipe"]["micro_batch"] = json!(1);
+    }
+    plan["recipe"] = plan["team"][0]["recipe"].clone();
+    let result = train("pair", pair, &plan);
+    let sequences = [0, 1].map(|member| result["team"][member]["sequences"].as_u64());
+    assert_eq!(sequences, [Some(3), Some(5)], "{result}");
+    // One that does not fit here is no refusal, and it is said.
+    plan["team"][0]["device"] = json!("virtual:elsewhere");
+    let result = train("other", pair, &plan);
+    assert_ne!(result["team"][0]["sequences"].as_u64(), Some(3));
+    let said = |event: &Value| event["message"].as_str().is_some_and(|text| text.contains("planned anew"));
+    assert!(place.events("other").iter().any(said));
 }

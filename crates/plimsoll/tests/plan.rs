@@ -69,17 +69,3 @@ fn what_does_not_fit_comes_with_a_command_that_does() {
     let ready: Vec<&str> = command.lines().next().unwrap().split(' ').collect();
     assert_eq!(plan(&ready).status.code(), Some(0), "{ready:?}");
 }
-
-#[test]
-fn a_plan_pins_the_run_that_takes_it() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("plan.json");
-    std::fs::write(&path, plan(&[&SMALL[..], &["--json"]].concat()).stdout).unwrap();
-    let output = Command::new(env!("CARGO_BIN_EXE_plimsoll"))
-        .args(["train", "--set", "train.steps=lots", "--plan"])
-        .arg(path)
-        .output()
-        .unwrap();
-    // The plan is read before the setting is refused: a plan that could not be read would be named.
-    assert!(text(&output.stderr).starts_with("error: command line: train.steps"), "{}", text(&output.stderr));
-}

@@ -121,7 +121,7 @@ fn a_device_that_is_gone_leaves_the_others_to_go_on_from_the_last_finished_step(
 
 #[test]
 fn a_device_that_becomes_slow_is_given_less_to_do() {
-    let place = Place::new(&Shape { steps: 40, ..QUICK });
+    let place = Place::new(&Shape { steps: 80, ..QUICK });
     let words = ["--devices", "virtual:a=64MiB@0.03,virtual:b=64MiB@0.03", "--set", "run.team=all"];
     let result = train(&place, "even", &words);
     assert_eq!(result["retreats"], Value::Array(vec![]), "nothing drifts");

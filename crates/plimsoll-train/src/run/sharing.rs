@@ -78,7 +78,7 @@ impl Trainer {
         self.shared_again += 1;
         let worth = planned.plan.predicted.step_seconds < as_they_are.plan.predicted.step_seconds * WORTH;
         if !planned.plan.fits || !worth {
-            self.drift = Drift::rested(self.team.len(), self.info.step, self.shared_again);
+            self.drift = Drift::rested(self.info.step, self.shared_again);
             return Ok(());
         }
         let name =
@@ -130,7 +130,7 @@ impl Trainer {
             }
         }
         self.plan = plan;
-        self.drift = Drift::rested(self.team.len(), self.info.step, self.shared_again);
+        self.drift = Drift::rested(self.info.step, self.shared_again);
         self.write_plan()?;
         for (rank, left) in left.into_iter().enumerate() {
             self.told(rank, left, Class::Reordered, why.to_owned(), start, log)?;

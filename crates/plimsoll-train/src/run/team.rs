@@ -15,8 +15,8 @@ use plimsoll_core::{
     Space,
 };
 use plimsoll_device::device::{DeviceError, FileSpace};
-use plimsoll_device::{calibration, process};
 use plimsoll_device::transport::{Seat, Transport, memory};
+use plimsoll_device::{calibration, process};
 use plimsoll_plan::price::Prices;
 use plimsoll_plan::search::Answer;
 use plimsoll_program::Share;

@@ -63,6 +63,24 @@ impl Run {
     /// # Errors
     /// What is wrong with the run file, the model or the data. A plan that does not fit is no error here.
     pub fn new(run: RunFile) -> Result<Run, Failure> {
+        Run::begin(run, None)
+    }
+
+    /// The same, done as a stored plan says, where that fits here.
+    ///
+    /// # Errors
+    /// As [`Run::new`].
+    pub fn following(run: RunFile, plan: &Plan) -> Result<Run, Failure> {
+        let mut run = Run::begin(run, Known::of_plan(plan).as_ref())?;
+        let way = |plan: &Plan| done_by(&plan.recipe, plan.sharing, &plan.team);
+        let here = &run.prepared.planned.plan;
+        if here.fits && way(here) != way(plan) {
+            run.warnings.push(format!("the plan cannot be followed here, so this was planned anew: {}", way(here)));
+        }
+        Ok(run)
+    }
+
+    fn begin(run: RunFile, known: Option<&Known>) -> Result<Run, Failure> {
         let folder = Path::new(&run.run.dir);
         if folder.join("run.toml").exists() || folder.join("checkpoints").exists() {
             let message = format!("run.dir: {} holds a run already", folder.display());
@@ -70,7 +88,7 @@ impl Run {
                 .hint(format!("go on with it: plimsoll train --resume {}", folder.display()))
                 .hint("or start anew elsewhere: --set run.dir=runs/another"));
         }
-        let prepared = prepare(run, None)?;
+        let prepared = prepare(run, known)?;
         Ok(Run { prepared, checkpoint: None, warnings: Vec::new(), injections: Vec::new(), saves: true })
     }
 
@@ -266,7 +284,6 @@ impl Trainer {
             },
             None => fresh,
         };
-        let team_size = team.len();
         team.rehearse(&injections, run.train.seed);
         let rehearsed = !injections.is_empty();
         let cooling = Cooling::new(run.run.max_temperature);
@@ -290,7 +307,7 @@ impl Trainer {
             control,
             retreats: Vec::new(),
             refused: 0,
-            drift: Drift::new(team_size),
+            drift: Drift::new(),
             shared_again: 0,
             rehearsed,
             cooling,
@@ -643,7 +660,13 @@ fn planned_before(folder: &Path) -> Option<Known> {
 
 /// How a run does it, in words: another way, other last bits.
 fn how(recipe: &Recipe, sharing: Option<Sharing>, team: &[Member], threads: u32) -> String {
-    let Some(sharing) = sharing else { return format!("{recipe}, {threads} threads") };
+    let way = done_by(recipe, sharing, team);
+    if sharing.is_none() { format!("{way}, {threads} threads") } else { way }
+}
+
+/// The recipe, or what each device of a team does, in words.
+fn done_by(recipe: &Recipe, sharing: Option<Sharing>, team: &[Member]) -> String {
+    let Some(sharing) = sharing else { return recipe.to_string() };
     let member = |member: &Member| format!("{} {} sequences, {}", member.device, member.sequences, member.recipe);
     format!("{sharing} shared by {}", team.iter().map(member).collect::<Vec<_>>().join("; "))
 }

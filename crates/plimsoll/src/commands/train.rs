@@ -19,7 +19,11 @@ use plimsoll_watch::terminal::for_stdout;
 pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
     let file = args.resolve()?;
     let injections = args.injections()?;
-    let mut run = if args.resumes() { Run::resume(file)? } else { Run::new(file)? };
+    let mut run = match args.plan()? {
+        Some(plan) => Run::following(file, &plan)?,
+        None if args.resumes() => Run::resume(file)?,
+        None => Run::new(file)?,
+    };
     run.rehearse(injections);
     if args.no_save {
         run.save_nothing();
