@@ -303,7 +303,7 @@ mod tests {
 
     #[test]
     fn every_kind_of_op_of_a_training_step_has_a_rate() {
-        let open = |set: ProgramSet, placement, precision| executor::open(set, placement, precision, 1);
+        let open = |set: ProgramSet, placement, precision| executor::open(set, placement, precision, 1, None);
         let kernels = Kernels::Cpu { threads: 1 };
         let subject = Subject { kernels, precision: DType::F32, scale: Scale::TINY, open: &open };
         let rates = reference_step(&subject).unwrap();

@@ -63,7 +63,7 @@ fn placed(set: &ProgramSet, room: u64) -> Placement {
         let end = match tensor.space {
             Space::Device => Some(&mut placement.arena_bytes),
             Space::Host => Some(&mut placement.host_bytes),
-            Space::File => None,
+            Space::Scratch | Space::File => None,
         };
         let bytes = tensor.bytes().next_multiple_of(256);
         let first = end.map(|end| std::mem::replace(end, *end + bytes * u64::from(tensor.slots)));

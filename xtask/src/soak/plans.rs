@@ -105,7 +105,8 @@ impl Gpu {
 
     /// What it holds beside the arena for these Programs, measured as a run measures it before it is planned for good.
     fn charges(&self, precision: DType, answer: &Answer) -> Result<Bytes, DeviceError> {
-        let wish = Wish { index: self.card.index, threads: 1, precision, algorithms: None, charges: None };
+        let wish =
+            Wish { index: self.card.index, threads: 1, precision, algorithms: None, charges: None, scratch: None };
         measure_charges(&wish, answer.set.clone(), answer.layout.placement.clone())
     }
 
