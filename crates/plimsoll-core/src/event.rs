@@ -95,6 +95,9 @@ pub enum Event {
         why: String,
         /// The devices that are left.
         left: Vec<String>,
+        /// The step of the checkpoint from which they go on, 0 for the beginning; none where no finished step was lost with it.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        back_to: Option<u64>,
     },
     /// A device that was too warm, or was slowed down for it, has rested between two steps.
     Rest {

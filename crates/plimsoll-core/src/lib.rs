@@ -28,6 +28,7 @@ pub use plan::{
     Plan, Predicted, Recipe, RecomputeLevel, Rung, RungPrice, Sharing, Space, WorkName, Worth, describe_levels,
 };
 pub use result::{
-    DeviceMemory, EvalResult, LossSpan, MeasuredBy, MemberResult, Retreat, RunResult, RunStatus, StepSeconds,
+    DeviceMemory, EvalResult, LossSpan, LostDevice, MeasuredBy, MemberResult, Retreat, RunResult, RunStatus,
+    StepSeconds,
 };
 pub use sweep::{RunDemand, SweepDevice, SweepReport, SweepRun, SweepState};

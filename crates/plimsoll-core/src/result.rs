@@ -30,12 +30,27 @@ pub struct RunResult {
     pub team: Vec<MemberResult>,
     /// Rungs that were taken while the run was under way, since it was last started.
     pub retreats: Vec<Retreat>,
+    /// Devices that were lost, since the run was last started.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub lost: Vec<LostDevice>,
     /// Seconds in which a device that was too warm rested, since the run was last started.
     #[serde(default)]
     pub rested_seconds: f64,
     /// The device that was asked for, where the processor did its work.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fallback: Option<Fallback>,
+}
+
+/// A device that was lost while a run was under way.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct LostDevice {
+    /// Its name.
+    pub device: String,
+    /// While this step was done, or between it and the next.
+    pub step: u64,
+    /// The step of the checkpoint from which the others went on, 0 for the beginning; none where no finished step was lost.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub back_to: Option<u64>,
 }
 
 /// What a device of a team did in the last step.

@@ -18,14 +18,34 @@ pub struct Share {
     pub first_sequence: u64,
     /// Where state is shared out: the part of each device, in parts of 1024 that sum up to 1024.
     pub state: Vec<u64>,
+    /// Where state is shared out: the micro-batches of a step, as many on every device, some of them perhaps without any
+    /// sequence. Elsewhere 0: as many as the device's own sequences take.
+    pub micro_batches: u64,
     /// Where layers are shared out: the first layer of each device, and at last the number of all.
     pub layers: Vec<u64>,
 }
 
 impl Share {
     /// All of it.
-    pub const ALONE: Share =
-        Share { sharing: None, rank: 0, ranks: 1, first_sequence: 0, state: Vec::new(), layers: Vec::new() };
+    pub const ALONE: Share = Share {
+        sharing: None,
+        rank: 0,
+        ranks: 1,
+        first_sequence: 0,
+        state: Vec::new(),
+        micro_batches: 0,
+        layers: Vec::new(),
+    };
+
+    /// Its part of the state in parts of 1024, where state is shared out.
+    pub fn own_part(&self) -> Option<u64> {
+        self.state.get(self.rank as usize).copied()
+    }
+
+    /// Micro-batches of a step in which the device computes so many sequences, so many at once.
+    pub fn micro_batches_of(&self, sequences: u64, micro_batch: u32) -> u64 {
+        sequences.div_ceil(u64::from(micro_batch)).max(self.micro_batches)
+    }
 
     /// The layers of a model of so many that this device computes.
     pub fn own_layers(&self, layers: u64) -> Range<u64> {

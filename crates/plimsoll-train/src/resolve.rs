@@ -216,12 +216,6 @@ impl Resolved {
         Ok(on_cpu)
     }
 
-    /// The devices that are left out, in a line; none where none is.
-    pub fn left_out(&self) -> Option<String> {
-        let names: Vec<&str> = self.others.iter().map(|other| &*other.name).collect();
-        (!names.is_empty()).then(|| format!("left out: {} (this version uses one device)", names.join(", ")))
-    }
-
     /// That the devices are here.
     ///
     /// # Errors
@@ -332,7 +326,7 @@ pub fn team_question<'a>(
         }
     }
     let host = questions.iter().map(|question| question.host.budget).max().unwrap_or_default();
-    Ok(TeamQuestion { devices: questions, host, all: file.run.team == TeamOf::All })
+    Ok(TeamQuestion { devices: questions, host, all: file.run.team == TeamOf::All, only: None })
 }
 
 /// What a run file says about adapters and coarser arithmetic. What has been decided is not open any more.

@@ -126,6 +126,7 @@ struct Case {
     offload: Offload,
     /// Of each rank: its sequences, and those of a micro-batch.
     ranks: Vec<(u64, u32)>,
+    steps: u64,
 }
 
 impl Case {
@@ -141,6 +142,7 @@ impl Case {
             layers: vec![],
             offload: Offload::NOTHING,
             ranks: ranks.into(),
+            steps: STEPS,
         }
     }
 
@@ -168,6 +170,7 @@ impl Case {
             first_sequence: self.own(rank).start,
             state: self.parts.clone(),
             layers: self.layers.clone(),
+            micro_batches: 0,
         }
     }
 
@@ -261,7 +264,7 @@ impl Case {
     /// What is left of a run.
     fn run(&self) -> Left {
         let mut team = self.team();
-        let losses: Vec<StepLoss> = (1..=STEPS).map(|step| team.step(step)).collect();
+        let losses: Vec<StepLoss> = (1..=self.steps).map(|step| team.step(step)).collect();
         Left { losses, ranks: team.left() }
     }
 }
@@ -415,7 +418,7 @@ fn is_one_run_in_parts(case: &Case) {
         (DType::Bf16, _) => 3e-2,
         _ => 1e-4,
     };
-    for step in 1..=STEPS {
+    for step in 1..=case.steps {
         let (one, many) = (alone.step(step), team.step(step));
         let apart = ((one.loss - many.loss) / one.loss).abs().max(((one.norm - many.norm) / one.norm).abs());
         assert!(apart < tolerance, "step {step}: {one:?} {many:?}: {what}");
@@ -436,7 +439,15 @@ fn is_one_run_in_parts(case: &Case) {
     let mut again = case.team();
     again.restore(&many);
     assert!(again.files() == many, "{what}");
-    assert_eq!(again.step(STEPS + 1), team.step(STEPS + 1), "{what}");
+    assert_eq!(again.step(case.steps + 1), team.step(case.steps + 1), "{what}");
+}
+
+#[test]
+fn fifty_steps_of_a_team_are_those_of_one_device() {
+    let _watchdog = Watchdog::new();
+    let case = Case { steps: 50, ..Case::new(&models()[3], &[(5, 3), (2, 1)]) };
+    is_one_run(&case);
+    is_one_run_in_parts(&Case { sharing: Sharing::State, parts: vec![700, 324], ..case });
 }
 
 #[test]

@@ -76,8 +76,12 @@ impl Progress {
                 let end = format!("{celsius_after:.0} °C after {}", seconds(*took));
                 Some(format!("rest after step {step}: {device} at {celsius:.0} {limit}{why}; {end}"))
             }
-            Event::Lost { step, device, why, left } => {
-                Some(format!("lost at step {step}: {device} ({why}); {} go on", left.join(", ")))
+            Event::Lost { step, device, why, left, back_to } => {
+                let from = back_to.map_or(String::new(), |step| match step {
+                    0 => " from the beginning: a part of the state was on it".to_owned(),
+                    step => format!(" from the checkpoint of step {step}: a part of the state was on it"),
+                });
+                Some(format!("lost at step {step}: {device} ({why}); {} go on{from}", left.join(", ")))
             }
             Event::Warning { message } => Some(format!("warning: {message}")),
             Event::End { .. } => None,

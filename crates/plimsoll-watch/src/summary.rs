@@ -3,7 +3,7 @@
 
 use crate::progress::retreat_line;
 use crate::text::{columns, count, percent, seconds, shell_word};
-use plimsoll_core::{MeasuredBy, MemberResult, RunResult, RunStatus, Sharing};
+use plimsoll_core::{LostDevice, MeasuredBy, MemberResult, RunResult, RunStatus, Sharing};
 
 /// A held-out sample and what the model made of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -46,6 +46,10 @@ pub fn summary(result: &RunResult, samples: &[Sample], folder: &str, model: Opti
     );
     if let Some(fallback) = &result.fallback {
         text += &format!("{fallback}\n");
+    }
+    for LostDevice { device, step, back_to } in &result.lost {
+        let from = back_to.map_or(String::new(), |step| format!(", and the run went back to step {step}"));
+        text += &format!("lost at step {step}: {device}{from}\n");
     }
     for retreat in &result.retreats {
         text += &format!("{}\n", retreat_line(retreat));
@@ -154,6 +158,7 @@ mod tests {
             sharing: None,
             team: vec![],
             retreats: vec![],
+            lost: vec![],
             rested_seconds: 0.0,
             fallback: None,
         }

@@ -119,6 +119,108 @@ fn a_device_that_is_gone_leaves_the_others_to_go_on_from_the_last_finished_step(
     same_experiment(&place, "plain", "last", 1e-4);
 }
 
+/// A model of 7 million parameters: whole, with gradients and optimizer, it takes 108 MiB.
+fn larger() -> Place {
+    let place = Place::new(&Shape { hidden: 256, steps: 6, batch_sequences: 8, save_every: 3, ..QUICK });
+    let mut config: Value = serde_json::from_str(&place.read("model/config.json")).unwrap();
+    config["num_hidden_layers"] = 12.into();
+    place.write("model/config.json", config.to_string());
+    place
+}
+
+/// Neither can hold that model by itself, and nothing can wait on the host.
+const PAIR: &str = "virtual:a=112MiB@0.9,virtual:b=104MiB@0.6,host=1MiB";
+
+/// The numbers of a saved model, near to each other as other orders of sums are.
+fn same_weights(place: &Place, one: &str, other: &str, apart: f32) {
+    let read = |run: &str| std::fs::read(place.path(&format!("{run}/model/model.safetensors"))).unwrap();
+    let (one, other) = (read(one), read(other));
+    assert_eq!(one.len(), other.len());
+    let header = 8 + u64::from_le_bytes(one[..8].try_into().unwrap()) as usize;
+    assert_eq!(one[..header], other[..header], "the same tensors at the same places");
+    let numbers = |bytes: &[u8]| -> Vec<f32> {
+        bytes[header..].as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
+    };
+    let furthest = numbers(&one).iter().zip(numbers(&other)).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    assert!(furthest < apart, "{furthest}");
+}
+
+#[test]
+fn a_model_too_large_for_either_device_is_trained_by_both() {
+    let place = larger();
+    for device in PAIR.split(',').take(2) {
+        let device = format!("{device},host=1MiB");
+        let words =
+            ["train", "run.toml", "--quiet", "--set", "run.dir=no", "--set", "run.fallback=none", "--devices", &device];
+        assert!(place.refuse(3, &words).contains("does not fit"));
+    }
+    train(&place, "alone", &["--devices", "cpu"]);
+    let result = train(&place, "team", &["--devices", PAIR]);
+    assert_eq!(names(&result), ["virtual:a", "virtual:b"]);
+    assert_eq!(result["sharing"], "state");
+    holds(&result);
+    same_experiment(&place, "alone", "team", 1e-4);
+    same_weights(&place, "alone", "team", 1e-3);
+    let loss = |run: &str| place.json(&format!("{run}/result.json"))["eval"]["loss"].as_f64().unwrap();
+    assert!((loss("alone") / loss("team") - 1.0).abs() < 1e-4);
+
+    // What one began the other goes on with.
+    let cut = |run: &str, devices: &str, then: &str| {
+        train(&place, run, &["--devices", devices, "--set", "train.steps=3"]);
+        let text = place.read(&format!("{run}/run.toml")).replace("steps = 3", "steps = 6");
+        let text = text.replace(&format!("devices = \"{devices}\""), &format!("devices = \"{then}\""));
+        place.write(&format!("{run}/run.toml"), text);
+        place.succeed(&["train", "--resume", run, "--quiet"]);
+        let result = place.json(&format!("{run}/result.json"));
+        assert_eq!(result["sharing"] == "state", then != "cpu", "{result}");
+    };
+    cut("one", PAIR, "cpu");
+    cut("two", "cpu", PAIR);
+    cut("same", PAIR, PAIR);
+    assert!(steps(&place, "same") == steps(&place, "team"), "the same team, the same bits");
+    for run in ["one", "two", "same"] {
+        same_weights(&place, "alone", run, 1e-3);
+    }
+}
+
+#[test]
+fn what_a_device_with_a_part_of_the_state_refuses_is_done_again() {
+    let place = larger();
+    train(&place, "plain", &["--devices", PAIR]);
+    for (number, at) in ["virtual:b/2:backward:9", "virtual:a/3:norm", "virtual:a/3:update:3", "virtual:b/3:checkpoint"]
+        .iter()
+        .enumerate()
+    {
+        let run = format!("run-{number}");
+        let result = train(&place, &run, &["--devices", PAIR, "--inject-oom", at]);
+        assert_eq!((&result["status"], &result["steps"]), (&"done".into(), &6.into()), "{at}");
+        same_weights(&place, "plain", &run, 1e-3);
+    }
+}
+
+#[test]
+fn a_part_of_the_state_that_is_lost_takes_the_others_back_to_the_checkpoint() {
+    let place = larger();
+    let trio = "virtual:a=112MiB@0.7,virtual:b=104MiB@0.5,virtual:c=104MiB@0.3,host=1MiB";
+    let words = ["--devices", trio, "--set", "run.team=all"];
+    train(&place, "plain", &words);
+    for (run, at, step, back_to) in [
+        ("first", "virtual:c:2", 2, 0),
+        ("later", "virtual:a:5:backward", 5, 3),
+        ("update", "virtual:b:5:update", 5, 3),
+    ] {
+        let result = train(&place, run, &[&words[..], &["--inject-loss", at]].concat());
+        assert_eq!((&result["status"], &result["steps"]), (&"done".into(), &6.into()), "{at}");
+        let lost = serde_json::json!([{ "device": &at[..9], "step": step, "back_to": back_to }]);
+        assert_eq!(result["lost"], lost, "{at}");
+        assert!(names(&result).len() == 2 && !names(&result).contains(&&at[..9]), "{at}: {result}");
+        let done: Vec<u64> = steps(&place, run).iter().map(|(step, ..)| *step).collect();
+        let whole: Vec<u64> = (1..step).chain(back_to + 1..=6).collect();
+        assert_eq!(done, whole, "{at}");
+        same_weights(&place, "plain", run, 1e-3);
+    }
+}
+
 #[test]
 fn a_device_that_becomes_slow_is_given_less_to_do() {
     let place = Place::new(&Shape { steps: 80, ..QUICK });

@@ -31,23 +31,33 @@ pub(super) struct Asked {
     pub label: String,
 }
 
+/// Hidden, layers, heads, their keys and values, the feed-forward, the vocabulary: of a model of some hundred kilobytes.
+pub(super) fn small(draw: &mut Draw) -> [u64; 6] {
+    let kv_heads = draw.of(&[1, 2]);
+    let heads = kv_heads * draw.of(&[1, 2]);
+    let hidden = heads * draw.of(&[8, 16]);
+    [hidden, draw.from(1, 4), heads, kv_heads, draw.from(8, 96), draw.of(&[500, 600, 900])]
+}
+
 impl Asked {
     fn new(seed: u64, number: u64) -> anyhow::Result<Asked> {
         let device = |draw: &mut Draw| {
             draw.of(&["cpu=512MiB", "virtual:a=64MiB@1.0", "virtual:a=64MiB@1.0:16GB/s,host=32MiB"]).to_owned()
         };
-        Asked::on(seed, number, &device)
+        Asked::on(seed, number, &small, &device)
     }
 
-    /// A small run on devices that are drawn, too.
-    pub fn on(seed: u64, number: u64, devices: &dyn Fn(&mut Draw) -> String) -> anyhow::Result<Asked> {
+    /// A run of a model and on devices that are drawn, too.
+    pub fn on(
+        seed: u64,
+        number: u64,
+        sizes: &dyn Fn(&mut Draw) -> [u64; 6],
+        devices: &dyn Fn(&mut Draw) -> String,
+    ) -> anyhow::Result<Asked> {
         let mut draw = Draw::new(seed ^ 9, number);
         let folder = std::env::temp_dir().join(format!("plimsoll-refusals-{}-{seed}-{number}", std::process::id()));
         fs::create_dir_all(&folder).context("cannot make a folder")?;
-        let kv_heads = draw.of(&[1, 2]);
-        let heads = kv_heads * draw.of(&[1, 2]);
-        let hidden = heads * draw.of(&[8, 16]);
-        let sizes = [hidden, draw.from(1, 4), heads, kv_heads, draw.from(8, 96), draw.of(&[500, 600, 900])];
+        let sizes = sizes(&mut draw);
         let config = config(draw.of(&ModelType::ALL), sizes);
         fs::write(folder.join("config.json"), config.to_json(None, DType::F32).to_string())?;
         let data = data(&folder, config.vocab)?;

@@ -3,7 +3,7 @@
 //! samples, and none hangs (the soak's watch over its cases).
 
 use super::case::Draw;
-use super::refusals::{Asked, Left, STEPS};
+use super::refusals::{Asked, Left, STEPS, small};
 use super::tally::Tally;
 use anyhow::{Context, ensure};
 use plimsoll_core::RunResult;
@@ -26,10 +26,31 @@ fn devices(draw: &mut Draw) -> String {
     format!("{}{host}", list.join(","))
 }
 
+/// A model that takes about as much as such devices have, so that some hold it only together.
+fn large(draw: &mut Draw) -> [u64; 6] {
+    let hidden = draw.of(&[128, 192, 256]);
+    [hidden, draw.from(6, 12), 4, 2, 2 * hidden, draw.of(&[500, 900])]
+}
+
+/// Two or three devices that are fast enough for that.
+fn fast_devices(draw: &mut Draw) -> String {
+    let device = |number: u64, draw: &mut Draw| {
+        let budget = draw.of(&[64, 80, 96, 112, 128]);
+        let pace = draw.of(&["0.4", "0.3", "0.2"]);
+        let link = draw.of(&["16GB/s", "1GB/s"]);
+        format!("virtual:d{number}={budget}MiB@{pace}:16GB/s:{link}")
+    };
+    let list: Vec<String> = (0..draw.from(2, 3)).map(|number| device(number, draw)).collect();
+    format!("{}{}", list.join(","), draw.of(&["", ",host=64MiB"]))
+}
+
 /// One team, undisturbed and disturbed.
 pub fn run_team(seed: u64, number: u64) -> Tally {
     let mut tally = Tally::default();
-    let asked = Asked::on(seed ^ 11, number, &devices);
+    let asked = match Draw::new(seed ^ 13, number).chance(0.4) {
+        true => Asked::on(seed ^ 11, number, &large, &fast_devices),
+        false => Asked::on(seed ^ 11, number, &small, &devices),
+    };
     let label = asked.as_ref().map_or_else(|_| number.to_string(), |asked| asked.label.clone());
     let result = asked.and_then(|asked| show(asked, seed, number, &mut tally));
     tally.check("teams end done or resumable", result.is_ok(), || format!("{label}: {:#}", result.unwrap_err()));
@@ -58,7 +79,9 @@ fn in_folder(asked: &Asked, draw: &mut Draw, tally: &mut Tally) -> anyhow::Resul
         return Ok(());
     }
     let names: Vec<String> = plan.devices.iter().map(|device| device.name.clone()).collect();
-    tally.cover(&format!("a team of {}", names.len()));
+    let sharing =
+        plan.sharing.map_or("one device".to_owned(), |sharing| format!("{sharing} in a team of {}", names.len()));
+    tally.cover(&sharing);
     drop(planned);
 
     let ended = asked.train(&plain, &[], false)?;

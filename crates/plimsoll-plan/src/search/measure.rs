@@ -2,7 +2,7 @@
 
 use super::{Profile, Question, choose};
 use crate::layout::{ALIGNMENT, lay_out, lower_bound};
-use plimsoll_core::{Category, Offload, Recipe, RecomputeLevel, Space};
+use plimsoll_core::{Category, Offload, Recipe, RecomputeLevel, Sharing, Space};
 use plimsoll_program::models::decoder::{Method, head_blocks, streams_head};
 use plimsoll_program::passes::offload::offload_only;
 use plimsoll_program::{Block, Op, OpKind, Program, ProgramSet};
@@ -189,7 +189,7 @@ impl<'q> Measurer<'q> {
             host: lower_bound(set, Space::Host),
             file: lower_bound(set, Space::Scratch),
             seconds: every,
-            last_seconds: if self.question.share.sharing.is_some() { seconds(true) } else { every },
+            last_seconds: if self.question.share.sharing == Some(Sharing::Batch) { seconds(true) } else { every },
         }
     }
 
@@ -232,7 +232,7 @@ impl<'q> Measurer<'q> {
         let question = self.question;
         let plain = self.plain(micro_batch);
         let stays = self.persistent(offload);
-        let count = f64::from(question.sequences.div_ceil(u64::from(micro_batch)) as u32);
+        let count = question.share.micro_batches_of(question.sequences, micro_batch) as f64;
         let rate = question.device.rates.host_link.bytes_per_second;
         let inputs = u64::from(offload.inputs) * plain.input_bytes;
         // Rows of the embedding are looked up and added to where they are; the head comes in blocks, twice.
@@ -333,9 +333,8 @@ impl<'q> Measurer<'q> {
             arena_budget.saturating_sub(self.persistent(offload).device)
         } else {
             // What waiting frees is measured where everything is recomputed, and is as much elsewhere.
-            let (plain, waiting) = (block(Offload::NOTHING), block(offload));
-            let on_device = self.persistent(Offload::NOTHING).device;
-            let budget = (arena_budget + plain.device).saturating_sub(waiting.device + on_device);
+            let (plain, waiting) = (self.plain(micro_batch).least_above, block(offload));
+            let budget = (arena_budget + plain).saturating_sub(waiting.device);
             let too_much = !self.fits(&waiting);
             list.push(waiting);
             if too_much {

@@ -10,6 +10,7 @@ mod lean;
 mod measure;
 mod menu;
 mod offload;
+mod parts;
 mod profile;
 mod rungs;
 mod side_by_side;
@@ -19,13 +20,13 @@ use crate::price::Prices;
 use measure::Measurer;
 use plimsoll_core::{
     Bytes, Class, DType, DeviceKind, DevicePlan, DeviceSpec, HostSpec, Need, Offload, Plan, Predicted, Recipe,
-    RecomputeLevel, Rung, Space,
+    RecomputeLevel, Rung, Sharing, Space, WorkName,
 };
 use plimsoll_program::models::decoder::{Base, Build, Generation, Lora, Method, Optimizer, Source, Training, build};
 use plimsoll_program::models::{ModelConfig, Target};
 use plimsoll_program::op::Queue;
 use plimsoll_program::workspace::Kernels;
-use plimsoll_program::{Op, OpKind, ProgramSet, Share, passes};
+use plimsoll_program::{Op, OpKind, Program, ProgramSet, Share, passes};
 use profile::{Profile, choose, profile};
 use rungs::Sets;
 
@@ -33,8 +34,10 @@ pub use ladder::ladder;
 pub use lean::lean;
 pub(crate) use measure::{Candidate, bare};
 pub(crate) use menu::Menu;
+pub(crate) use parts::{InParts, Rank, computing_seconds, fastest_by_bounds};
 pub use rungs::under;
 pub(crate) use rungs::{leanest, sets};
+pub(crate) use side_by_side::side_by_side;
 
 /// Finalists that are packed before the search gives up on packing luck.
 const FINALISTS: usize = 20;
@@ -217,7 +220,7 @@ impl Question<'_> {
 
     /// How many micro-batches a step has.
     fn micro_batches_of(&self, recipe: &Recipe) -> u32 {
-        self.sequences.div_ceil(u64::from(recipe.micro_batch)) as u32
+        self.share.micro_batches_of(self.sequences, recipe.micro_batch) as u32
     }
 
     fn prices(&self) -> Prices<'_> {
@@ -362,10 +365,18 @@ pub fn plan_of(question: &Question, recipe: &Recipe) -> Answer {
     Laid::new(&question, recipe.clone()).answer(&question, Vec::new())
 }
 
-/// The same, where another device has the same recipe: what stands where its tensors stand is laid out once.
+/// The same, where another device has the same recipe: what stands where its tensors stand is laid out once. Programs of a
+/// device on paper, which nobody runs, are the other's, without those that move files: they are long.
 pub(crate) fn plan_like(question: &Question, recipe: &Recipe, like: &Answer) -> Answer {
     let question = rungs::under(question, &recipe.rungs);
-    let set = question.programs(recipe);
+    let set = match question.device.kind {
+        DeviceKind::Paper if question.share.sharing == Some(Sharing::State) => {
+            let runs = |program: &&Program| !matches!(program.work, WorkName::Load | WorkName::Save);
+            let programs = like.set.programs.iter().filter(runs).cloned().collect();
+            ProgramSet { programs, phases: vec![], tensors: like.set.tensors.clone() }
+        }
+        _ => question.programs(recipe),
+    };
     let layout = if set.tensors == like.set.tensors { like.layout.clone() } else { lay_out(&set) };
     Laid { recipe: recipe.clone(), set, layout }.answer(&question, Vec::new())
 }

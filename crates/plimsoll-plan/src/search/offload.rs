@@ -3,10 +3,12 @@
 
 use super::measure::{Candidate, Measurer};
 use super::{Profile, choose, profile};
-use plimsoll_core::{InFile, Offload, RecomputeLevel};
+use plimsoll_core::{InFile, Offload, RecomputeLevel, Sharing};
 
 /// Choices that are measured, the most promising ones.
 const LOOKS: usize = 24;
+/// The same of a rank that gathers what it computes with: its Programs go layer for layer, and take long to write down.
+const LOOKS_IN_PARTS: usize = 6;
 
 /// What may wait, from nothing to everything, in quarters of the layers. What the host has no room for waits in the
 /// scratch file, where there is one.
@@ -106,7 +108,8 @@ pub(super) fn add(measurer: &Measurer, profiles: &[(u32, Profile)], list: &mut V
         }
     }
     looks.sort_by(|a, b| a.0.total_cmp(&b.0));
-    for &(_, micro_batch, profile, choice) in looks.iter().take(LOOKS) {
+    let most = if in_parts(measurer) { LOOKS_IN_PARTS } else { LOOKS };
+    for &(_, micro_batch, profile, choice) in looks.iter().take(most) {
         list.extend(measurer.recomputed(profile, micro_batch, choice));
     }
     tune(measurer, list);
@@ -118,13 +121,18 @@ fn waits_within(measurer: &Measurer, choice: Offload) -> bool {
     stays.host <= host.budget.0 && stays.file <= host.file.budget.0
 }
 
+fn in_parts(measurer: &Measurer) -> bool {
+    measurer.question.share.sharing == Some(Sharing::State)
+}
+
 /// The fastest that fits, by its bounds.
 fn fastest<'c>(measurer: &Measurer, list: &'c [Candidate]) -> Option<&'c Candidate> {
     let fitting = list.iter().filter(|candidate| measurer.fits(candidate));
     fitting.min_by(|a, b| a.seconds.total_cmp(&b.seconds))
 }
 
-/// From quarters of the layers down to single ones: of each kind as little waits as still fits.
+/// From quarters of the layers down to single ones (of ranks that gather, to a sixteenth): of each kind as little waits as
+/// still fits.
 fn tune(measurer: &Measurer, list: &mut Vec<Candidate>) {
     type Field = (fn(&mut Offload) -> &mut u32, fn(Offload) -> u32);
     let fields: [Field; 7] = [
@@ -137,10 +145,11 @@ fn tune(measurer: &Measurer, list: &mut Vec<Candidate>) {
         // A trained layer's gradients and weights wait only where its state does.
         (|offload| &mut offload.optimizer, |offload| offload.gradients.max(offload.weights)),
     ];
+    let coarse = if in_parts(measurer) { measurer.question.layers() as u32 / 16 } else { 0 };
     for (field, least) in fields {
         let Some(mut recipe) = fastest(measurer, list).map(|best| best.recipe.clone()) else { return };
         let (mut low, mut high) = (least(recipe.offload), *field(&mut recipe.offload));
-        while low < high {
+        while high - low > coarse {
             let middle = low + (high - low) / 2;
             *field(&mut recipe.offload) = middle;
             settle(measurer, &mut recipe.offload);

@@ -1,21 +1,22 @@
 //! Ways to share out beside the one that is taken, for who asks, and what a team is worth beside its devices alone.
 
-use super::TeamQuestion;
 use super::batch::{Crew, Split};
+use super::state::State;
+use super::{ShareOut, TeamQuestion, Way};
 use crate::search::{leanest, under};
-use plimsoll_core::{Alternative, Bytes, Plan, Predicted, Rung, Sharing, Worth};
+use plimsoll_core::{Alternative, Bytes, Plan, Predicted, Recipe, Rung, Sharing, Worth};
 use plimsoll_program::Share;
 
 /// What the devices of a team do, beside what they do alone.
-pub(super) fn worth(team: &TeamQuestion, crew: &Crew, split: &Split) -> Worth {
+pub(super) fn worth(team: &TeamQuestion, crew: &Crew, devices: &[usize]) -> Worth {
     let tokens = team.tokens();
-    let alone = split.devices.iter().filter_map(|&device| crew.split(&[device])).map(|split| tokens / split.seconds);
-    let at_most = crew.split_without_exchange(&split.devices).map_or(0.0, |split| tokens / split.seconds);
+    let alone = devices.iter().filter_map(|&device| crew.split(&[device])).map(|split| tokens / split.seconds);
+    let at_most = crew.split_without_exchange(devices).map_or(0.0, |split| tokens / split.seconds);
     Worth { alone: alone.sum(), at_most }
 }
 
 /// The ways to share out beside a plan, and the plan's own: each device alone, of the fastest devices so many as there are,
-/// and the same number of sequences for everybody. Those that fit come first, fastest first. What is not taken has bounds
+/// the same number of sequences for everybody, and the state in parts. Those that fit come first, fastest first. What is not taken has bounds
 /// of its bytes, without packing.
 pub fn alternatives(team: &TeamQuestion, plan: &Plan) -> Vec<Alternative> {
     let questions = team.about(&plan.rungs, &vec![team.host; team.devices.len()]);
@@ -41,12 +42,15 @@ pub fn alternatives(team: &TeamQuestion, plan: &Plan) -> Vec<Alternative> {
         }
         ways.extend(split);
     }
-    let mut list: Vec<Alternative> = ways.iter().map(|way| written(team, &crew, way)).collect();
-    let unable = (0..team.devices.len()).filter(|device| !able.contains(device));
+    let state = State::new(team, &plan.rungs).fastest().filter(|_| plan.sharing != Some(Sharing::State));
+    let ways = ways.iter().map(|split| crew.way(split, team.host)).chain(state);
+    let mut list: Vec<Alternative> = ways.map(|way| written(team, &way)).collect();
+    let unable = team.kinds().into_iter().filter(|device| !able.contains(device));
     list.extend(unable.map(|device| self::unable(team, &plan.rungs, device)));
     let taken = taken(plan);
     let sequences = |way: &Alternative| way.shares.iter().map(|share| first_word(share)).collect::<Vec<_>>();
-    list.retain(|way| (&way.devices, sequences(way)) != (&taken.devices, sequences(&taken)));
+    let what = |way: &Alternative| (way.sharing, way.devices.clone(), sequences(way));
+    list.retain(|way| what(way) != what(&taken));
     list.push(taken);
     list.sort_by(|a, b| b.fits.cmp(&a.fits).then(a.predicted.step_seconds.total_cmp(&b.predicted.step_seconds)));
     list
@@ -58,8 +62,9 @@ fn first_word(text: &str) -> String {
 
 /// The plan's own way.
 fn taken(plan: &Plan) -> Alternative {
-    let alone = [format!("all sequences, {}", plan.recipe)];
-    let shares = plan.team.iter().map(|member| format!("{} sequences, {}", member.sequences, member.recipe));
+    let alone = [share(None, 0, None, &plan.recipe)];
+    let shares = plan.team.iter();
+    let shares = shares.map(|member| share(plan.sharing, member.sequences, member.state, &member.recipe));
     Alternative {
         sharing: plan.sharing,
         devices: plan.devices.iter().map(|device| device.name.clone()).collect(),
@@ -70,24 +75,27 @@ fn taken(plan: &Plan) -> Alternative {
     }
 }
 
-fn written(team: &TeamQuestion, crew: &Crew, split: &Split) -> Alternative {
-    let tokens = team.tokens();
-    let found = crew.found(split);
-    let parts = || split.devices.iter().zip(&split.sequences).zip(&found);
+fn written(team: &TeamQuestion, way: &Way) -> Alternative {
+    let spec = |device: usize| team.devices[device].device;
+    let ranks = || way.ranks.iter();
     Alternative {
-        sharing: (split.devices.len() > 1).then_some(Sharing::Batch),
-        devices: split.devices.iter().map(|&device| team.devices[device].device.name.clone()).collect(),
-        shares: parts()
-            .map(|((_, &sequences), found)| match split.devices.len() {
-                1 => format!("all sequences, {}", found.recipe),
-                _ => format!("{sequences} sequences, {}", found.recipe),
-            })
+        sharing: way.sharing,
+        devices: ranks().map(|given| spec(given.device).name.clone()).collect(),
+        shares: ranks()
+            .map(|given| share(way.sharing, given.sequences, given.share.own_part(), &given.recipe))
             .collect(),
-        fits: found.iter().map(|found| found.host).sum::<u64>() <= team.host.0,
-        peak_bytes: parts()
-            .map(|((&device, _), found)| Bytes(found.device) + team.devices[device].device.charges)
-            .collect(),
-        predicted: Predicted { step_seconds: split.seconds, tokens_per_second: tokens / split.seconds },
+        fits: ranks().map(|given| given.host_bytes).sum::<u64>() <= team.host.0,
+        peak_bytes: ranks().map(|given| Bytes(given.device_bytes) + spec(given.device).charges).collect(),
+        predicted: Predicted { step_seconds: way.seconds, tokens_per_second: team.tokens() / way.seconds },
+    }
+}
+
+/// What a device is given, in words.
+fn share(sharing: Option<Sharing>, sequences: u64, state: Option<u64>, recipe: &Recipe) -> String {
+    match (sharing, state) {
+        (None, _) => format!("all sequences, {recipe}"),
+        (Some(_), None) => format!("{sequences} sequences, {recipe}"),
+        (Some(_), Some(parts)) => format!("{sequences} sequences, {parts} of 1024 parts of the state, {recipe}"),
     }
 }
 

@@ -2,8 +2,13 @@
 //! it can be, and which devices are worth having.
 
 use super::exchange::Exchange;
+use super::{Given, ShareOut, TeamQuestion, Way, alternatives, cannot_hold, named, slower_with};
 use crate::search::{Candidate, Menu, Question};
-use plimsoll_core::{DeviceSpec, Recipe};
+use plimsoll_core::{Bytes, DeviceSpec, LeftOut, Recipe, Rung, Sharing, Worth};
+use plimsoll_program::Share;
+
+/// Times that the host is shared out anew.
+const TRIES: usize = 40;
 
 /// The devices of a team with what each can do. Devices that are alike have one menu.
 pub(super) struct Crew<'q> {
@@ -175,7 +180,23 @@ impl<'q> Crew<'q> {
         split.devices.iter().zip(&split.sequences).map(of).collect()
     }
 
-    /// Looks at recipes near those of a team; answers whether there were any.
+    /// The same as others see it; all have one host.
+    pub fn way(&self, split: &Split, host: Bytes) -> Way {
+        let parts = split.devices.iter().zip(&split.sequences).zip(self.found(split)).zip(shares(&split.sequences));
+        let given = parts.map(|(((&device, &sequences), found), share)| Given {
+            device,
+            share,
+            sequences,
+            recipe: found.recipe.clone(),
+            host,
+            device_bytes: found.device,
+            host_bytes: found.host,
+        });
+        let sharing = (split.devices.len() > 1).then_some(Sharing::Batch);
+        Way { sharing, ranks: given.collect(), seconds: split.seconds }
+    }
+
+    /// Looks at recipes near those of a team.
     pub fn look_near(&mut self, split: &Split) {
         let exchange = self.exchange(&split.devices);
         for (&device, &own) in split.devices.iter().zip(&split.sequences) {
@@ -186,6 +207,102 @@ impl<'q> Crew<'q> {
     /// Takes a recipe off a device's menu.
     pub fn strike(&mut self, device: usize, recipe: &Recipe) {
         self.menus[self.kind[device]].strike(recipe);
+    }
+}
+
+/// Shares of a batch among the devices of a team, under some lossy rungs.
+pub(super) struct Batch<'t, 'q> {
+    team: &'t TeamQuestion<'t>,
+    rungs: &'t [Rung],
+    crew: Crew<'q>,
+}
+
+/// Looks at shares of a batch among devices that have one host: what each wants of it is found out first.
+pub(super) fn with_hosts<T>(team: &TeamQuestion, rungs: &[Rung], then: impl Fn(Batch) -> Option<T>) -> Option<T> {
+    let mut hosts = vec![team.host; team.devices.len()];
+    for _ in 0..TRIES {
+        let questions = team.about(rungs, &hosts);
+        let mut batch = Batch { team, rungs, crew: Crew::new(&questions, team.total()) };
+        let mut split = batch.choose()?;
+        for _ in 0..4 {
+            batch.crew.look_near(&split);
+            let next = batch.choose()?;
+            let same = next == split;
+            split = next;
+            if same {
+                break;
+            }
+        }
+        let wanted: Vec<Bytes> = batch.crew.found(&split).iter().map(|found| Bytes(found.host)).collect();
+        let all_wanted: Bytes = wanted.iter().copied().sum();
+        if all_wanted <= team.host {
+            return then(batch);
+        }
+        let of = |bytes: Bytes| Bytes((team.host.0 as f64 * (bytes.0 as f64 / all_wanted.0 as f64)) as u64);
+        hosts = vec![Bytes(team.host.0 / team.devices.len() as u64); team.devices.len()];
+        for (&device, &bytes) in split.devices.iter().zip(&wanted) {
+            hosts[device] = of(bytes);
+        }
+    }
+    None
+}
+
+impl Batch<'_, '_> {
+    fn choose(&self) -> Option<Split> {
+        let able = self.crew.able();
+        match self.team.all {
+            true if able.len() < self.team.devices.len() => None,
+            true => self.crew.split(&able),
+            false => self.crew.fastest(&able),
+        }
+    }
+}
+
+impl ShareOut for Batch<'_, '_> {
+    fn fastest(&self) -> Option<Way> {
+        Some(self.crew.way(&self.choose()?, self.team.host))
+    }
+
+    fn strike(&mut self, way: &Way, rank: usize, _: Bytes) {
+        let Given { device, ref recipe, .. } = way.ranks[rank];
+        self.crew.strike(device, recipe);
+    }
+
+    fn left_out(&self, way: &Way) -> Vec<LeftOut> {
+        let Batch { team, rungs, crew } = self;
+        let (able, taken) = (crew.able(), way.devices());
+        let out = (0..team.devices.len()).filter(|device| !taken.contains(device));
+        let (slow, unable): (Vec<usize>, Vec<usize>) = out.partition(|device| able.contains(device));
+        let why = |device: usize| {
+            let mut devices = taken.clone();
+            devices.push(device);
+            devices.sort_unstable();
+            let name = &team.devices[device].device.name;
+            match crew.split(&devices) {
+                Some(with) => slower_with(team, name, way.seconds, with.seconds),
+                None => named(name, "no sequence of a step is left for it".to_owned()),
+            }
+        };
+        slow.into_iter().map(why).chain(cannot_hold(team, &unable, rungs, true)).collect()
+    }
+
+    fn worth(&self, way: &Way) -> Option<Worth> {
+        Some(alternatives::worth(self.team, &self.crew, &way.devices()))
+    }
+}
+
+/// Shares of a batch for ranks in order.
+pub(super) fn shares(sequences: &[u64]) -> Vec<Share> {
+    let share = |rank: usize| Share {
+        sharing: Some(Sharing::Batch),
+        rank: rank as u32,
+        ranks: sequences.len() as u32,
+        first_sequence: sequences[..rank].iter().sum(),
+        ..Share::ALONE
+    };
+    match sequences.len() {
+        1 => vec![Share::ALONE],
+        ranks => (0..ranks).map(share).collect(),
     }
 }
 

@@ -1,24 +1,74 @@
 //! What the devices of a team are given: who takes part, how much of the step each computes, and the recipe of each under
 //! its own load line.
 //!
-//! Shares are whole sequences that make the slowest device as fast as it can be. They are found on menus (`search::menu`):
-//! recipes of each device that fit, measured once and priced for any share; only what is chosen is packed. A device that
-//! would slow the others, or cannot hold the model, is left out and named, with what would use it.
+//! Each way to share out ([`ShareOut`]) finds its fastest team by the bounds of what everybody holds; the faster one is
+//! taken, and only what is chosen is packed. *Batch* gives whole sequences to devices that have the whole model, *state*
+//! holds the model in parts. A device that would slow the others, or cannot hold the model, is left out and named, with what
+//! would use it.
 
 mod alternatives;
 mod batch;
 mod exchange;
+mod state;
 mod whole;
 
 use crate::paper;
-use crate::search::{Answer, Question, can_hold, leanest, plan_like, plan_of, search, sets, under};
+use crate::search::{Answer, Pins, Question, can_hold, leanest, plan_like, plan_of, search, sets, under};
 pub use alternatives::alternatives;
-use batch::{Crew, Split};
-use plimsoll_core::{Bytes, HostSpec, LeftOut, Member, Plan, Recipe, Rung, Sharing};
+use plimsoll_core::{Bytes, HostSpec, LeftOut, Link, Member, Need, Plan, Recipe, Rung, Sharing, Worth};
 use plimsoll_program::Share;
+use state::State;
 
-/// Times that the host is shared out anew, and recipes that are given up because they do not pack.
+/// Recipes that are given up because they do not pack.
 const TRIES: usize = 40;
+/// Where devices can hold the model, the state in parts must take no more than this part of the time to be worth it: a part
+/// that stands on one device alone is lost with it, and shares cannot follow how fast devices turn out to be.
+const WORTH: f64 = 0.8;
+
+/// A way to share out a step, by the bounds of what everybody holds: nothing is packed yet.
+#[derive(Clone, Debug)]
+struct Way {
+    /// None for a device alone.
+    sharing: Option<Sharing>,
+    /// What each device is given, in the order of ranks.
+    ranks: Vec<Given>,
+    /// Of a step.
+    seconds: f64,
+}
+
+/// What one device is given.
+#[derive(Clone, Debug)]
+struct Given {
+    /// Which of the question's devices it is.
+    device: usize,
+    share: Share,
+    sequences: u64,
+    recipe: Recipe,
+    /// The load line of its part of the host.
+    host: Bytes,
+    /// No packing of its arenas is smaller.
+    device_bytes: u64,
+    host_bytes: u64,
+}
+
+impl Way {
+    /// Those that take part, in the order of ranks.
+    fn devices(&self) -> Vec<usize> {
+        self.ranks.iter().map(|given| given.device).collect()
+    }
+}
+
+/// One of the ways to share out, over the devices of a team and under some lossy rungs.
+trait ShareOut {
+    /// The fastest team in this way; none where nothing fits.
+    fn fastest(&self) -> Option<Way>;
+    /// Packed, a rank holds so many bytes more than it may: another recipe, or another share, is looked for.
+    fn strike(&mut self, way: &Way, rank: usize, over: Bytes);
+    /// Those that take no part, and why.
+    fn left_out(&self, way: &Way) -> Vec<LeftOut>;
+    /// What the devices do beside what they do alone, where they can.
+    fn worth(&self, way: &Way) -> Option<Worth>;
+}
 
 /// What is asked of the planner about a team.
 #[derive(Clone, Debug)]
@@ -30,6 +80,8 @@ pub struct TeamQuestion<'a> {
     pub host: Bytes,
     /// Whether every device has to take part (`run.team = "all"`).
     pub all: bool,
+    /// The only way to share out that is asked for.
+    pub only: Option<Sharing>,
 }
 
 /// One device of a team with all that is needed to run its part.
@@ -104,19 +156,6 @@ fn with_budget(host: HostSpec, budget: Bytes) -> HostSpec {
     HostSpec { budget: budget.min(host.budget), ..host }
 }
 
-/// Shares of a batch for ranks in order.
-fn batch_shares(sequences: &[u64]) -> Vec<Share> {
-    let before = |rank: usize| sequences[..rank].iter().sum();
-    let share = |rank: usize| Share {
-        sharing: Some(Sharing::Batch),
-        rank: rank as u32,
-        ranks: sequences.len() as u32,
-        first_sequence: before(rank),
-        ..Share::ALONE
-    };
-    (0..sequences.len()).map(share).collect()
-}
-
 /// The fastest team of the devices under their load lines, with the least loss that is needed; where nothing fits, the
 /// device that lacks the least, with the budgets that would do.
 ///
@@ -144,6 +183,16 @@ pub fn share_out(team: &TeamQuestion) -> TeamAnswer {
             (device, search(&team.devices[device]))
         }
     };
+    let mut refused = refused;
+    if !refused.1.plan.fits
+        && let Some(need) = with_more_of_the_host(team, &refused.1.plan)
+    {
+        let needs = &mut refused.1.plan.needs;
+        match needs.iter_mut().find(|need| need.host_bytes.is_some()) {
+            Some(alone) => *alone = need,
+            None => needs.push(need),
+        }
+    }
     let others: Vec<usize> = (0..team.devices.len()).filter(|&device| device != refused.0 && !team.all).collect();
     // What would use the others is said by what the refusal needs.
     let left_out = cannot_hold(team, &others, &[], false);
@@ -170,130 +219,128 @@ fn alone(team: &TeamQuestion, (device, answer): (usize, Answer), left_out: Vec<L
     TeamAnswer { parts: vec![Part { device, share: Share::ALONE, sequences: team.total(), answer }], plan }
 }
 
-/// The fastest team under some lossy rungs, if any device can hold the model under them.
+/// The fastest team under some lossy rungs, if there is one: a batch shared out by devices that can hold the model, or the
+/// state in parts.
 fn under_rungs(team: &TeamQuestion, rungs: &[Rung]) -> Option<TeamAnswer> {
-    let total = team.total();
-    let mut hosts = vec![team.host; team.devices.len()];
-    let mut questions = team.about(rungs, &hosts);
-    for _ in 0..TRIES {
-        let mut crew = Crew::new(&questions, total);
-        let able = crew.able();
-        if able.is_empty() || team.all && able.len() < team.devices.len() {
-            return None;
+    let asked = |sharing: Sharing| team.only.is_none_or(|only| only == sharing);
+    let batch =
+        asked(Sharing::Batch).then(|| batch::with_hosts(team, rungs, |mut batch| packed(team, rungs, &mut batch)));
+    let batch = batch.flatten();
+    if !asked(Sharing::State) {
+        return batch;
+    }
+    let mut state = State::new(team, rungs);
+    let tokens = |answer: &TeamAnswer| answer.plan.predicted.tokens_per_second;
+    if batch.as_ref().is_some_and(|batch| tokens(batch) >= WORTH * state.at_most()) {
+        return batch;
+    }
+    // What does not promise enough is not packed.
+    let least = batch.as_ref().map_or(0.0, |batch| tokens(batch) / WORTH);
+    let promises = state.fastest().is_some_and(|way| team.tokens() / way.seconds > least);
+    let state = if promises { packed(team, rungs, &mut state) } else { None };
+    state.filter(|state| tokens(state) > least).or(batch)
+}
+
+/// How much of the host would do for all together, with the state in parts, where that is less than one of them alone would
+/// need there, as `refused` says.
+fn with_more_of_the_host(team: &TeamQuestion, refused: &Plan) -> Option<Need> {
+    let first = &team.devices[0];
+    let alone = refused.needs.iter().find_map(|need| need.host_bytes);
+    if team.host == Bytes::ZERO || first.pins.offload.is_some() {
+        return None;
+    }
+    let with = |host: Bytes| {
+        let beside = |question: &Question<'_>| HostSpec { budget: host, ..question.host };
+        let devices = team.devices.iter().map(|question| Question { host: beside(question), ..question.clone() });
+        TeamQuestion { devices: devices.collect(), host, ..team.clone() }
+    };
+    for rungs in sets(first, &first.lossy.allow) {
+        let Some(least) = State::new(&with(Bytes::gib(1 << 20)), &rungs).least_host() else { continue };
+        // Whole layers wait, and what they pass through has to stand there, too.
+        let more = [1.01, 1.04, 1.1].map(|more| Bytes::mib((least.0 as f64 * more) as u64 >> 20));
+        for host in more.into_iter().filter(|&host| host > team.host && alone.is_none_or(|alone| host < alone)) {
+            let team = with(host);
+            let Some(answer) = packed(&team, &rungs, &mut State::new(&team, &rungs)) else { continue };
+            let device = refused.devices.first()?;
+            let peak = answer.plan.devices.iter().find(|of| of.name == device.name).map(|of| of.peak_bytes);
+            let (budget_bytes, host_bytes) = (device.budget_bytes, Some(host));
+            return Some(Need { allow: rungs, budget_bytes, host_bytes, file_bytes: None, peak_bytes: peak });
         }
-        let choose = |crew: &Crew| match team.all {
-            true => crew.split(&able),
-            false => crew.fastest(&able),
-        };
-        let mut split = choose(&crew)?;
-        for _ in 0..4 {
-            crew.look_near(&split);
-            let next = choose(&crew)?;
-            let same = next == split;
-            split = next;
-            if same {
-                break;
-            }
-        }
-        // All of them have one host.
-        let wanted: Vec<Bytes> = crew.found(&split).iter().map(|found| Bytes(found.host)).collect();
-        let all_wanted: Bytes = wanted.iter().copied().sum();
-        if all_wanted > team.host {
-            let of = |bytes: Bytes| Bytes((team.host.0 as f64 * (bytes.0 as f64 / all_wanted.0 as f64)) as u64);
-            hosts = vec![Bytes(team.host.0 / team.devices.len() as u64); team.devices.len()];
-            for (&device, &bytes) in split.devices.iter().zip(&wanted) {
-                hosts[device] = of(bytes);
-            }
-            drop(crew);
-            questions = team.about(rungs, &hosts);
-            continue;
-        }
-        return packed(team, rungs, crew, split, &choose);
     }
     None
 }
 
-/// Packs what each device of a team would hold; what does not fit then is taken off the menu.
-fn packed<'q>(
-    team: &TeamQuestion,
-    rungs: &[Rung],
-    mut crew: Crew<'q>,
-    mut split: Split,
-    choose: &dyn Fn(&Crew<'q>) -> Option<Split>,
-) -> Option<TeamAnswer> {
+/// Packs what each device of the fastest way would hold; what does not fit then is struck.
+fn packed(team: &TeamQuestion, rungs: &[Rung], ways: &mut dyn ShareOut) -> Option<TeamAnswer> {
     for _ in 0..TRIES {
-        if let [device] = split.devices[..] {
+        let way = ways.fastest()?;
+        if let [Given { device, .. }] = way.ranks[..] {
             let answer = search(&team.of(device, &Share::ALONE, team.total(), team.host));
             if answer.plan.fits {
-                let left_out = left_out(team, rungs, &crew, &split);
-                return Some(alone(team, (device, answer), left_out));
+                return Some(alone(team, (device, answer), ways.left_out(&way)));
             }
         }
-        let recipes: Vec<Recipe> = crew.found(&split).iter().map(|found| found.recipe.clone()).collect();
-        let shares = batch_shares(&split.sequences);
         let mut parts: Vec<Part> = Vec::new();
-        for (rank, share) in shares.into_iter().enumerate() {
-            let (device, sequences) = (split.devices[rank], split.sequences[rank]);
-            let question = team.of(device, &share, sequences, team.host);
-            let question = under(&question, rungs);
+        let mut struck = None;
+        for (rank, given) in way.ranks.iter().enumerate() {
+            let Given { device, ref share, sequences, ref recipe, host, .. } = *given;
+            let question = under(&team.of(device, share, sequences, host), rungs);
             let like = |part: &&Part| {
-                crew.alike(part.device, device)
-                    && part.sequences == sequences
-                    && part.answer.plan.recipe == recipes[rank]
+                team.first_alike(part.device) == team.first_alike(device)
+                    && (part.sequences, part.share.own_part()) == (sequences, share.own_part())
+                    && part.answer.plan.recipe == *recipe
             };
             let answer = match parts.iter().find(like) {
-                Some(part) => plan_like(&question, &recipes[rank], &part.answer),
-                None => plan_of(&question, &recipes[rank]),
+                Some(part) => plan_like(&question, recipe, &part.answer),
+                None => plan_of(&question, recipe),
             };
             if !answer.plan.fits {
-                crew.strike(device, &recipes[rank]);
+                struck = Some((rank, over(&answer.plan)));
                 break;
             }
-            parts.push(Part { device, share, sequences, answer });
+            parts.push(Part { device, share: share.clone(), sequences, answer });
         }
-        if parts.len() == split.devices.len() {
+        if parts.len() == way.ranks.len() {
             let mut plan = whole::plan(team, &mut parts);
             if plan.fits {
-                plan.left_out = left_out(team, rungs, &crew, &split);
-                plan.worth = Some(alternatives::worth(team, &crew, &split));
+                plan.left_out = ways.left_out(&way);
+                plan.worth = ways.worth(&way);
                 return Some(TeamAnswer { parts, plan });
             }
             // Packed, they want more of the host than there is.
-            let largest = |a: &&Part, b: &&Part| a.answer.layout.host.bytes.cmp(&b.answer.layout.host.bytes);
-            let part = parts.iter().max_by(largest)?;
-            crew.strike(part.device, &part.answer.plan.recipe);
+            let host = |rank: &usize| parts[*rank].answer.layout.host.bytes;
+            struck = (0..parts.len()).max_by_key(host).map(|rank| (rank, Bytes::ZERO));
         }
-        split = choose(&crew)?;
+        let (rank, over) = struck?;
+        ways.strike(&way, rank, over);
     }
     None
 }
 
-/// Those that take no part, and why.
-fn left_out(team: &TeamQuestion, rungs: &[Rung], crew: &Crew, split: &Split) -> Vec<LeftOut> {
-    let able = crew.able();
-    let out = (0..team.devices.len()).filter(|device| !split.devices.contains(device));
-    let (slow, unable): (Vec<usize>, Vec<usize>) = out.partition(|device| able.contains(device));
-    let why = |device: usize| {
-        let mut devices = split.devices.clone();
-        devices.push(device);
-        devices.sort_unstable();
-        let named = |why: String| LeftOut {
-            device: team.devices[device].device.name.clone(),
-            why,
-            used_by: None,
-            tokens_per_second: None,
-        };
-        let Some(with) = crew.split(&devices) else {
-            return named("no sequence of a step is left for it".to_owned());
-        };
-        let share = 100.0 * split.seconds / with.seconds;
-        LeftOut {
-            used_by: Some("--set run.team=all".to_owned()),
-            tokens_per_second: Some(team.tokens() / with.seconds),
-            ..named(format!("it would slow the team: to {share:.1} % of the tokens a second, predicted"))
-        }
-    };
-    slow.into_iter().map(why).chain(cannot_hold(team, &unable, rungs, true)).collect()
+/// How far a plan is above the load line of its device.
+fn over(plan: &Plan) -> Bytes {
+    plan.devices[0].peak_bytes.saturating_sub(plan.devices[0].budget_bytes)
+}
+
+/// The link that sets the pace of a team's exchange: its slowest.
+fn slowest(links: impl Iterator<Item = Link>) -> Link {
+    let slower = |a: Link, b: Link| if b.bytes_per_second < a.bytes_per_second { b } else { a };
+    links.reduce(slower).unwrap_or(Link::MEMORY)
+}
+
+/// A device that takes no part, and why.
+fn named(device: &str, why: String) -> LeftOut {
+    LeftOut { device: device.to_owned(), why, used_by: None, tokens_per_second: None }
+}
+
+/// A device with which a step would take longer than without it.
+fn slower_with(team: &TeamQuestion, device: &str, without: f64, with: f64) -> LeftOut {
+    let share = 100.0 * without / with;
+    LeftOut {
+        used_by: Some("--set run.team=all".to_owned()),
+        tokens_per_second: Some(team.tokens() / with),
+        ..named(device, format!("it would slow the team: to {share:.1} % of the tokens a second, predicted"))
+    }
 }
 
 /// Devices that cannot hold the model under some rungs; where it is asked for, with the least loss or the load line that
@@ -328,12 +375,8 @@ fn lacks(team: &TeamQuestion, device: usize, rungs: &[Rung], ways: bool) -> Left
         None if paper::usable(name).is_some_and(|has| has < peak) => None,
         None => Some(format!("{name}={} in --devices", Bytes::mib(peak.0.div_ceil(1 << 20)))),
     };
-    LeftOut {
-        device: name.clone(),
-        why: format!("its smallest recipe holds {peak}, and its load line is {}", question.device.budget),
-        used_by,
-        tokens_per_second: None,
-    }
+    let why = format!("its smallest recipe holds {peak}, and its load line is {}", question.device.budget);
+    LeftOut { used_by, ..named(name, why) }
 }
 
 /// The plan of given shares and recipes, whatever the load lines say: for a resumed run. Members are found by their
@@ -353,14 +396,24 @@ pub fn plan_of_team(team: &TeamQuestion, members: &[Member]) -> TeamAnswer {
 pub fn plan_again(team: &TeamQuestion, members: &[Member]) -> TeamAnswer {
     let kept = given(team, members, |question, recipe| {
         let kept = plan_of(question, recipe);
-        if kept.plan.fits { kept } else { search(&under(question, &recipe.rungs)) }
+        if kept.plan.fits { kept } else { search(&same_count(under(question, &recipe.rungs), recipe)) }
     });
     if kept.plan.fits { kept } else { share_out(team) }
 }
 
+/// Where all ranks have the same number of micro-batches, one that looks for another recipe keeps its own.
+pub fn same_count<'a>(question: Question<'a>, recipe: &Recipe) -> Question<'a> {
+    match question.share.sharing {
+        Some(Sharing::State) => {
+            let pins = Pins { micro_batch: Some(recipe.micro_batch), ..question.pins.clone() };
+            Question { pins, ..question }
+        }
+        _ => question,
+    }
+}
+
 fn given(team: &TeamQuestion, members: &[Member], plan: impl Fn(&Question, &Recipe) -> Answer) -> TeamAnswer {
-    let sequences: Vec<u64> = members.iter().map(|member| member.sequences).collect();
-    let shares = if members.len() > 1 { batch_shares(&sequences) } else { vec![Share::ALONE] };
+    let shares = shares_of(members);
     let mut parts: Vec<Part> = Vec::new();
     for (member, share) in members.iter().zip(shares) {
         let named = |question: &Question| question.device.name == member.device;
@@ -371,7 +424,9 @@ fn given(team: &TeamQuestion, members: &[Member], plan: impl Fn(&Question, &Reci
         let question = team.of(device, &share, member.sequences, team.host);
         let like = |part: &&Part| {
             let (one, other) = (&team.devices[part.device], &team.devices[device]);
-            batch::alike(one, other) && part.sequences == member.sequences && part.answer.plan.recipe == member.recipe
+            batch::alike(one, other)
+                && (part.sequences, part.share.own_part()) == (member.sequences, share.own_part())
+                && part.answer.plan.recipe == member.recipe
         };
         let answer = match parts.iter().find(like) {
             Some(part) => plan_like(&question, &member.recipe, &part.answer),
@@ -381,4 +436,16 @@ fn given(team: &TeamQuestion, members: &[Member], plan: impl Fn(&Question, &Reci
     }
     let plan = whole::plan(team, &mut parts);
     TeamAnswer { parts, plan }
+}
+
+/// The shares of members, as they are written down.
+fn shares_of(members: &[Member]) -> Vec<Share> {
+    let sequences: Vec<u64> = members.iter().map(|member| member.sequences).collect();
+    let parts: Option<Vec<u64>> = members.iter().map(|member| member.state).collect();
+    let of = |member: &Member| member.sequences.div_ceil(u64::from(member.recipe.micro_batch));
+    match parts {
+        _ if members.len() < 2 => vec![Share::ALONE],
+        Some(parts) => state::shares(&sequences, &parts, members.iter().map(of).max().unwrap_or(1)),
+        None => batch::shares(&sequences),
+    }
 }

@@ -1,9 +1,8 @@
 //! The plan of a team as it is written down, from the plans of its members.
 
-use super::{Part, TeamQuestion};
+use super::{Part, TeamQuestion, slowest};
 use crate::price::Prices;
 use plimsoll_core::{Bytes, Class, DevicePlan, Link, Member, Plan, Predicted, Sharing};
-use plimsoll_program::Schedule;
 
 /// The whole plan: fits where every member does and all together are under the host's load line. Each member's own plan
 /// is given its part of the host.
@@ -21,14 +20,15 @@ pub(super) fn plan(team: &TeamQuestion, parts: &mut [Part]) -> Plan {
         let tokens = (part.sequences * question.sequence) as f64;
         part.answer.plan.predicted = Predicted { step_seconds, tokens_per_second: tokens / step_seconds };
     }
-    let (first, many) = (&parts[0].answer.plan, parts.len() > 1);
+    let (first, sharing) = (&parts[0].answer.plan, parts[0].share.sharing);
+    let many = sharing.is_some();
     let step_seconds = busy.iter().map(|(busy, waits)| busy + waits).fold(0.0, f64::max);
     let member = |(part, (busy, _)): (&Part, &(f64, f64))| Member {
         device: team.devices[part.device].device.name.clone(),
         recipe: part.answer.plan.recipe.clone(),
         sequences: part.sequences,
         layers: None,
-        state: None,
+        state: part.share.own_part(),
         algorithms: None,
         busy_seconds: *busy,
         idle_seconds: step_seconds - busy,
@@ -37,7 +37,7 @@ pub(super) fn plan(team: &TeamQuestion, parts: &mut [Part]) -> Plan {
         fits: on_host && parts.iter().all(|part| part.answer.plan.fits),
         class: if many { first.class.max(Class::Reordered) } else { first.class },
         devices: parts.iter().map(|part| part.answer.plan.devices[0].clone()).collect(),
-        sharing: many.then_some(Sharing::Batch),
+        sharing,
         team: if many { parts.iter().zip(&busy).map(member).collect() } else { vec![] },
         host: host(team, parts),
         predicted: Predicted { step_seconds, tokens_per_second: team.tokens() / step_seconds },
@@ -45,22 +45,26 @@ pub(super) fn plan(team: &TeamQuestion, parts: &mut [Part]) -> Plan {
     }
 }
 
-/// The link that sets the pace of a team's exchange: its slowest.
-fn slowest(links: impl Iterator<Item = Link>) -> Link {
-    let slower = |a: Link, b: Link| if b.bytes_per_second < a.bytes_per_second { b } else { a };
-    links.reduce(slower).unwrap_or(Link::MEMORY)
-}
-
-/// Seconds in which a device computes, and those in which it waits for the sums of the team alone.
+/// Seconds in which a device computes, and those in which it waits for what the team exchanges alone.
 fn busy(team: &TeamQuestion, part: &Part, team_link: Link) -> (f64, f64) {
     let (question, set) = (&team.devices[part.device], &part.answer.set);
-    let prices =
-        Prices { rates: &question.device.rates, host: &question.host, precision: part.answer.precision, team_link };
-    let count = part.sequences.div_ceil(u64::from(part.answer.plan.recipe.micro_batch)) as u32;
-    let mut calls = Schedule::accumulate(count).calls;
-    let whole = prices.schedule_seconds(set, &calls);
-    calls.iter_mut().for_each(|call| call.last = false);
-    let computes = prices.schedule_seconds(set, &calls);
+    let prices = |team_link| Prices {
+        rates: &question.device.rates,
+        host: &question.host,
+        precision: part.answer.precision,
+        team_link,
+    };
+    let count = part.share.micro_batches_of(part.sequences, part.answer.plan.recipe.micro_batch);
+    let mut calls = part.share.schedule(count as u32).calls;
+    let whole = prices(team_link).schedule_seconds(set, &calls);
+    let at_once = match part.share.sharing {
+        Some(Sharing::Batch) => {
+            calls.iter_mut().for_each(|call| call.last = false);
+            team_link
+        }
+        _ => Link { bytes_per_second: f64::INFINITY, latency_seconds: 0.0 },
+    };
+    let computes = prices(at_once).schedule_seconds(set, &calls);
     (computes, (whole - computes).max(0.0))
 }
 

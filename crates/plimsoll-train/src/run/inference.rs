@@ -97,7 +97,7 @@ impl Evaluation {
     /// A model or data that cannot be read after all.
     pub fn run(self) -> Result<Loss, Failure> {
         let mut engine = open(&self.file, &self.resolved, self.answer)?;
-        let sum: Evaluated = evaluate(&mut engine, &self.data, 0..self.data.rows())?;
+        let sum: Evaluated = evaluate(&mut engine, &self.data, 0..self.data.rows(), 0)?;
         Ok(Loss { loss: sum.loss(), perplexity: sum.loss().exp(), tokens: sum.tokens })
     }
 }

@@ -7,8 +7,8 @@ use super::spaces::ModelSource;
 use super::trouble::Trouble;
 use crate::data::{self, DataSpec, Dataset, Loader, Rows};
 use crate::files::AdapterDir;
-use crate::resolve::{Model, Resolved, Work, host, learned, question, without_file, write_example};
-use crate::run_file::{LoraSection, RunFile, TeamOf};
+use crate::resolve::{Model, Resolved, Work, host, learned, question, team_question, write_example};
+use crate::run_file::{LoraSection, RunFile};
 use plimsoll_core::{Algorithms, Bytes, DeviceKind, DeviceSpec, Failure, Member, Plan, Recipe, Sharing};
 use plimsoll_device::{calibration, process};
 use plimsoll_plan::search::{Answer, Question, plan_of, search};
@@ -228,7 +228,7 @@ fn planned_team(resolved: &mut Resolved, run: &RunFile, known: Option<&Known>) -
     let host = host(run, &resolved.device)?.budget;
     let mut counted = Bytes::ZERO;
     loop {
-        let mut planned = share_among(run, &resolved.model, &devices, host, known)?;
+        let mut planned = share_among(run, &resolved.model, &devices, host, known, None)?;
         let mut settled = false;
         for part in &mut planned.parts {
             if settle_gpu(&mut part.device, &part.answer, run.scratch())? {
@@ -249,7 +249,8 @@ fn planned_team(resolved: &mut Resolved, run: &RunFile, known: Option<&Known>) -
     }
 }
 
-/// Shares a run out among devices; in the way of `known` where that is a way of these devices and still fits.
+/// Shares a run out among devices; in the way of `known` where that is a way of these devices and still fits. `only` says that
+/// no other way comes into question.
 ///
 /// # Errors
 /// Pins that do not go with the model.
@@ -259,11 +260,12 @@ pub(super) fn share_among(
     devices: &[DeviceSpec],
     host: Bytes,
     known: Option<&Known>,
+    only: Option<Sharing>,
 ) -> Result<Planned, Failure> {
-    let questions = devices.iter().map(|device| question(run, model, device, Work::Train));
-    let mut questions = questions.collect::<Result<Vec<_>, _>>()?;
-    without_file(run, &mut questions)?;
-    let team = TeamQuestion { devices: questions, host, all: run.run.team == TeamOf::All };
+    let mut team = TeamQuestion { host, only, ..team_question(run, model, devices)? };
+    // What is free now is what this run leaves.
+    let beside = team.devices.iter_mut().filter(|question| question.host.budget > Bytes::ZERO);
+    beside.for_each(|question| question.host.budget = host);
     let again = known.filter(|known| !known.team.is_empty()).map(|known| &known.team);
     let again = again.filter(|team| team.iter().all(|member| devices.iter().any(|d| d.name == member.device)));
     let again = again.filter(|team| team.iter().all(|member| is_of(&member.recipe, run, model)));

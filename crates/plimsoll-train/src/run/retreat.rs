@@ -12,12 +12,13 @@ use super::prepare::{programs_bytes, question_of};
 use super::pressure::{Felt, Held, Pressure};
 use super::team::{Worker, passes};
 use super::training::Trainer;
-use super::trouble::Trouble;
+use super::trouble::{Halt, Trouble};
 use plimsoll_core::{Budget, Bytes, Class, DeviceKind, DeviceSpec, Event, Failure, Plan, Recipe, Retreat};
 use plimsoll_device::calibration;
 use plimsoll_device::device::DeviceError;
 use plimsoll_device::probe::Memory;
 use plimsoll_plan::search::{Answer, Question, plan_of, search};
+use plimsoll_plan::team::same_count;
 use plimsoll_program::ProgramSet;
 use std::time::Instant;
 
@@ -97,7 +98,7 @@ impl Trainer {
         &mut self,
         log: &mut EventLog,
         mut work: impl FnMut(&mut Trainer) -> Result<T, Trouble>,
-    ) -> Result<T, Failure> {
+    ) -> Result<T, Halt> {
         loop {
             match work(self) {
                 Ok(value) => {
@@ -120,7 +121,7 @@ impl Trainer {
     }
 
     /// One rung down after a refusal; where there is none, the same once more.
-    fn give_way(&mut self, rank: usize, refused: &DeviceError, log: &mut EventLog) -> Result<(), Failure> {
+    fn give_way(&mut self, rank: usize, refused: &DeviceError, log: &mut EventLog) -> Result<(), Halt> {
         let start = Instant::now();
         self.count_refusal(refused)?;
         let Worker { device, plan, line, .. } = self.worker(rank);
@@ -151,7 +152,7 @@ impl Trainer {
             line.up = Some(step + line.patience);
         }
         let left = lower.unwrap_or_else(|| Left::nothing(self.worker(rank)));
-        self.tell(rank, left, why, start, log)
+        Ok(self.tell(rank, left, why, start, log)?)
     }
 
     /// Some work was finished: refusals before it do not count any more.
@@ -186,7 +187,8 @@ impl Trainer {
         ask: impl FnOnce(Question) -> T,
     ) -> Result<T, Failure> {
         let Worker { share, sequences, plan, .. } = self.worker(rank);
-        let mut question = question_of(&self.run, &self.resolved.model, device, share, *sequences)?;
+        let question = question_of(&self.run, &self.resolved.model, device, share, *sequences)?;
+        let mut question = same_count(question, &plan.recipe);
         // What is free now is what this run leaves.
         question.host.budget = host;
         // What the file holds is no longer free on the disk, but it is this run's.
@@ -228,8 +230,14 @@ impl Trainer {
             });
             answer.ok().filter(|answer| answer.plan.fits)
         };
-        let same = if same_bits { fastest(Some(self.worker(rank).plan.recipe.micro_batch)) } else { None };
-        same.or_else(|| fastest(None))
+        // Where all have the same number of micro-batches, nobody takes other ones.
+        let same = if same_bits || self.team.holds_parts() {
+            fastest(Some(self.worker(rank).plan.recipe.micro_batch))
+        } else {
+            None
+        };
+        let others = || if self.team.holds_parts() { None } else { fastest(None) };
+        same.or_else(others)
     }
 
     /// A device goes over to another plan of its share. What is told about it comes later.

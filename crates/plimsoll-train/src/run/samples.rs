@@ -71,9 +71,31 @@ fn uniform(seed: u64, position: u64) -> f64 {
     (mix(mix(seed) ^ position) >> 11) as f64 / (1u64 << 53) as f64
 }
 
+/// What tokens can be put into, one after the other: a device, or a team whose devices need each other for it.
+pub trait Continues {
+    /// Puts tokens behind the `length` tokens that the cache holds, and gives the logits of the one that follows the last.
+    ///
+    /// # Errors
+    /// What a device fails with.
+    fn extend(&mut self, tokens: &[i32], length: usize) -> Result<Vec<f64>, Trouble>;
+
+    /// Tokens that the cache can hold.
+    fn capacity(&self) -> usize;
+}
+
+impl Continues for Engine {
+    fn extend(&mut self, tokens: &[i32], length: usize) -> Result<Vec<f64>, Trouble> {
+        Ok(Engine::extend(self, tokens, length)?)
+    }
+
+    fn capacity(&self) -> usize {
+        Engine::capacity(self)
+    }
+}
+
 /// Goes on from `prompt` for at most `most` tokens, or until one of `ends`; `room` is what the cache holds.
 pub fn generate(
-    engine: &mut Engine,
+    engine: &mut impl Continues,
     prompt: &[i32],
     most: usize,
     room: usize,
@@ -117,7 +139,7 @@ pub struct Drawn {
 ///
 /// # Errors
 /// Data that cannot be read after all.
-pub fn samples(engine: &mut Engine, data: &Dataset, config: &ModelConfig) -> Result<Vec<Drawn>, Trouble> {
+pub fn samples(engine: &mut impl Continues, data: &Dataset, config: &ModelConfig) -> Result<Vec<Drawn>, Trouble> {
     let mut rows = Rows::new(1, data.sequence());
     let mut drawn = Vec::new();
     for row in 0..data.rows().min(LOOKED_AT) {

@@ -6,8 +6,10 @@ use super::events::EventLog;
 use super::prepare::{Known, Planned, share_among};
 use super::retreat::Left;
 use super::training::Trainer;
-use super::trouble::Trouble;
-use plimsoll_core::{Bytes, Class, DeviceSpec, Event, Failure, Sharing};
+use super::trouble::{Halt, Trouble};
+use crate::run::checkpoint::newest;
+use plimsoll_core::{Bytes, Class, DeviceSpec, Event, Failure, LostDevice, Sharing};
+use std::path::Path;
 use std::time::Instant;
 
 /// Other shares must make a step this much faster to be worth the move.
@@ -15,10 +17,17 @@ const WORTH: f64 = 0.98;
 
 impl Trainer {
     /// A device is gone. What it computed of the present step is dropped, and where the others have all that the run needs,
-    /// they go on from the last step that was finished.
-    pub(super) fn go_on_without(&mut self, rank: usize, why: &str, log: &mut EventLog) -> Result<(), Failure> {
+    /// they go on from the last step that was finished. Where a part of the state is gone with it, they go on from the last
+    /// checkpoint.
+    pub(super) fn go_on_without(&mut self, rank: usize, why: &str, log: &mut EventLog) -> Result<(), Halt> {
+        let parts = self.team.holds_parts();
         self.part_with(rank, why, log)?;
-        self.share_anew(&format!("{why}: the others share its work"), log)
+        let why = format!("{why}: the others share its work");
+        if !parts {
+            return self.share_anew(&why, log);
+        }
+        let planned = self.planned_anew(&why)?;
+        Err(self.go_back(planned, log)?)
     }
 
     /// Lets a device that is gone leave the team, without another plan.
@@ -29,12 +38,13 @@ impl Trainer {
         if self.team.len() == 1 {
             return Err(gone("no other device works on this run"));
         }
-        if self.plan.sharing != Some(Sharing::Batch) {
-            return Err(gone("a part of the weights stood on it alone"));
-        }
+        let newest = |folder: &Path| Ok::<_, Failure>(newest(folder)?.0.map_or(0, |checkpoint| checkpoint.info.step));
+        let back_to = if self.team.holds_parts() { Some(newest(&self.folder)?) } else { None };
         let worker = self.team.leave(rank);
         let (step, device) = (self.step_now(), worker.device.name.clone());
-        log.emit(Event::Lost { step, device, why: why.to_owned(), left: self.team.names() })
+        drop(worker);
+        self.lost.push(LostDevice { device: device.clone(), step, back_to });
+        log.emit(Event::Lost { step, device, why: why.to_owned(), left: self.team.names(), back_to })
     }
 
     /// A device has no recipe for its share that holds less than `line`: the others take some of it, or all. Whether they
@@ -45,14 +55,14 @@ impl Trainer {
         line: Bytes,
         why: &str,
         log: &mut EventLog,
-    ) -> Result<bool, Failure> {
-        if self.team.len() == 1 || self.plan.sharing != Some(Sharing::Batch) {
+    ) -> Result<bool, Halt> {
+        if self.team.len() == 1 {
             return Ok(false);
         }
         let start = Instant::now();
         let mut specs = self.team.specs();
         specs[rank].budget = line;
-        let planned = share_among(&self.run, &self.resolved.model, &specs, self.host_line(), None)?;
+        let planned = share_among(&self.run, &self.resolved.model, &specs, self.host_line(), None, None)?;
         if !planned.plan.fits {
             return Ok(false);
         }
@@ -61,8 +71,9 @@ impl Trainer {
     }
 
     /// Devices that turn out to be faster or slower than planned share the work as they really are.
-    pub(super) fn watch_drift(&mut self, log: &mut EventLog) -> Result<(), Failure> {
-        if self.team.len() == 1 {
+    /// What stands in parts stays where it is.
+    pub(super) fn watch_drift(&mut self, log: &mut EventLog) -> Result<(), Halt> {
+        if self.team.len() == 1 || self.team.holds_parts() {
             return Ok(());
         }
         let Some(factors) = self.drift.see(self.info.step, &self.team.passed()) else { return Ok(()) };
@@ -72,9 +83,9 @@ impl Trainer {
             spec.rates = spec.rates.paced(1.0 / factor);
         }
         let host = self.host_line();
-        let now = Known::of_plan(&self.plan);
-        let as_they_are = share_among(&self.run, &self.resolved.model, &specs, host, now.as_ref())?;
-        let planned = share_among(&self.run, &self.resolved.model, &specs, host, None)?;
+        let (now, batch) = (Known::of_plan(&self.plan), Some(Sharing::Batch));
+        let as_they_are = share_among(&self.run, &self.resolved.model, &specs, host, now.as_ref(), batch)?;
+        let planned = share_among(&self.run, &self.resolved.model, &specs, host, None, batch)?;
         self.shared_again += 1;
         let worth = planned.plan.predicted.step_seconds < as_they_are.plan.predicted.step_seconds * WORTH;
         if !planned.plan.fits || !worth {
@@ -92,26 +103,40 @@ impl Trainer {
     }
 
     /// The devices that there are share the work of a step anew, under the load lines that hold now.
-    pub(super) fn share_anew(&mut self, why: &str, log: &mut EventLog) -> Result<(), Failure> {
+    pub(super) fn share_anew(&mut self, why: &str, log: &mut EventLog) -> Result<(), Halt> {
         let start = Instant::now();
+        let planned = self.planned_anew(why)?;
+        self.take_shares(planned, why, start, log)
+    }
+
+    /// How the devices that there are would share the work.
+    fn planned_anew(&self, why: &str) -> Result<Planned, Failure> {
         let specs: Vec<DeviceSpec> = self.team.specs();
-        let planned = share_among(&self.run, &self.resolved.model, &specs, self.host_line(), None)?;
+        let planned = share_among(&self.run, &self.resolved.model, &specs, self.host_line(), None, None)?;
         if !planned.plan.fits {
             return Err(Failure::stopped(format!("{why}; no recipe of this run fits on what is left"))
                 .hint("the newest checkpoint stands")
                 .hint("then name more devices, or allow more: --allow"));
         }
-        self.take_shares(planned, why, start, log)
+        Ok(planned)
     }
 
-    /// All go over to other shares; who has none leaves.
+    /// All go over to other shares; who has none leaves. What stands in parts, or is going to, does so by way of a
+    /// checkpoint.
     pub(super) fn take_shares(
         &mut self,
         planned: Planned,
         why: &str,
         start: Instant,
         log: &mut EventLog,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), Halt> {
+        if self.team.holds_parts() || planned.plan.sharing == Some(Sharing::State) {
+            if self.filled && self.info.step > 0 {
+                self.save(log)?;
+            }
+            log.emit(Event::Warning { message: format!("{why}; the run goes on from the checkpoint in another way") })?;
+            return Err(self.go_back(planned, log)?);
+        }
         let Planned { plan, parts } = planned;
         let unused: Vec<String> =
             self.team.names().into_iter().filter(|name| parts.iter().all(|part| part.device.name != *name)).collect();

@@ -7,6 +7,7 @@ use super::engine::{Engine, Evaluated, StepInput, StepLoss};
 use super::prepare::Part;
 use super::rehearsal::{Injection, Rehearsal};
 use super::retreat::Line;
+use super::samples::Continues;
 use super::training::{evaluate, quantile};
 use super::trouble::Trouble;
 use crate::data::{Dataset, Rows};
@@ -111,6 +112,21 @@ pub struct Team {
 /// What carries bytes between so many devices.
 fn transport(devices: usize) -> Arc<dyn Transport> {
     memory::Memory::between(devices as u32)
+}
+
+impl Continues for Team {
+    fn extend(&mut self, tokens: &[i32], length: usize) -> Result<Vec<f64>, Trouble> {
+        if !self.holds_parts() {
+            return Ok(self.workers[0].engine.extend(tokens, length)?);
+        }
+        // All have the same tokens and the same cache; what the first makes of them counts.
+        let all = self.all(|worker| Ok(worker.engine.extend(tokens, length)?))?;
+        Ok(all.into_iter().next().expect("a team has a device"))
+    }
+
+    fn capacity(&self) -> usize {
+        self.workers[0].engine.capacity()
+    }
 }
 
 /// Tells the others when its thread panics: they may be waiting for what it would have sent.
@@ -243,9 +259,14 @@ impl Team {
             return Ok(only.engine.gradients(rows, input)?);
         }
         let rows = &*rows;
+        let together = self.micro_batches();
         let found = self.all(|worker| {
             let own = worker.own(rows.len());
             worker.rows.copy_from(rows, own);
+            // Micro-batches in which it has nothing to do, but others need its part of the state.
+            while (worker.rows.len() as u64) < together * u64::from(worker.plan.recipe.micro_batch) {
+                worker.rows.push_empty();
+            }
             Ok(worker.engine.gradients(&mut worker.rows, input)?)
         })?;
         for worker in &mut self.workers {
@@ -263,6 +284,18 @@ impl Team {
         if let [only] = &mut self.workers[..] {
             only.factors.push(seconds / only.plan.predicted.step_seconds);
         }
+    }
+
+    /// Whether the state stands in parts on all devices.
+    pub fn holds_parts(&self) -> bool {
+        self.workers[0].share.sharing == Some(Sharing::State)
+    }
+
+    /// Micro-batches of a step that all have to do together, because each holds a part of the state: as many as whoever has
+    /// most of them. 0 where everybody works by itself.
+    fn micro_batches(&self) -> u64 {
+        let of = |worker: &Worker| worker.sequences.div_ceil(u64::from(worker.plan.recipe.micro_batch));
+        if self.holds_parts() { self.workers.iter().map(of).max().unwrap_or(0) } else { 0 }
     }
 
     /// Measured and predicted seconds of the passes in which each device waited for nobody, in the last step.
@@ -294,14 +327,27 @@ impl Team {
         let total: u64 = self.workers.iter().map(|worker| worker.sequences).sum();
         let rows = data.rows();
         let at = |sequences: u64| (u128::from(rows) * u128::from(sequences) / u128::from(total)) as u64;
-        let parts = self.all(|worker| {
+        let own = |worker: &Worker| {
             let first = worker.share.first_sequence;
-            let own = if total == worker.sequences { 0..rows } else { at(first)..at(first + worker.sequences) };
-            evaluate(&mut worker.engine, data, own)
+            if total == worker.sequences { 0..rows } else { at(first)..at(first + worker.sequences) }
+        };
+        let times = |worker: &Worker| {
+            let own = own(worker);
+            (own.end - own.start).div_ceil(u64::from(worker.plan.recipe.micro_batch))
+        };
+        let together = if self.holds_parts() { self.workers.iter().map(times).max().unwrap_or(0) } else { 0 };
+        let parts = self.all(|worker| {
+            let own = own(worker);
+            evaluate(&mut worker.engine, data, own, together)
         })?;
         let mut sum = Evaluated::default();
         parts.into_iter().for_each(|part| sum.add(part));
         Ok(sum)
+    }
+
+    /// Lets all devices go, with all that stands on them.
+    pub fn disband(&mut self) {
+        self.workers.clear();
     }
 
     /// What a device holds now, measured: a GPU by itself, the others in this process, of which what belongs to other

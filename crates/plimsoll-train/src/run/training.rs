@@ -10,17 +10,17 @@ use super::prepare::{Known, Part, Planned, Prepared, load_weights, prepare, roun
 use super::rate::learning_rate;
 use super::rehearsal::Injection;
 use super::retreat::{Line, charged_programs};
-use super::samples::{Sample, readable, samples};
+use super::samples::{Drawn, Sample, readable, samples};
 use super::spaces::Storing;
 use super::team::{Team, Worker};
-use super::trouble::Trouble;
+use super::trouble::{Halt, Trouble};
 use crate::data::{Batches, Dataset, Loader, Order, Rows};
 use crate::files::{WeightWriter, atomic, write_adapter_dir, write_model_dir};
 use crate::resolve::{Resolved, lora, pace};
 use crate::run_file::{Length, Method, RunFile, Threads};
 use plimsoll_core::{
-    Budget, DType, DeviceKind, EvalResult, Event, Failure, LossSpan, Member, Plan, Recipe, Record, Retreat, RunResult,
-    RunStatus, Sharing, StepSeconds,
+    Budget, DType, DeviceKind, EvalResult, Event, Failure, LossSpan, LostDevice, Member, Plan, Recipe, Record, Retreat,
+    RunResult, RunStatus, Sharing, StepSeconds,
 };
 use plimsoll_device::device::DeviceError;
 use plimsoll_device::probe::Cpu;
@@ -186,7 +186,7 @@ impl Run {
         for message in warnings {
             log.emit(Event::Warning { message })?;
         }
-        let outcome = trainer.run(&mut log, stop).and_then(|status| trainer.finish(status, &mut log));
+        let outcome = trainer.run(&mut log, stop).and_then(|ending| trainer.finish(ending, &mut log));
         outcome
             .map_err(|failure| failure.hint(format!("then go on with: plimsoll train --resume {}", folder.display())))
     }
@@ -209,6 +209,11 @@ pub(super) struct Trainer {
     pub(super) plan: Plan,
     pub(super) info: CheckpointInfo,
     pub(super) retreats: Vec<Retreat>,
+    pub(super) lost: Vec<LostDevice>,
+    /// Where devices refuse and are lost, for rehearsals.
+    injections: Vec<Injection>,
+    /// Whether weights and optimizer are there.
+    pub(super) filled: bool,
     pub(super) drift: Drift,
     /// How often the shares were looked at anew because of it.
     pub(super) shared_again: u32,
@@ -227,6 +232,13 @@ pub(super) struct Trainer {
     generates: bool,
     saves: bool,
     pace: f64,
+}
+
+/// How the steps ended, with what was made of it.
+struct Ending {
+    status: RunStatus,
+    model: Option<PathBuf>,
+    drawn: Vec<Drawn>,
 }
 
 impl Trainer {
@@ -306,6 +318,9 @@ impl Trainer {
             batches,
             control,
             retreats: Vec::new(),
+            lost: Vec::new(),
+            injections,
+            filled: false,
             refused: 0,
             drift: Drift::new(),
             shared_again: 0,
@@ -314,8 +329,40 @@ impl Trainer {
             seconds: Vec::new(),
             last_eval: None,
         };
-        trainer.insist(log, |trainer| trainer.fill(checkpoint.as_ref()))?;
+        match trainer.insist(log, |trainer| trainer.fill(checkpoint.as_ref())) {
+            Ok(()) => trainer.filled = true,
+            Err(Halt::Back) => {}
+            Err(Halt::Failure(failure)) => return Err(failure),
+        }
         Ok(trainer)
+    }
+
+    /// Other devices, or the same in another way, go on from the newest checkpoint; from the beginning where there is none.
+    /// What stands on the devices now is given up.
+    pub(super) fn go_back(&mut self, planned: Planned, log: &mut EventLog) -> Result<Halt, Failure> {
+        self.team.disband();
+        let (checkpoint, warnings) = checkpoint::newest(&self.folder)?;
+        for message in warnings {
+            log.emit(Event::Warning { message })?;
+        }
+        (self.team, self.plan) = open_team(&self.run, &self.resolved, planned, log)?;
+        self.team.rehearse(&self.injections, self.run.train.seed);
+        let (step, elapsed_seconds, first_loss, last_loss) = match &checkpoint {
+            Some(Checkpoint { info, .. }) => (info.step, info.elapsed_seconds, info.first_loss, info.last_loss),
+            None => (0, 0.0, f64::NAN, f64::NAN),
+        };
+        self.info = CheckpointInfo { step, elapsed_seconds, first_loss, last_loss, ..self.info.clone() };
+        self.last_eval = self.last_eval.filter(|(of, _)| *of <= step);
+        self.last_saved = (step, Instant::now());
+        self.drift = Drift::rested(step, self.shared_again);
+        self.filled = false;
+        self.write_plan()?;
+        match self.insist(log, |trainer| trainer.fill(checkpoint.as_ref())) {
+            Ok(()) => self.filled = true,
+            Err(Halt::Back) => {}
+            Err(Halt::Failure(failure)) => return Err(failure),
+        }
+        Ok(Halt::Back)
     }
 
     /// Weights and optimizer: of a checkpoint, else the first ones.
@@ -362,7 +409,19 @@ impl Trainer {
         }
     }
 
-    fn run(&mut self, log: &mut EventLog, stop: &AtomicBool) -> Result<RunStatus, Failure> {
+    /// All steps, and what comes after them. A run that had to go back does again what was lost.
+    fn run(&mut self, log: &mut EventLog, stop: &AtomicBool) -> Result<Ending, Failure> {
+        self.say_start(log)?;
+        loop {
+            match self.steps(log, stop).and_then(|status| self.conclude(status, log)) {
+                Ok(ending) => return Ok(ending),
+                Err(Halt::Back) => {}
+                Err(Halt::Failure(failure)) => return Err(failure),
+            }
+        }
+    }
+
+    fn say_start(&self, log: &mut EventLog) -> Result<(), Failure> {
         log.emit(Event::Start {
             step: self.info.step + 1,
             steps: self.info.steps.unwrap_or(0),
@@ -372,7 +431,10 @@ impl Trainer {
             product_flops: self.product_flops,
             peak_flops: self.peak_flops,
             simulated: self.team.workers().iter().any(|worker| worker.device.simulated()),
-        })?;
+        })
+    }
+
+    fn steps(&mut self, log: &mut EventLog, stop: &AtomicBool) -> Result<RunStatus, Halt> {
         let mut loader = Loader::start(Arc::clone(&self.data), self.batches, self.info.step);
         while !self.is_last() {
             let Some(batch) = loader.next_step()? else { break };
@@ -397,7 +459,7 @@ impl Trainer {
         Ok(RunStatus::Done)
     }
 
-    fn step(&mut self, rows: &mut Rows, labelled_tokens: u64, log: &mut EventLog) -> Result<(), Failure> {
+    fn step(&mut self, rows: &mut Rows, labelled_tokens: u64, log: &mut EventLog) -> Result<(), Halt> {
         let step = self.info.step + 1;
         let start = Instant::now();
         let train = &self.run.train;
@@ -412,13 +474,16 @@ impl Trainer {
             let message = format!("step {step}: the loss is {} and the gradient norm {}", found.loss, found.norm);
             return Err(Failure::stopped(message)
                 .hint("the step was dropped; the newest checkpoint stands")
-                .hint("a lower train.learning_rate or train.clip_norm, in a run of its own, is the usual cure; look at the samples of this step, too"));
+                .hint("a lower train.learning_rate or train.clip_norm, in a run of its own, is the usual cure; look at the samples of this step, too")
+                .into());
         }
         // From here on it only rolls forward, tensor by tensor, as it is: what is refused is done again.
         let mut gone = None;
         while let Err(trouble) = self.team.update() {
             match trouble {
                 Trouble::Refused { rank, error } => self.do_again(rank, &error, log)?,
+                // A part of the state is gone with it.
+                Trouble::Lost { rank, why } if self.team.holds_parts() => self.go_on_without(rank, &why, log)?,
                 // The others finish the step before they share its work.
                 Trouble::Lost { rank, why } => {
                     self.part_with(rank, &why, log)?;
@@ -434,10 +499,6 @@ impl Trainer {
         self.seconds.push(seconds);
         self.team.took(seconds);
         self.info.step = step;
-        self.watch_drift(log)?;
-        if let Some(why) = gone {
-            self.share_anew(&format!("{why}: the others share its work"), log)?;
-        }
         self.info.elapsed_seconds += seconds;
         self.info.last_loss = found.loss;
         if step == 1 {
@@ -452,10 +513,15 @@ impl Trainer {
             labelled_tokens,
             seconds,
             bytes: self.team.held_by_all(),
-        })
+        })?;
+        self.watch_drift(log)?;
+        match gone {
+            Some(why) => self.share_anew(&format!("{why}: the others share its work"), log),
+            None => Ok(()),
+        }
     }
 
-    fn evaluate(&mut self, log: &mut EventLog) -> Result<(), Failure> {
+    fn evaluate(&mut self, log: &mut EventLog) -> Result<(), Halt> {
         let Some(data) = self.eval.clone() else { return Ok(()) };
         if self.last_eval.is_some_and(|(step, _)| step == self.info.step) {
             return Ok(());
@@ -464,16 +530,16 @@ impl Trainer {
         let sum = self.insist(log, |trainer| trainer.team.evaluate(&data))?;
         let exact_match = (sum.samples > 0).then(|| sum.exact as f64 / sum.samples as f64);
         self.last_eval = Some((self.info.step, EvalResult { loss: sum.loss(), exact_match }));
-        log.emit(Event::Evaluation {
+        Ok(log.emit(Event::Evaluation {
             step: self.info.step,
             loss: sum.loss(),
             exact_match,
             tokens: sum.tokens,
             seconds: start.elapsed().as_secs_f64(),
-        })
+        })?)
     }
 
-    fn save(&mut self, log: &mut EventLog) -> Result<(), Failure> {
+    pub(super) fn save(&mut self, log: &mut EventLog) -> Result<(), Halt> {
         let path = self.folder.join("checkpoints").join(format!("step-{}", self.info.step));
         if !self.saves || self.last_saved.0 == self.info.step && path.exists() {
             return Ok(());
@@ -484,11 +550,11 @@ impl Trainer {
             checkpoint::write(&trainer.folder, &trainer.info, &mut trainer.team, keep).map(|_| ())
         })?;
         self.last_saved = (self.info.step, Instant::now());
-        log.emit(Event::Checkpoint {
+        Ok(log.emit(Event::Checkpoint {
             step: self.info.step,
             path: path.display().to_string(),
             seconds: start.elapsed().as_secs_f64(),
-        })
+        })?)
     }
 
     /// Writes what was trained, whole or not at all: a Hugging Face directory, or adapters as a PEFT directory.
@@ -508,21 +574,25 @@ impl Trainer {
         Ok(path)
     }
 
-    fn finish(mut self, status: RunStatus, log: &mut EventLog) -> Result<Outcome, Failure> {
-        let mut model = None;
-        let mut drawn = Vec::new();
+    /// What is left to do when all steps are done.
+    fn conclude(&mut self, status: RunStatus, log: &mut EventLog) -> Result<Ending, Halt> {
+        let mut ending = Ending { status, model: None, drawn: Vec::new() };
         if status == RunStatus::Done {
             self.evaluate(log)?;
             self.save(log)?;
             if self.saves {
-                model = Some(self.insist(log, Trainer::write_model)?);
+                ending.model = Some(self.insist(log, Trainer::write_model)?);
             }
             if let (true, Some(eval)) = (self.generates, self.eval.clone()) {
-                drawn = self.insist(log, |trainer| {
-                    samples(&mut trainer.team.first().engine, &eval, &trainer.resolved.model.config)
-                })?;
+                ending.drawn =
+                    self.insist(log, |trainer| samples(&mut trainer.team, &eval, &trainer.resolved.model.config))?;
             }
         }
+        Ok(ending)
+    }
+
+    fn finish(mut self, ending: Ending, log: &mut EventLog) -> Result<Outcome, Failure> {
+        let Ending { status, model, drawn } = ending;
         let memory = self.team.memory();
         let tokens = (self.batches.rows * u64::from(self.run.data.sequence)) as f64;
         let predicted = self.plan.predicted.step_seconds;
@@ -551,6 +621,7 @@ impl Trainer {
             sharing: self.plan.sharing,
             team: self.team.results(),
             retreats: self.retreats,
+            lost: self.lost,
             rested_seconds: self.cooling.seconds,
             fallback: self.resolved.fallback.clone(),
         };
@@ -671,13 +742,22 @@ fn done_by(recipe: &Recipe, sharing: Option<Sharing>, team: &[Member]) -> String
     format!("{sharing} shared by {}", team.iter().map(member).collect::<Vec<_>>().join("; "))
 }
 
-/// Some rows of a data set once, in order.
-pub(super) fn evaluate(engine: &mut Engine, data: &Dataset, rows_of: Range<u64>) -> Result<Evaluated, Trouble> {
+/// Some rows of a data set once, in order, in at least so many micro-batches: others may wait for them.
+pub(super) fn evaluate(
+    engine: &mut Engine,
+    data: &Dataset,
+    rows_of: Range<u64>,
+    at_least: u64,
+) -> Result<Evaluated, Trouble> {
     let at_once = u64::from(engine.recipe().micro_batch);
     let mut rows = Rows::new(at_once, data.sequence());
     let mut sum = Evaluated::default();
-    for first in rows_of.clone().step_by(at_once as usize) {
+    let times = (rows_of.end - rows_of.start).div_ceil(at_once).max(at_least);
+    for first in (0..times).map(|time| (rows_of.start + time * at_once).min(rows_of.end)) {
         data.read(first..(first + at_once).min(rows_of.end), &mut rows)?;
+        if rows.is_empty() {
+            rows.push_empty();
+        }
         sum.add(engine.evaluate(&mut rows)?);
     }
     Ok(sum)

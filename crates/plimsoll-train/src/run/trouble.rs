@@ -1,5 +1,5 @@
 //! What can go wrong while devices work for a run: one refuses memory, which a run survives, one is gone, which a team
-//! survives, or anything else, which ends the run.
+//! survives, or anything else, which ends the run. Some of it takes a run back to a checkpoint.
 
 use crate::data::DataError;
 use crate::files::FilesError;
@@ -56,6 +56,39 @@ impl Trouble {
             Trouble::Refused { .. } => 1,
             Trouble::Peer(_) => 0,
         }
+    }
+}
+
+/// Why a run does not simply go on.
+#[derive(Debug)]
+pub enum Halt {
+    /// It ends.
+    Failure(Failure),
+    /// It has gone back to a checkpoint: what was being done is not done, and steps are counted from there.
+    Back,
+}
+
+impl From<Failure> for Halt {
+    fn from(failure: Failure) -> Halt {
+        Halt::Failure(failure)
+    }
+}
+
+impl From<Trouble> for Halt {
+    fn from(trouble: Trouble) -> Halt {
+        Halt::Failure(trouble.into())
+    }
+}
+
+impl From<FilesError> for Halt {
+    fn from(error: FilesError) -> Halt {
+        Halt::Failure(error.into())
+    }
+}
+
+impl From<DataError> for Halt {
+    fn from(error: DataError) -> Halt {
+        Halt::Failure(error.into())
     }
 }
 

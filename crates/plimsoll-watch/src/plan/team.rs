@@ -40,13 +40,16 @@ pub(super) fn shares(view: &PlanView) -> String {
 }
 
 fn rows(plan: &Plan) -> Vec<Vec<String>> {
-    let header = ["device", "sequences", "micro-batch", "peak", "load line", "busy", "idle"].map(str::to_owned);
+    // Where the state stands in parts, they say more than the micro-batch, which is in the recipe, too.
+    let parts = plan.team.iter().any(|member| member.state.is_some());
+    let third = if parts { "of the state" } else { "micro-batch" };
+    let header = ["device", "sequences", third, "peak", "load line", "busy", "idle"].map(str::to_owned);
     let mut rows = vec![header.to_vec()];
     for (member, device) in plan.team.iter().zip(&plan.devices) {
         rows.push(vec![
             member.device.clone() + if device.simulated { " (simulated)" } else { "" },
             member.sequences.to_string(),
-            member.recipe.micro_batch.to_string(),
+            member.state.map_or(member.recipe.micro_batch.to_string(), |part| percent(part as f64 / 1024.0, 1)),
             device.peak_bytes.to_string(),
             device.budget_bytes.to_string(),
             seconds(member.busy_seconds),

@@ -1,7 +1,8 @@
 //! *State*: weights, gradients, masters and the optimizer's state are held in parts, each rank its own run of elements of
 //! every tensor, as long as the rank's memory allows. The parts are the ranks' alone, so the update is, too.
 //!
-//! - Where something is computed, the pass goes from unit to unit (an iteration of a block): what a unit needs is gathered
+//! - Where something is computed, the pass goes from unit to unit (an iteration of a block, or all where they need the
+//!   same): what a unit needs is gathered
 //!   into buffers, one unit ahead; gradients are summed in buffers from zero, and when a unit has made them whole they are
 //!   scattered, which adds to each rank's part. So all ranks take part in every micro-batch, each with as many sequences
 //!   as it likes.
@@ -114,10 +115,9 @@ struct Pass<'a> {
 /// A tensor's slot.
 type Held = (TensorId, i64);
 
-/// An iteration of a block.
+/// An iteration of a block, or all of them where they touch the same slots.
 struct Unit {
-    name: String,
-    ops: Vec<Op>,
+    block: Block,
     /// The weights that it reads.
     needs: BTreeSet<Held>,
     /// The gradients that it adds to.
@@ -134,10 +134,15 @@ impl Pass<'_> {
     fn units(&self, program: &Program) -> Vec<Unit> {
         let mut units = Vec::new();
         for block in &program.blocks {
-            for variable in block.variables() {
-                let ops: Vec<Op> = block.ops.iter().map(|op| op.iteration(variable)).collect();
+            let iteration =
+                |variable: i64| Block::once(&block.name, block.ops.iter().map(|op| op.iteration(variable)).collect());
+            let iterations: Vec<Block> = match block.repeat > 1 && block.keeps_its_slots() {
+                true => vec![block.clone()],
+                false => block.variables().map(iteration).collect(),
+            };
+            for block in iterations {
                 let (mut needs, mut gives) = (BTreeSet::new(), BTreeSet::new());
-                for access in ops.iter().flat_map(|op| op.accesses(&|id| self.whole[id.0 as usize].elements())) {
+                for access in block.ops.iter().flat_map(|op| op.accesses(&|id| self.whole[id.0 as usize].elements())) {
                     let tensor = &self.whole[access.operand.tensor.0 as usize];
                     if self.shards.contains_key(&access.operand.tensor) {
                         let slot = access.operand.slot.base.rem_euclid(i64::from(tensor.slots));
@@ -149,7 +154,7 @@ impl Pass<'_> {
                 let layers: BTreeSet<i64> =
                     needs.iter().filter(|(id, _)| self.layered.contains(id)).map(|(_, slot)| *slot).collect();
                 needs.extend(layers.iter().flat_map(|&slot| self.layered.iter().map(move |&id| (id, slot))));
-                units.push(Unit { name: block.name.clone(), ops, needs, gives });
+                units.push(Unit { block, needs, gives });
             }
         }
         units
@@ -190,15 +195,23 @@ impl Pass<'_> {
                 let elements = walk.pass.whole[held.0.0 as usize].elements();
                 ops.push(OpKind::Fill { into: walk.buffer(*held), value: 0.0, elements }.into());
             }
-            ops.extend(unit.ops.iter().map(|op| walk.in_buffers(op)));
+            let computed = unit.block.ops.iter().map(|op| walk.in_buffers(op));
+            if unit.block.repeat == 1 {
+                ops.extend(computed);
+            } else {
+                let computed = Block { ops: computed.collect(), ..unit.block.clone() };
+                blocks.push(Block::once(&unit.block.name, std::mem::take(&mut ops)));
+                blocks.push(computed);
+            }
             let whole: Vec<Held> =
                 unit.gives.difference(after.map_or(&nothing, |after| &after.gives)).copied().collect();
             walk.scatter(&whole, &mut ops);
             if after.is_none() {
                 ops.extend(walk.leaving.take());
             }
-            blocks.push(Block::once(&unit.name, ops));
+            blocks.push(Block::once(&unit.block.name, ops));
         }
+        blocks.retain(|block| !block.ops.is_empty());
         blocks
     }
 

@@ -1,0 +1,474 @@
+//! Weights, gradients and the optimizer's state stand in parts on all devices, as large as each one's memory allows, and
+//! every device computes some of the sequences of every micro-batch, as many as its speed allows. What a layer needs is
+//! gathered for each pass over it, so nobody has to hold the model, and everybody waits for everybody, layer by layer: all
+//! have the same number of micro-batches.
+//!
+//! How many micro-batches there are is tried, fewest first: each takes the exchange once more, and what is large has to be
+//! computed again. A sketch of each is made from what a rank takes and holds where nothing is computed again, and where
+//! everything is; the most promising are searched for recipes.
+
+use super::{Given, LeftOut, ShareOut, TeamQuestion, Way, named, slower_with, slowest};
+use crate::search::{Candidate, InParts, Question, Rank, computing_seconds, fastest_by_bounds, side_by_side, under};
+use plimsoll_core::{Bytes, DeviceSpec, Rung, Sharing, Worth};
+use plimsoll_program::Share;
+use std::cell::{OnceCell, RefCell};
+use std::collections::HashMap;
+
+/// All of the state, in the parts of a share.
+const WHOLE: u64 = 1024;
+/// A sketch that is no slower than so many times the fastest is searched for recipes, too.
+const NEAR: f64 = 1.03;
+/// Sketches that are searched at most, but for those that turn out to have no recipe.
+const LOOKS: usize = 2;
+/// Numbers of micro-batches in a row that may be slower than the best before the rest is not looked at.
+const WORSE: usize = 2;
+/// Room for what parts are rounded up to.
+const ROOM: f64 = 1.002;
+/// Times that the parts of a sketch are drawn anew because a rank has no recipe for its own.
+const TRIES: usize = 4;
+
+/// Shares of state among the devices of a team, under some lossy rungs.
+pub(super) struct State<'t, 'q> {
+    team: &'t TeamQuestion<'q>,
+    rungs: &'t [Rung],
+    /// Bytes of a device that are not planned with, because what packs did not.
+    held_back: Vec<u64>,
+    in_parts: OnceCell<InParts>,
+    computing: RefCell<HashMap<(usize, u32), f64>>,
+    ranks: RefCell<HashMap<(usize, u32, usize, u64), Rank>>,
+}
+
+/// Who gets what, before recipes are known.
+#[derive(Clone, Debug)]
+struct Sketch {
+    count: u64,
+    micro_batches: Vec<u64>,
+    parts: Vec<u64>,
+    hosts: Vec<Bytes>,
+    /// Bytes of the state that wait on the host, of all ranks together.
+    waits: f64,
+    seconds: f64,
+}
+
+impl<'t, 'q> State<'t, 'q> {
+    pub fn new(team: &'t TeamQuestion<'q>, rungs: &'t [Rung]) -> State<'t, 'q> {
+        State {
+            team,
+            rungs,
+            held_back: vec![0; team.devices.len()],
+            in_parts: OnceCell::new(),
+            computing: RefCell::default(),
+            ranks: RefCell::default(),
+        }
+    }
+
+    /// No sharing of state does more tokens a second: everybody computes all the time, and nothing twice.
+    pub fn at_most(&self) -> f64 {
+        let of = |device: usize| {
+            let sizes = (0..32).map(|power| 1u64 << power).take_while(|&size| size <= self.team.total());
+            let pinned = self.team.devices[device].pins.micro_batch.map(u64::from);
+            let rate = |size: u64| size as f64 / self.computing(device, size);
+            sizes.filter(|size| pinned.is_none_or(|pin| pin == *size)).chain(pinned).map(rate).fold(0.0, f64::max)
+        };
+        let sequences: f64 = (0..self.team.devices.len()).map(of).sum();
+        sequences * self.team.tokens() / self.team.total() as f64
+    }
+
+    /// About the least of the host that would do: everybody computes one sequence at once, and all again.
+    pub fn least_host(&self) -> Option<Bytes> {
+        let devices: Vec<usize> = (0..self.team.devices.len()).collect();
+        let sketch = self.sketch(&devices, devices.len() as u64, &vec![0; devices.len()])?;
+        Some(Bytes(sketch.waits as u64))
+    }
+
+    /// Seconds in which a device computes a micro-batch: between sizes that are powers of two, in proportion.
+    fn computing(&self, device: usize, micro_batch: u64) -> f64 {
+        let kind = self.team.first_alike(device);
+        let exactly = |size: u64| {
+            let key = (kind, size as u32);
+            let known = self.computing.borrow().get(&key).copied();
+            known.unwrap_or_else(|| {
+                let question = under(&self.team.devices[kind], self.rungs);
+                let seconds = computing_seconds(&question, size as u32);
+                self.computing.borrow_mut().insert(key, seconds);
+                seconds
+            })
+        };
+        let below = 1 << micro_batch.ilog2();
+        match micro_batch - below {
+            0 => exactly(below),
+            more => exactly(below) + (exactly(2 * below) - exactly(below)) * more as f64 / below as f64,
+        }
+    }
+
+    /// A question about a device of a team with this link, that holds and computes such a share.
+    fn question<'s>(&self, spec: &'s DeviceSpec, device: usize, given: &Given) -> Question<'s>
+    where
+        'q: 's,
+    {
+        let question = self.team.of(device, &given.share, given.sequences, given.host);
+        let question = Question { device: spec, ..under(&question, self.rungs) };
+        let pins = crate::search::Pins { micro_batch: Some(given.recipe.micro_batch), ..question.pins.clone() };
+        Question { pins, ..question }
+    }
+
+    /// The device as it is planned with in a team of some.
+    fn spec(&self, device: usize, devices: &[usize]) -> DeviceSpec {
+        let spec = self.team.devices[device].device;
+        let team_link = slowest(devices.iter().map(|&device| self.team.devices[device].device.team_link));
+        let budget = spec.budget.saturating_sub(Bytes(self.held_back[device]));
+        DeviceSpec { team_link, budget, ..spec.clone() }
+    }
+
+    fn rank(&self, device: usize, micro_batch: u64, devices: &[usize]) -> Rank {
+        let spec = self.spec(device, devices);
+        let link = spec.team_link.bytes_per_second.to_bits();
+        let key = (self.team.first_alike(device), micro_batch as u32, devices.len(), link);
+        let known = self.ranks.borrow().get(&key).copied();
+        known.unwrap_or_else(|| {
+            let ranks = devices.len() as u64;
+            let state = even(WHOLE, ranks);
+            let share = Share { sharing: Some(Sharing::State), ranks: ranks as u32, state, ..Share::ALONE };
+            let question = self.team.of(device, &share, micro_batch, Bytes::ZERO);
+            let question = Question { device: &spec, ..under(&question, self.rungs) };
+            let rank = Rank::of(&question, micro_batch as u32);
+            self.ranks.borrow_mut().insert(key, rank);
+            rank
+        })
+    }
+
+    fn in_parts(&self) -> InParts {
+        *self.in_parts.get_or_init(|| InParts::of(&under(&self.team.devices[0], self.rungs)))
+    }
+
+    /// So many sequences of a micro-batch, each to whom it makes the least slow; nobody gets more than it can hold.
+    fn micro_batches(&self, devices: &[usize], sequences: u64, caps: &[u64]) -> Option<Vec<u64>> {
+        let mut own = vec![1; devices.len()];
+        if sequences < own.len() as u64 || caps.contains(&0) {
+            return None;
+        }
+        for _ in own.len() as u64..sequences {
+            let after = |rank: &usize| self.computing(devices[*rank], own[*rank] + 1);
+            let free = (0..devices.len()).filter(|&rank| own[rank] < caps[rank]);
+            let rank = free.min_by(|a, b| after(a).total_cmp(&after(b)))?;
+            own[rank] += 1;
+        }
+        Some(own)
+    }
+
+    /// What such a number of micro-batches comes to, by what ranks take and hold; `tight` bytes of each are not used.
+    fn sketch(&self, devices: &[usize], at_once: u64, tight: &[u64]) -> Option<Sketch> {
+        if self.team.total() < devices.len() as u64 {
+            return None;
+        }
+        let budget = |rank: usize| {
+            let budget = self.spec(devices[rank], devices).arena_budget().0;
+            budget.saturating_sub(tight[rank])
+        };
+        let pinned = self.team.devices[0].pins.micro_batch.map(u64::from);
+        let mut caps = vec![u64::MAX; devices.len()];
+        for _ in 0..TRIES {
+            let micro_batches = match pinned {
+                Some(pin) => vec![pin; devices.len()],
+                None => self.micro_batches(devices, at_once, &caps)?,
+            };
+            let ranks: Vec<Rank> =
+                devices.iter().zip(&micro_batches).map(|(&device, &own)| self.rank(device, own, devices)).collect();
+            let over = (0..devices.len()).filter(|&rank| ranks[rank].beside[1] > budget(rank)).collect::<Vec<_>>();
+            if over.is_empty() {
+                let count = self.team.total().div_ceil(micro_batches.iter().sum());
+                let budgets = (0..devices.len()).map(budget).collect::<Vec<_>>();
+                return self.filled(devices, count, micro_batches, &ranks, &budgets);
+            }
+            if pinned.is_some() {
+                return None;
+            }
+            for rank in over {
+                let fits = micro_batches[rank] as u128 * u128::from(budget(rank)) / u128::from(ranks[rank].beside[1]);
+                caps[rank] = (fits as u64).min(micro_batches[rank] - 1);
+            }
+        }
+        None
+    }
+
+    /// Parts by free memory: first where nothing is computed again, then where so much is that it just fits, at last with
+    /// what waits on the host.
+    fn filled(
+        &self,
+        devices: &[usize],
+        count: u64,
+        micro_batches: Vec<u64>,
+        ranks: &[Rank],
+        budgets: &[u64],
+    ) -> Option<Sketch> {
+        let InParts { all, optimizer } = self.in_parts();
+        let wanted = all * ROOM;
+        let between = |pair: [f64; 2], again: f64| pair[0] + again * (pair[1] - pair[0]);
+        let free = |again: f64| -> Vec<f64> {
+            let beside = |rank: &Rank| between(rank.beside.map(|bytes| bytes as f64), again);
+            ranks.iter().zip(budgets).map(|(rank, &budget)| (budget as f64 - beside(rank)).max(0.0)).collect()
+        };
+        let sum = |again: f64| free(again).iter().sum::<f64>();
+        let mut again = 0.0;
+        if sum(0.0) < wanted {
+            let (mut low, mut high) = (0.0, 1.0);
+            for _ in 0..20 {
+                again = 0.5 * (low + high);
+                if sum(again) < wanted { low = again } else { high = again }
+            }
+            again = high;
+        }
+        // What does not fit waits on the host, in proportion to the links that it has to cross.
+        let waits = (wanted - sum(again)).max(0.0);
+        if waits > self.team.host.0 as f64 {
+            return None;
+        }
+        let link = |device: usize| self.team.devices[device].device.rates.host_link.bytes_per_second;
+        let links: f64 = devices.iter().map(|&device| link(device)).sum();
+        let of_links: Vec<f64> = devices.iter().map(|&device| link(device) / links).collect();
+        let room: Vec<f64> = free(again).iter().zip(&of_links).map(|(free, part)| free + waits * part).collect();
+        let parts = whole_parts(&room);
+        let seconds = |rank: usize| {
+            let own = all * parts[rank] as f64 / WHOLE as f64;
+            let elsewhere = (own - free(again)[rank]).max(0.0);
+            let of_optimizer = elsewhere.min(own * optimizer / all);
+            let rate = link(devices[rank]);
+            let each = between(ranks[rank].passes, again) + 2.0 * (elsewhere - of_optimizer) / rate;
+            (ranks[rank].once + 2.0 * of_optimizer / rate, each)
+        };
+        let seconds: Vec<(f64, f64)> = (0..devices.len()).map(seconds).collect();
+        let most = |of: fn(&(f64, f64)) -> f64| seconds.iter().map(of).fold(0.0, f64::max);
+        let host = |part: &f64| Bytes((self.team.host.0 as f64 * part) as u64);
+        Some(Sketch {
+            seconds: most(|rank| rank.0) + count as f64 * most(|rank| rank.1),
+            hosts: of_links.iter().map(host).collect(),
+            waits,
+            count,
+            micro_batches,
+            parts,
+        })
+    }
+
+    /// Sketches of numbers of micro-batches that are worth trying, fastest first.
+    fn sketches(&self, devices: &[usize]) -> Vec<Sketch> {
+        let (total, ranks) = (self.team.total(), devices.len() as u64);
+        let mut at_once: Vec<u64> = match self.team.devices[0].pins.micro_batch {
+            Some(pin) => vec![u64::from(pin) * ranks],
+            None => {
+                let counts = (0..32).flat_map(|power| [1 << power, 3 << power]).take_while(|&count| count <= 2 * total);
+                // At last as few at once as there are devices.
+                counts.map(|count| total.div_ceil(count)).filter(|&at_once| at_once >= ranks).chain([ranks]).collect()
+            }
+        };
+        at_once.sort_unstable_by(|a, b| b.cmp(a));
+        at_once.dedup();
+        let mut found: Vec<Sketch> = Vec::new();
+        let (mut best, mut worse) = (f64::INFINITY, 0);
+        for at_once in at_once {
+            let Some(sketch) = self.sketch(devices, at_once, &vec![0; devices.len()]) else { continue };
+            worse = if sketch.seconds < best { 0 } else { worse + 1 };
+            best = best.min(sketch.seconds);
+            found.push(sketch);
+            if worse > WORSE {
+                break;
+            }
+        }
+        found.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));
+        found
+    }
+
+    /// The fastest way for some devices, all of which take part.
+    fn way(&self, devices: &[usize]) -> Option<Way> {
+        let sketches = self.sketches(devices);
+        let fastest = sketches.first()?.seconds;
+        let near = sketches.iter().take(LOOKS).take_while(|sketch| sketch.seconds <= NEAR * fastest);
+        let found: Vec<Option<Way>> = near.map(|sketch| self.searched(devices, sketch)).collect();
+        let looked = found.len();
+        let best = found.into_iter().flatten().min_by(|a, b| a.seconds.total_cmp(&b.seconds));
+        best.or_else(|| sketches.iter().skip(looked).find_map(|sketch| self.searched(devices, sketch)))
+    }
+
+    /// A sketch with the recipe of each rank, if all have one.
+    fn searched(&self, devices: &[usize], sketch: &Sketch) -> Option<Way> {
+        let specs: Vec<DeviceSpec> = devices.iter().map(|&device| self.spec(device, devices)).collect();
+        let mut tight = vec![0; devices.len()];
+        let mut sketch = sketch.clone();
+        for _ in 0..TRIES {
+            let mut given = self.given(devices, &sketch);
+            // Who is alike has one recipe, that of the largest part.
+            let alike = |a: usize, b: usize| {
+                self.team.first_alike(devices[a]) == self.team.first_alike(devices[b])
+                    && given[a].recipe.micro_batch == given[b].recipe.micro_batch
+                    && self.held_back[devices[a]] == self.held_back[devices[b]]
+            };
+            let largest = |rank: usize| {
+                let like = (0..devices.len()).filter(|&other| alike(other, rank));
+                like.max_by_key(|&other| (sketch.parts[other], std::cmp::Reverse(other))).expect("it is like itself")
+            };
+            let stands_for: Vec<usize> = (0..devices.len()).map(largest).collect();
+            let asked: Vec<usize> = (0..devices.len()).filter(|&rank| stands_for[rank] == rank).collect();
+            let asked: Vec<(usize, Question)> = asked
+                .into_iter()
+                .map(|rank| (rank, self.question(&specs[rank], devices[rank], &given[rank])))
+                .collect();
+            let found = side_by_side(&asked, |(_, question)| fastest_by_bounds(question));
+            let found: HashMap<usize, Option<Candidate>> = asked.iter().map(|(rank, _)| *rank).zip(found).collect();
+            let without = (0..devices.len()).filter(|&rank| found[&stands_for[rank]].is_none());
+            let without: Vec<usize> = without.collect();
+            if without.is_empty() {
+                let (mut once, mut passes) = (0.0f64, 0.0f64);
+                for (rank, given) in given.iter_mut().enumerate() {
+                    let candidate = found[&stands_for[rank]].as_ref().expect("all have one");
+                    given.recipe = candidate.recipe.clone();
+                    (given.device_bytes, given.host_bytes) = (candidate.device, candidate.host);
+                    (once, passes) = (once.max(candidate.once), passes.max(candidate.passes));
+                }
+                let seconds = once + sketch.count as f64 * passes;
+                return Some(Way { sharing: Some(Sharing::State), ranks: given, seconds });
+            }
+            for rank in without {
+                tight[rank] += specs[rank].arena_budget().0 / 48;
+            }
+            sketch = self.sketch(devices, sketch.micro_batches.iter().sum(), &tight)?;
+        }
+        None
+    }
+
+    /// What a sketch gives each rank; of recipes only the micro-batch is known.
+    fn given(&self, devices: &[usize], sketch: &Sketch) -> Vec<Given> {
+        let mut sequences: Vec<u64> = sketch.micro_batches.iter().map(|own| own * sketch.count).collect();
+        for _ in self.team.total()..sequences.iter().sum() {
+            let most = (0..sequences.len()).max_by_key(|&rank| (sequences[rank], std::cmp::Reverse(rank)));
+            sequences[most.expect("a team has a device")] -= 1;
+        }
+        let shares = shares(&sequences, &sketch.parts, sketch.count);
+        let of = |(rank, share): (usize, Share)| Given {
+            device: devices[rank],
+            share,
+            sequences: sequences[rank],
+            recipe: plimsoll_core::Recipe::on_device(sketch.micro_batches[rank] as u32, vec![]),
+            host: sketch.hosts[rank],
+            device_bytes: 0,
+            host_bytes: 0,
+        };
+        shares.into_iter().enumerate().map(of).collect()
+    }
+
+    /// Whom a team might be faster without: who has one sequence of each micro-batch and is still the slowest, and whose
+    /// link is the slowest.
+    fn slows(&self, way: &Way) -> Vec<usize> {
+        let devices: Vec<usize> = way.ranks.iter().map(|given| given.device).collect();
+        let link = |device: usize| self.team.devices[device].device.team_link.bytes_per_second;
+        let slowest_link = devices.iter().map(|&device| link(device)).fold(f64::INFINITY, f64::min);
+        let seconds = |given: &Given| self.computing(given.device, u64::from(given.recipe.micro_batch));
+        let slowest = way.ranks.iter().map(seconds).fold(0.0, f64::max);
+        let differ = devices.iter().any(|&device| link(device) > slowest_link);
+        let slows = |given: &&Given| {
+            given.recipe.micro_batch == 1 && seconds(given) >= slowest || differ && link(given.device) <= slowest_link
+        };
+        way.ranks.iter().filter(slows).map(|given| given.device).collect()
+    }
+}
+
+impl ShareOut for State<'_, '_> {
+    fn fastest(&self) -> Option<Way> {
+        let total = self.team.total() as usize;
+        let mut devices: Vec<usize> = (0..self.team.devices.len()).collect();
+        if !self.team.all && devices.len() > total {
+            devices.sort_by(|&a, &b| self.computing(a, 1).total_cmp(&self.computing(b, 1)));
+            devices.truncate(total);
+            devices.sort_unstable();
+        }
+        if devices.len() < 2 {
+            return None;
+        }
+        let without = |devices: &[usize], out: usize| -> Vec<usize> {
+            devices.iter().copied().filter(|&device| device != out).collect()
+        };
+        let mut best = self.way(&devices);
+        if self.team.all {
+            return best;
+        }
+        while devices.len() > 2 {
+            // Where all together have no way, the slowest is in the way of the others, if anybody is.
+            let out = match &best {
+                Some(way) => self.slows(way),
+                None => devices
+                    .iter()
+                    .copied()
+                    .max_by(|&a, &b| self.computing(a, 1).total_cmp(&self.computing(b, 1)))
+                    .into_iter()
+                    .collect(),
+            };
+            let fewer = out.into_iter().filter_map(|out| {
+                let devices = without(&devices, out);
+                self.way(&devices).map(|way| (devices, way))
+            });
+            let fewer = fewer.min_by(|a, b| a.1.seconds.total_cmp(&b.1.seconds));
+            match fewer {
+                Some((left, way)) if best.as_ref().is_none_or(|best| way.seconds < best.seconds) => {
+                    (devices, best) = (left, Some(way));
+                }
+                _ => break,
+            }
+        }
+        best
+    }
+
+    fn strike(&mut self, way: &Way, rank: usize, over: Bytes) {
+        // At least a little, so that this comes to an end.
+        let Given { device, .. } = way.ranks[rank];
+        self.held_back[device] += over.0 + self.team.devices[device].device.budget.0 / 256;
+    }
+
+    fn left_out(&self, way: &Way) -> Vec<LeftOut> {
+        let taken: Vec<usize> = way.ranks.iter().map(|given| given.device).collect();
+        let out = (0..self.team.devices.len()).filter(|device| !taken.contains(device));
+        let why = |device: usize| {
+            let name = &self.team.devices[device].device.name;
+            let mut devices = taken.clone();
+            devices.push(device);
+            devices.sort_unstable();
+            match self.way(&devices) {
+                Some(with) => slower_with(self.team, name, way.seconds, with.seconds),
+                None => named(name, "it has no recipe with a sequence of each micro-batch".to_owned()),
+            }
+        };
+        out.map(why).collect()
+    }
+
+    fn worth(&self, _: &Way) -> Option<Worth> {
+        None
+    }
+}
+
+/// Shares of state for ranks in order.
+pub(super) fn shares(sequences: &[u64], parts: &[u64], count: u64) -> Vec<Share> {
+    let share = |rank: usize| Share {
+        sharing: Some(Sharing::State),
+        rank: rank as u32,
+        ranks: sequences.len() as u32,
+        first_sequence: sequences[..rank].iter().sum(),
+        state: parts.to_vec(),
+        micro_batches: count,
+        ..Share::ALONE
+    };
+    (0..sequences.len()).map(share).collect()
+}
+
+fn even(all: u64, ranks: u64) -> Vec<u64> {
+    (0..ranks).map(|rank| all * (rank + 1) / ranks - all * rank / ranks).collect()
+}
+
+/// Parts of 1024 in proportion to room: rounded down, and what is left to whom has the most left.
+fn whole_parts(room: &[f64]) -> Vec<u64> {
+    let all: f64 = room.iter().sum();
+    let exact: Vec<f64> = room.iter().map(|room| WHOLE as f64 * room / all).collect();
+    let mut parts: Vec<u64> = exact.iter().map(|part| *part as u64).collect();
+    for _ in parts.iter().sum()..WHOLE {
+        let left = |rank: usize| (exact[rank] - parts[rank] as f64) * all / exact[rank].max(1e-9);
+        let most = (0..parts.len()).max_by(|&a, &b| left(a).total_cmp(&left(b)).then(b.cmp(&a)));
+        parts[most.expect("a team has a device")] += 1;
+    }
+    parts
+}
