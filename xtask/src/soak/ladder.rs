@@ -325,6 +325,7 @@ fn steps(ladder: &Ladder, answer: &Answer, tally: &mut Tally) -> Result<(), Devi
         // All slots of a ring are as large as its largest piece, which need not come through the topmost one.
         let explained = [
             (".ring.", space, "whose topmost slot of a ring is not filled"),
+            (".host_ring.", Space::Host, "whose topmost slot of the host's ring is not filled"),
             (".window.", Space::Host, "whose topmost window is not filled"),
         ];
         let explained =
