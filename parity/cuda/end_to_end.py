@@ -317,6 +317,36 @@ class EndToEnd(unittest.TestCase):
         self.assertNotIn("measured_bytes", memory)
         self.assertNotIn("measured_by", memory)
 
+    def test_two_gpus_train_what_one_does(self):
+        self.once("cpu-f32", device="cpu")
+        stand_in = dict(MEMORY="8GiB,6GiB", ARCH="89,86")
+        self.train("team", device="cuda:0,cuda:1", stand_in=stand_in, **{"run.team": "all"})
+        for ours, cpus in zip(self.losses("team"), self.losses("cpu-f32"), strict=True):
+            self.assertAlmostEqual(ours / cpus, 1, delta=1e-5)
+        result = self.result("team")
+        self.assertEqual([member["device"] for member in result["team"]], ["cuda:0", "cuda:1"])
+        self.assertEqual(sum(member["sequences"] for member in result["team"]), ROWS)
+        for memory in result["memory"]:
+            self.assertEqual(memory["arena_bytes"], memory["arena_measured_bytes"])
+            self.assertLessEqual(memory["measured_bytes"], memory["budget_bytes"])
+        # Any order that streams allow gives the same bits.
+        self.train("team-2", device="cuda:0,cuda:1", stand_in={**stand_in, "SEED": 2}, **{"run.team": "all"})
+        self.assertEqual(contents(self.root / "team-2"), contents(self.root / "team"))
+
+    def test_a_gpu_and_the_processor_train_together(self):
+        self.once("cpu-f32", device="cpu")
+        self.train("mixed", device="cuda:0,virtual:b=1GiB@0.5", **{"run.team": "all"})
+        for ours, cpus in zip(self.losses("mixed"), self.losses("cpu-f32"), strict=True):
+            self.assertAlmostEqual(ours / cpus, 1, delta=1e-5)
+
+    def test_a_gpu_that_is_gone_leaves_the_team(self):
+        self.once("cpu-f32", device="cpu")
+        stand_in = dict(MEMORY="8GiB,8GiB")
+        arguments = self.arguments("left", device="cuda:0,cuda:1", **{"run.team": "all"})
+        self.run_program(*arguments, "--inject-loss", "cuda:1:3", **stand_in)
+        for ours, cpus in zip(self.losses("left"), self.losses("cpu-f32"), strict=True):
+            self.assertAlmostEqual(ours / cpus, 1, delta=1e-5)
+
     def test_what_nobody_says_is_not_called_measured(self):
         self.once("gpu-f32")
         self.assertEqual(self.result("gpu-f32")["memory"][0]["measured_by"], "process")

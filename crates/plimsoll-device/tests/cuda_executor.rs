@@ -3,21 +3,29 @@
 
 mod cuda_stand_in;
 
-use plimsoll_core::{Algorithms, Bytes, Category, DType, Exit, Failure, RecomputeLevel, Space};
+use plimsoll_core::{Algorithms, Bytes, Category, DType, Exit, Failure, Offload, RecomputeLevel, Sharing, Space};
 use plimsoll_device::cpu::executor;
+use plimsoll_device::cuda::collectives::ROUND_BYTES;
 use plimsoll_device::cuda::driver::CudaError;
 use plimsoll_device::cuda::executor::Opened;
 use plimsoll_device::device::{Call, Device, DeviceError, FileSpace, Memory, NoFiles, Observer, Unobserved};
+use plimsoll_device::transport::memory::Memory as InProcess;
+use plimsoll_device::transport::{Seat, Transport};
 use plimsoll_program::models::Target;
 use plimsoll_program::models::config::{ModelConfig, ModelType, RopeScaling};
 use plimsoll_program::models::decoder::{
     AdamState, Base, Build, Generation, Lora, Method, Optimizer, Source, Training, build,
 };
+use plimsoll_program::passes::share::share;
 use plimsoll_program::scalars::{METRIC_COUNT, Metric, SCALAR_COUNT, Scalar};
 use plimsoll_program::workspace::Kernels;
-use plimsoll_program::{Op, Placement, ProgramSet, Tensor, TensorId};
+use plimsoll_program::{Op, Placement, ProgramSet, Share, Tensor, TensorId};
 use std::collections::BTreeMap;
 use std::io;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Barrier};
+use std::time::Duration;
 
 const BATCH: u64 = 2;
 const SEQUENCE: u64 = 37;
@@ -206,6 +214,21 @@ impl Run {
         (Run { device, set, files: Files::default() }, (algorithms, chosen_anew))
     }
 
+    /// A rank of a team of two, on the stand-in or on the processor.
+    fn of_rank(rank: u32, sharing: Sharing, on_cpu: bool) -> Run {
+        let kernels = if on_cpu { Kernels::Cpu { threads: 1 } } else { Kernels::Cuda };
+        let first_sequence = u64::from(rank) * BATCH;
+        let own =
+            Share { sharing: Some(sharing), rank, ranks: 2, first_sequence, state: vec![700, 324], ..Share::ALONE };
+        let set = share(programs(DType::F32, kernels), &own, &Offload::NOTHING, 1, true);
+        let placement = side_by_side(&set);
+        let device = match on_cpu {
+            true => executor::open(set.clone(), placement, DType::F32, 1, None).unwrap(),
+            false => cuda_stand_in::open(set.clone(), placement, DType::F32, None).unwrap().device,
+        };
+        Run { device, set, files: Files::default() }
+    }
+
     fn put(&mut self, name: &str, values: &[f64]) {
         let tensor = self.set.find(name).unwrap();
         self.device.write(tensor, 0, &bytes_of(self.set.tensor(tensor).dtype, values));
@@ -281,6 +304,21 @@ impl Run {
     }
 
     fn gradients(&mut self, step: usize) {
+        self.gradients_of(step, 0..2);
+    }
+
+    /// Those of some of the micro-batches.
+    fn gradients_of(&mut self, step: usize, micro_batches: Range<usize>) {
+        self.begin(step);
+        for micro_batch in micro_batches {
+            self.batch("train.", 2 * step + micro_batch);
+            self.run("forward");
+            self.run("backward");
+        }
+        self.run("norm");
+    }
+
+    fn begin(&mut self, step: usize) {
         let power = |beta: f64| 1.0 - beta.powi(step as i32 + 1);
         self.scalars(&[
             (Scalar::LearningRate, 0.01),
@@ -292,12 +330,6 @@ impl Run {
             (Scalar::Step, step as f64 + 1.0),
         ]);
         self.run("begin");
-        for micro_batch in 0..2 {
-            self.batch("train.", 2 * step + micro_batch);
-            self.run("forward");
-            self.run("backward");
-        }
-        self.run("norm");
     }
 
     fn metric(&mut self, which: Metric) -> f64 {
@@ -373,6 +405,122 @@ fn training_in_bf16_follows_the_cpu_in_f64() {
     close(&gpu.train(3), &cpu.train(3), 2e-2, "losses");
     let ((loss, _), (want, _)) = (gpu.evaluate(), cpu.evaluate());
     close(&[loss], &[want], 2e-2, "loss");
+}
+
+/// Ends the process where ranks wait for each other for ever.
+fn watchdog() -> Arc<AtomicBool> {
+    let done = Arc::new(AtomicBool::new(false));
+    let seen = done.clone();
+    std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_secs(240));
+        if !seen.load(Ordering::Relaxed) {
+            eprintln!("a rank hangs");
+            std::process::abort();
+        }
+    });
+    done
+}
+
+#[test]
+#[ignore = "needs g++: cargo xtask cuda-check"]
+fn a_team_trains_what_one_device_trains_whether_batch_or_state_is_shared_out() {
+    const STEPS: usize = 3;
+    let done = watchdog();
+    let mut alone = Run::on_stand_in(DType::F32);
+    alone.run("load");
+    alone.run("fresh");
+    let losses = alone.train(STEPS);
+    let weights = alone.all_of(Category::Weight);
+    for (sharing, on_cpu, round_bytes) in [
+        (Sharing::Batch, false, ROUND_BYTES),
+        (Sharing::Batch, false, 1000),
+        (Sharing::Batch, true, 3000),
+        (Sharing::State, false, 1000),
+        (Sharing::State, true, ROUND_BYTES),
+    ] {
+        let what = format!("{sharing}, {round_bytes}, beside the processor: {on_cpu}");
+        let transport = InProcess::in_rounds(2, round_bytes);
+        let mut team = [Run::of_rank(0, sharing, false), Run::of_rank(1, sharing, on_cpu)];
+        let found: Vec<Vec<f64>> = std::thread::scope(|scope| {
+            let ranks = team.iter_mut().enumerate().map(|(rank, run)| {
+                let seat = Seat { rank: rank as u32, transport: transport.clone() };
+                scope.spawn(move || {
+                    run.device.join(seat).unwrap();
+                    run.run("load");
+                    run.run("fresh");
+                    let step = |step| {
+                        run.gradients_of(step, rank..rank + 1);
+                        run.run("update");
+                        run.metric(Metric::LossSum) / 148.0
+                    };
+                    (0..STEPS).map(step).collect()
+                })
+            });
+            let ranks: Vec<_> = ranks.collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        });
+        assert_eq!(found[0], found[1], "{what}");
+        close(&found[0], &losses, 1e-5, &what);
+        let [first, second] = team.each_mut().map(|run| run.all_of(Category::Weight));
+        if sharing == Sharing::Batch {
+            assert!(first == second || on_cpu, "all have the same bits: {what}");
+            for (name, want) in &weights {
+                close(&first[name], want, 2e-4, name);
+                close(&second[name], want, 2e-4, name);
+            }
+        }
+        for run in &mut team {
+            assert!(!run.device.memory().strayed(Space::Device), "{what}");
+        }
+    }
+    done.store(true, Ordering::Relaxed);
+}
+
+#[test]
+#[ignore = "needs g++: cargo xtask cuda-check"]
+fn a_rank_that_refuses_an_op_leaves_nobody_waiting_and_the_step_can_be_done_again() {
+    let done = watchdog();
+    let transport = InProcess::in_rounds(2, 1000);
+    let mut team = [0, 1].map(|rank| Run::of_rank(rank, Sharing::Batch, false));
+    let barrier = &Barrier::new(2);
+    let found: Vec<f64> = std::thread::scope(|scope| {
+        let ranks = team.iter_mut().enumerate().map(|(rank, run)| {
+            let transport = transport.clone();
+            scope.spawn(move || {
+                run.device.join(Seat { rank: rank as u32, transport: transport.clone() }).unwrap();
+                run.run("load");
+                run.run("fresh");
+                // Rank 1 refuses in the backward pass, when some gradients have been summed up and others have not.
+                run.begin(0);
+                run.batch("train.", rank);
+                run.run("forward");
+                let ticks = run.set.program("backward").unwrap().length() as u32;
+                let mut refuses = Refuses { tick: if rank == 1 { ticks / 2 } else { 0 }, singly: false };
+                let refused = run.try_run("backward", &mut refuses).unwrap_err();
+                assert_eq!(refused.is_peers(), rank == 0, "{refused}");
+                barrier.wait();
+                if rank == 0 {
+                    transport.clear();
+                }
+                barrier.wait();
+                run.gradients_of(0, rank..rank + 1);
+                run.run("update");
+                run.metric(Metric::LossSum) / 148.0
+            })
+        });
+        let ranks: Vec<_> = ranks.collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    let mut alone = Run::on_stand_in(DType::F32);
+    alone.run("load");
+    alone.run("fresh");
+    close(&found, &[alone.train(1)[0]; 2], 1e-5, "loss");
+    let weights = alone.all_of(Category::Weight);
+    let got = team[0].all_of(Category::Weight);
+    for (name, want) in &weights {
+        close(&got[name], want, 2e-4, name);
+    }
+    done.store(true, Ordering::Relaxed);
 }
 
 /// A run on the stand-in, and one on the CPU in f64 that begins with its weights.

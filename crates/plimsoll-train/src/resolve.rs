@@ -325,7 +325,9 @@ pub fn team_question<'a>(
             question.host.budget = question.host.budget.min(free);
         }
     }
-    let host = questions.iter().map(|question| question.host.budget).max().unwrap_or_default();
+    // A question knows of its own device's staging alone.
+    let budget = |question: &Question| question.host.budget + staging(std::slice::from_ref(question.device));
+    let host = questions.iter().map(budget).max().unwrap_or_default().saturating_sub(staging(devices));
     Ok(TeamQuestion { devices: questions, host, all: file.run.team == TeamOf::All, only: None })
 }
 
@@ -418,8 +420,9 @@ pub(crate) fn host(file: &RunFile, device: &DeviceSpec) -> Result<HostSpec, Fail
             // Beside a virtual device, a thread does what the host does.
             let threads = if device.kind == DeviceKind::Virtual { 1 } else { device.threads.max(1) };
             let rates = calibration::cpu(threads)?.rates;
+            let budget = budget.of(free).saturating_sub(staging(std::slice::from_ref(device)));
             let memory_bytes_per_second = rates.memory_bytes_per_second;
-            Ok(HostSpec { budget: budget.of(free), memory_bytes_per_second, file: scratch })
+            Ok(HostSpec { budget, memory_bytes_per_second, file: scratch })
         }
     }
 }
@@ -449,6 +452,12 @@ fn scratch(file: &RunFile, kind: DeviceKind) -> FileSpec {
         },
         None => spec,
     }
+}
+
+/// What these devices pin of the host's memory beside its arena, under the same load line.
+pub(crate) fn staging(devices: &[DeviceSpec]) -> Bytes {
+    let gpus = devices.iter().filter(|device| device.kind == DeviceKind::Cuda);
+    gpus.map(|_| Bytes(cuda::staging::STAGING_BYTES)).sum()
 }
 
 /// The devices that a run file names, at least one, with their load lines.

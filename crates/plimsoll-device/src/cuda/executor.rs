@@ -11,6 +11,9 @@
 //! computation joins all others, and at the begin of the next the others start after it; inputs are written, and
 //! results read, on that queue. So Programs follow one another as if each had ended.
 //!
+//! **Collectives** are the host's to take part in, with bytes that the device brings (`collectives`). They are put off until
+//! something waits for them, or the Program has nothing else: by then the device has the rest of the pass to work on.
+//!
 //! **What memory there is.** The arena of the device; the pinned arena of the host; [`STAGING_BYTES`] of pinned
 //! staging; what contexts, modules and libraries hold ([`Charges`]). That is measured when the device is opened, after
 //! every kernel and every product was started once, because drivers load code at its first start. They are started in
@@ -24,6 +27,7 @@
 //! [`STAGING_BYTES`]: super::staging::STAGING_BYTES
 
 use super::arena::DeviceArena;
+use super::collectives::{ROUND_BYTES, Ready, Stands};
 use super::compile::Compiler;
 use super::driver::{Address, Context, CudaError, Driver, Function, Gpu, Module};
 use super::kernels::launch::{self, Launch, Updated};
@@ -37,11 +41,11 @@ use crate::cpu::pool::Pool;
 use crate::device::{Call, Device, DeviceError, FileSpace, Memory, NoFiles, Observer, Room, Unseen};
 use crate::probe;
 use crate::spaces::{self, Arenas};
-use crate::transport::Seat;
+use crate::transport::{self, Seat};
 use plimsoll_core::{Algorithms, Bytes, DType, Space};
-use plimsoll_program::op::Queue;
+use plimsoll_program::op::{Collective, Piece, Queue};
 use plimsoll_program::{Index, Lifetime, Op, OpKind, Operand, Placement, Program, ProgramSet, Tensor, TensorId, order};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ffi::c_void;
 use std::path::Path;
 use std::sync::{Arc, PoisonError};
@@ -70,7 +74,7 @@ pub struct Opening<'a> {
     pub algorithms: Option<&'a Algorithms>,
     /// Where the scratch file is, where there may be one.
     pub scratch: Option<&'a Path>,
-    /// What was free on the GPU before this process had a context on it, where NVML says so.
+    /// What is free on the GPU now, where NVML says so: before this process has a context on it, if it has none yet.
     pub free_before: Option<Bytes>,
     /// The charges that were planned with: where they turn out to be more, no arena is taken.
     pub charges_max: Option<Bytes>,
@@ -102,9 +106,8 @@ impl Charges {
     /// meanwhile, so that it counts as much as is possible.
     fn with_those_before(mut self, context: &Context, since_first: Bytes) -> Charges {
         let mut charged = context.charged.lock().unwrap_or_else(PoisonError::into_inner);
-        charged.0 = charged.0.max(self.context);
-        charged.1 = charged.1.max(since_first.clamp(self.libraries, self.libraries + charged.1));
-        (self.context, self.libraries) = *charged;
+        *charged = (*charged).max(since_first.clamp(self.libraries, self.libraries + *charged));
+        self.libraries = *charged;
         self
     }
 }
@@ -163,7 +166,7 @@ fn start(opening: &Opening, set: ProgramSet, placement: Placement) -> Result<(Cu
         DType::Bf16 => Real::Bf16,
         _ => return Err(DeviceError::Unsupported { op: "this precision", device: DEVICE }),
     };
-    let context = Context::open(opening.driver, opening.ordinal)?;
+    let context = Context::open(opening.driver, opening.ordinal, opening.free_before)?;
     let (free_with_context, total) = context.memory()?;
     let machine = Machine::take(&context, &placement, opening.scratch)?;
     let products = Products::new(opening.products, &context, opening.algorithms)?;
@@ -181,6 +184,7 @@ fn start(opening: &Opening, set: ProgramSet, placement: Placement) -> Result<(Cu
         compiler,
         charges: Charges::default(),
         started: Started::default(),
+        seat: None,
         torn: false,
     };
     device.load_kernels()?;
@@ -188,9 +192,9 @@ fn start(opening: &Opening, set: ProgramSet, placement: Placement) -> Result<(Cu
     let (free_after, _) = context.memory()?;
     let held = device.machine.held();
     let charges = Charges {
-        context: match opening.free_before {
-            Some(before) => before.saturating_sub(free_with_context),
-            None => total.saturating_sub(free_with_context).min(CONTEXT_BYTES_MAX),
+        context: match context.free_before() {
+            Some(before) => before.saturating_sub(context.free_at_first()),
+            None => total.saturating_sub(context.free_at_first()).min(CONTEXT_BYTES_MAX),
         },
         libraries: free_with_context.saturating_sub(free_after).saturating_sub(held),
         rounding: DeviceArena::rounding_max(&context)?,
@@ -403,9 +407,6 @@ impl Frame<'_> {
 
     /// That kernels and products touch the device's memory only.
     fn check(&self, op: &Op) -> Result<(), DeviceError> {
-        if op.queue == Queue::Communication {
-            return Err(DeviceError::NoTeam { device: "a GPU" });
-        }
         let copies = matches!(op.kind, OpKind::TransferStart { .. } | OpKind::TransferWait { .. });
         let on_device = |operand: &Operand| self.space(operand) == Space::Device;
         if copies || op.queue.is_hosts() || op.accesses(&|_| 1).iter().all(|access| on_device(&access.operand)) {
@@ -489,13 +490,15 @@ enum Work {
         op: Box<Op>,
         variable: i64,
     },
+    /// This device's part in a collective.
+    Collective(Box<Ready>),
 }
 
 impl Work {
     /// Whether the host does it itself, and now: all that it depends on has to be over.
     fn is_done_by_host(&self) -> bool {
         match self {
-            Work::Kernel(..) | Work::Product(..) => false,
+            Work::Kernel(..) | Work::Product(..) | Work::Collective(_) => false,
             Work::OnHost { .. } => true,
             Work::Copy { from, to, .. } => !matches!((from, to), (Place::Device(_), _) | (_, Place::Device(_))),
         }
@@ -514,6 +517,15 @@ struct Step {
     works: Vec<Work>,
     /// The event that is over afterwards.
     gives: Option<usize>,
+}
+
+/// A step of the queue of communication, until its turn comes.
+struct PutOff<'a> {
+    step: &'a Step,
+    /// Which gate it has to pass.
+    gate: usize,
+    /// Whether it does something in this call.
+    runs: bool,
 }
 
 /// A Program, ready to be put on queues.
@@ -563,6 +575,25 @@ impl Together {
     }
 }
 
+/// That messages have been taken when the Program that shows them ends.
+fn check_messages(program: &Program) -> Result<(), DeviceError> {
+    let mut shown: Vec<(Option<u32>, Index)> = Vec::new();
+    for op in program.blocks.iter().flat_map(|block| &block.ops) {
+        match &op.kind {
+            OpKind::CollectiveStart(message) if message.collective == Collective::Send => {
+                shown.push((message.peer, message.sequence));
+            }
+            OpKind::CollectiveWait(message) if message.collective == Collective::Send => {
+                let place = shown.iter().position(|other| *other == (message.peer, message.sequence));
+                // Else it was shown by a Program before this one.
+                shown.remove(place.ok_or(DeviceError::NoTeam { device: "a GPU with some of the layers" })?);
+            }
+            _ => {}
+        }
+    }
+    if shown.is_empty() { Ok(()) } else { Err(DeviceError::NoTeam { device: "a GPU with some of the layers" }) }
+}
+
 /// By op: the number of the op that it is started with, which is its own or that of the first of its group.
 fn leaders(together: &[Option<Together>]) -> Vec<u32> {
     let mut leaders: Vec<u32> = Vec::with_capacity(together.len());
@@ -587,6 +618,8 @@ struct CudaDevice {
     compiler: Arc<Compiler>,
     charges: Charges,
     started: Started,
+    /// Its place in a team.
+    seat: Option<Seat>,
     /// Whether what passes between the ops of a Program is lost: then none goes on in its middle.
     torn: bool,
 }
@@ -610,6 +643,7 @@ impl CudaDevice {
     fn load_kernels(&mut self) -> Result<(), DeviceError> {
         let mut shared_bytes: BTreeMap<(Unit, &'static str), u32> = BTreeMap::new();
         for program in &self.plan.set.programs {
+            check_messages(program)?;
             for (op, variable) in program.trace() {
                 let frame = self.frame(variable, 0);
                 frame.check(op)?;
@@ -791,8 +825,19 @@ impl CudaDevice {
             }
             OpKind::Cast { from, to, elements } if frame.dtype(from) == frame.dtype(to) => copy(from, to, *elements),
             OpKind::TransferStart { from, to, elements, .. } => copy(from, to, *elements),
-            // Its queue has come here when the copy is done.
-            OpKind::TransferWait { .. } => Vec::new(),
+            OpKind::CollectiveStart(exchange) | OpKind::CollectiveWait(exchange)
+                if matches!(op.kind, OpKind::CollectiveStart(_)) != (exchange.collective == Collective::Send) =>
+            {
+                let stands = |piece: &Piece| Stands {
+                    input: frame.at(&piece.input),
+                    output: frame.at(&piece.output),
+                    dtype: frame.dtype(&piece.input),
+                };
+                let (number, pieces) = (frame.index(exchange.sequence), exchange.pieces.iter().map(stands).collect());
+                vec![Work::Collective(Box::new(Ready::new(exchange.clone(), number as u64, pieces)))]
+            }
+            // Its queue has come here when the copy, or the collective, is done.
+            OpKind::TransferWait { .. } | OpKind::CollectiveStart(_) | OpKind::CollectiveWait(_) => Vec::new(),
             kind => {
                 let unsupported = || DeviceError::Unsupported { op: op.name(), device: DEVICE };
                 ops::launches(kind, frame).ok_or_else(unsupported)?.into_iter().map(kernel).collect()
@@ -882,6 +927,8 @@ impl CudaDevice {
         let prepared = Arc::new(self.prepare(index, micro_batch)?);
         let events = prepared.steps.iter().filter_map(|step| step.gives).max().map_or(0, |most| most + 1);
         self.machine.queues.make_events(events)?;
+        let communicates = |step: &&Step| step.queue == Queue::Communication;
+        self.machine.queues.make_gates(prepared.steps.iter().filter(communicates).count())?;
         self.prepared.insert(key, prepared.clone());
         Ok(prepared)
     }
@@ -923,8 +970,25 @@ impl CudaDevice {
                 pool.enter(|| run(site, op, files))?;
             }
             Work::Copy { from, to, bytes } => self.copy(*from, *to, *bytes, queue, files)?,
+            Work::Collective(ready) => {
+                let alone = DeviceError::Unsupported { op: "a collective", device: "a device without a team" };
+                let seat = self.seat.as_ref().ok_or(alone)?;
+                // SAFETY: as above.
+                unsafe { ready.meet(seat, stream, &mut self.machine.staging, files) }?;
+            }
         }
         Ok(())
+    }
+
+    /// Puts a step on its queue whose turn has come.
+    fn go_on_with(&mut self, off: &PutOff, files: &mut dyn FileSpace) -> Result<(), DeviceError> {
+        self.machine.queues.pass_gate(off.gate)?;
+        if off.runs {
+            for work in &off.step.works {
+                self.start(work, off.step.queue, 0, files)?;
+            }
+        }
+        Ok(off.step.gives.map_or(Ok(()), |event| self.machine.queues.signal(off.step.queue, event))?)
     }
 
     /// Puts a copy on a queue, or does it, where the device has no part in it.
@@ -1012,6 +1076,27 @@ impl CudaDevice {
         if prepared.on_host {
             self.machine.queues.compute().synchronize()?;
         }
+        let mut put_off = VecDeque::new();
+        let started = self.start_steps(prepared, program, call, files, observer, &mut put_off);
+        let met = put_off.iter().try_for_each(|off| self.go_on_with(off, files));
+        started.and(met)?;
+        if prepared.forks {
+            self.machine.queues.join()?;
+        }
+        Ok(())
+    }
+
+    /// Puts steps on queues, or off, where others have to come for them.
+    fn start_steps<'a>(
+        &mut self,
+        prepared: &'a Prepared,
+        program: &Program,
+        call: Call,
+        files: &mut dyn FileSpace,
+        observer: &mut dyn Observer,
+        put_off: &mut VecDeque<PutOff<'a>>,
+    ) -> Result<(), DeviceError> {
+        let mut gate = 0;
         let mut trace = (1..).zip(program.trace());
         let mut members: Vec<(u32, &Op, i64)> = Vec::new();
         for step in &prepared.steps {
@@ -1019,6 +1104,12 @@ impl CudaDevice {
             members.extend(trace.by_ref().take(step.count as usize).map(|(tick, (op, variable))| (tick, op, variable)));
             members.retain(|(tick, ..)| *tick >= call.from);
             if members.is_empty() {
+                continue;
+            }
+            let runs = members[0].1.runs(call.last);
+            if step.queue == Queue::Communication && !runs {
+                // What comes later may rely on what it waits for.
+                self.put_off(step, &mut gate, false, put_off)?;
                 continue;
             }
             let mut refused = None;
@@ -1031,6 +1122,17 @@ impl CudaDevice {
             }
             if members.is_empty() {
                 return refused.map_or(Ok(()), Err);
+            }
+            // What they wait for has to be on its queue.
+            let awaited = |off: &PutOff| off.step.gives.is_some_and(|event| step.awaits.contains(&event));
+            while put_off.iter().any(awaited) {
+                let first = put_off.pop_front().expect("there is one that is awaited");
+                self.go_on_with(&first, files)?;
+            }
+            if step.queue == Queue::Communication {
+                self.put_off(step, &mut gate, true, put_off)?;
+                members.iter().for_each(|&(tick, op, _)| observer.after(tick, op, &mut Unseen));
+                continue;
             }
             self.wait_before(step)?;
             if members.len() == step.count as usize {
@@ -1053,9 +1155,20 @@ impl CudaDevice {
                 return Err(error);
             }
         }
-        if prepared.forks {
-            self.machine.queues.join()?;
-        }
+        Ok(())
+    }
+
+    /// Puts a step off: what it waits for is what has been put on queues so far.
+    fn put_off<'a>(
+        &mut self,
+        step: &'a Step,
+        gate: &mut usize,
+        runs: bool,
+        put_off: &mut VecDeque<PutOff<'a>>,
+    ) -> Result<(), CudaError> {
+        self.machine.queues.close_gate(*gate, &step.awaits)?;
+        put_off.push_back(PutOff { step, gate: *gate, runs });
+        *gate += 1;
         Ok(())
     }
 
@@ -1068,7 +1181,8 @@ impl CudaDevice {
         observer: &mut dyn Observer,
     ) -> Result<(), DeviceError> {
         self.machine.context.synchronize()?;
-        for (tick, (op, variable)) in (1..).zip(program.trace()).skip_while(|(tick, _)| *tick < call.from) {
+        let trace = (1..).zip(program.trace()).skip_while(|(tick, _)| *tick < call.from);
+        for (tick, (op, variable)) in trace.filter(|(_, (op, _))| op.runs(call.last)) {
             observer.before(tick, op, &mut self.machine)?;
             let works = self.works(&self.frame(variable, call.micro_batch), op)?;
             if works.iter().any(Work::is_done_by_host) {
@@ -1103,13 +1217,12 @@ impl Device for CudaDevice {
         let index = self.plan.set.program_index(call.program).ok_or_else(missing)?;
         let prepared = self.prepared(index, call.micro_batch)?;
         self.machine.scratch_end = self.machine.scratch_end.max(prepared.scratch_end);
-        let plan = self.plan.clone();
+        let (plan, seat) = (self.plan.clone(), self.seat.clone());
         let program = &plan.set.programs[index];
-        let done = if observer.one_at_a_time() {
-            self.run_singly(program, call, files, observer)
-        } else {
-            self.run_steps(&prepared, program, call, files, observer)
-        };
+        let done = transport::seated(seat.as_ref(), || match observer.one_at_a_time() {
+            true => self.run_singly(program, call, files, observer),
+            false => self.run_steps(&prepared, program, call, files, observer),
+        });
         let Err(error) = done else {
             self.machine.staging.flush(files)?;
             return Ok(());
@@ -1125,9 +1238,13 @@ impl Device for CudaDevice {
         Err(error)
     }
 
-    /// Its collectives are not written yet.
-    fn join(&mut self, _: Seat) -> Result<(), DeviceError> {
-        Err(DeviceError::NoTeam { device: "a GPU" })
+    /// A transport that does not go in rounds which staging holds cannot have its bytes.
+    fn join(&mut self, seat: Seat) -> Result<(), DeviceError> {
+        if seat.transport.round_bytes().is_none_or(|bytes| bytes > ROUND_BYTES) {
+            return Err(DeviceError::NoTeam { device: "a GPU whose bytes go through staging" });
+        }
+        self.seat = Some(seat);
+        Ok(())
     }
 
     fn settle(&mut self) -> Result<(), DeviceError> {

@@ -1,9 +1,11 @@
 //! NVIDIA GPUs: what is there ([`libraries`], [`gpus`], [`nvml`]), the kernels as data and how they become machine code
 //! ([`kernels`], [`compile`]), and what runs Programs: [`driver`] at the bottom, then [`arena`], [`queues`] and
-//! [`staging`], held together by a [`machine`]; [`products`] beside them; the [`executor`] on top, and [`open`] from a GPU's number to it.
+//! [`staging`], held together by a [`machine`]; [`products`] and [`collectives`] beside them; the [`executor`] on top, and
+//! [`open`] from a GPU's number to it.
 
 pub mod arena;
 pub mod bench;
+pub mod collectives;
 pub mod compile;
 pub mod driver;
 pub mod executor;

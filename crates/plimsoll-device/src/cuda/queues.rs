@@ -2,7 +2,8 @@
 //! derived from hazards on arena ranges (`plimsoll_program::order`).
 //!
 //! The host only puts work on queues. The queue of the host's own processor has no stream: its ops are done while
-//! they are put on it.
+//! they are put on it. Collectives are put on theirs later than what follows them on others ([`Gates`]): the host, which
+//! has its part in them, would else give the device nothing to do meanwhile.
 
 use super::driver::{Context, CudaError, Event, Stream};
 use plimsoll_program::op::Queue;
@@ -21,6 +22,14 @@ pub struct Queues {
     marks: [Event; 4],
     /// Numbered by [`Signals`]; as many as any Program needs at once.
     events: Vec<Event>,
+    gates: Gates,
+}
+
+/// How far other queues have to be before a collective that is put off begins: what it waits for is put on a stream of its
+/// own when its turn comes, and marked there, because events mean something else later.
+struct Gates {
+    stream: Stream,
+    marks: Vec<Event>,
 }
 
 impl Queues {
@@ -36,6 +45,7 @@ impl Queues {
             streams: [stream()?, stream()?, stream()?, stream()?],
             marks: [event()?, event()?, event()?, event()?],
             events: Vec::new(),
+            gates: Gates { stream: stream()?, marks: Vec::new() },
         })
     }
 
@@ -48,6 +58,34 @@ impl Queues {
             self.events.push(Event::new(&self.context)?);
         }
         Ok(())
+    }
+
+    /// Makes as many gates as a Program has ops on the queue of communication.
+    ///
+    /// # Errors
+    /// Where the driver refuses.
+    pub fn make_gates(&mut self, count: usize) -> Result<(), CudaError> {
+        while self.gates.marks.len() < count {
+            self.gates.marks.push(Event::new(&self.context)?);
+        }
+        Ok(())
+    }
+
+    /// Gate number `gate` opens after these events, as they are now, and after the gates before it.
+    ///
+    /// # Errors
+    /// Where the driver refuses.
+    pub fn close_gate(&self, gate: usize, events: &[usize]) -> Result<(), CudaError> {
+        events.iter().try_for_each(|event| self.gates.stream.wait(&self.events[*event]))?;
+        self.gates.marks[gate].record(&self.gates.stream)
+    }
+
+    /// What the queue of communication does from now on begins after that gate.
+    ///
+    /// # Errors
+    /// Where the driver refuses.
+    pub fn pass_gate(&self, gate: usize) -> Result<(), CudaError> {
+        self.stream(Queue::Communication).expect("a queue with a stream").wait(&self.gates.marks[gate])
     }
 
     /// The stream of a queue; the host's own has none.

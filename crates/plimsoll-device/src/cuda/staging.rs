@@ -9,7 +9,7 @@ use crate::device::{DeviceError, FileSpace};
 use std::sync::Arc;
 
 /// Bytes of a slot.
-const SLOT_BYTES: u64 = 8 << 20;
+pub(super) const SLOT_BYTES: u64 = 8 << 20;
 /// How many there are.
 const SLOTS: u64 = 4;
 /// Pinned memory that every device takes beside its arenas: planned as bytes of the host.
@@ -47,7 +47,8 @@ impl Staging {
         Ok(Staging { memory: Pinned::new(context, STAGING_BYTES)?, slots, next: 0 })
     }
 
-    fn place(&self, slot: usize) -> *mut u8 {
+    /// The first byte of a slot.
+    pub(super) fn place(&self, slot: usize) -> *mut u8 {
         // SAFETY: there are as many slots as the memory holds.
         unsafe { self.memory.base().add(slot * SLOT_BYTES as usize) }
     }
@@ -73,8 +74,18 @@ impl Staging {
         Ok(())
     }
 
+    /// From now on a slot is the device's, until all that is in the stream is over.
+    pub(super) fn record(&self, slot: usize, stream: &Stream) -> Result<(), CudaError> {
+        self.slots[slot].done.record(stream)
+    }
+
+    /// Waits until the device is done with a slot.
+    pub(super) fn wait(&self, slot: usize) -> Result<(), CudaError> {
+        self.slots[slot].done.synchronize()
+    }
+
     /// The next slot of the ring, free.
-    fn claim(&mut self, files: &mut dyn FileSpace) -> Result<usize, DeviceError> {
+    pub(super) fn claim(&mut self, files: &mut dyn FileSpace) -> Result<usize, DeviceError> {
         let slot = self.next;
         self.settle(slot, files)?;
         self.next = (slot + 1) % self.slots.len();

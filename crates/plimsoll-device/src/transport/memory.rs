@@ -21,6 +21,7 @@ const RUN: usize = 1024;
 /// Where the devices of a team in one process meet.
 pub struct Memory {
     ranks: u32,
+    round_bytes: Option<u64>,
     epoch: Instant,
     state: Mutex<State>,
     changed: Condvar,
@@ -62,8 +63,17 @@ struct Table {
 impl Memory {
     /// A place for so many devices.
     pub fn between(ranks: u32) -> Arc<Memory> {
+        Memory::new(ranks, None)
+    }
+
+    /// The same where some of them bring their bytes in staging of that size.
+    pub fn in_rounds(ranks: u32, round_bytes: u64) -> Arc<Memory> {
+        Memory::new(ranks, Some(round_bytes))
+    }
+
+    fn new(ranks: u32, round_bytes: Option<u64>) -> Arc<Memory> {
         let (state, changed) = (Mutex::default(), Condvar::new());
-        Arc::new(Memory { ranks, epoch: Instant::now(), state, changed })
+        Arc::new(Memory { ranks, round_bytes, epoch: Instant::now(), state, changed })
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -269,6 +279,10 @@ impl Transport for Memory {
 
     fn epoch(&self) -> Instant {
         self.epoch
+    }
+
+    fn round_bytes(&self) -> Option<u64> {
+        self.round_bytes
     }
 
     fn meet(&self, meeting: Meeting) -> Result<f64, DeviceError> {

@@ -9,9 +9,11 @@
 //! Program into the next if need be: the device withdraws what nobody has taken before it fails, is closed, or goes over to
 //! another plan, and refuses to overwrite it.
 //!
-//! Here is what every way of carrying bytes has in common; `memory` carries them between devices of one process.
+//! Here is what every way of carrying bytes has in common; `memory` carries them between devices of one process, and
+//! `rounds` cuts what goes through staging into pieces of its size.
 
 pub mod memory;
+pub(crate) mod rounds;
 
 use crate::cpu::executor::Site;
 use crate::device::DeviceError;
@@ -30,6 +32,12 @@ pub trait Transport: Send + Sync {
 
     /// When the clocks of simulated devices begin: what one of them waits for is planned in the time of all.
     fn epoch(&self) -> Instant;
+
+    /// Bytes that a meeting is about at most, where some device of the team has to bring them in staging: a collective is
+    /// then as many meetings as it takes (`rounds`). Else it is one.
+    fn round_bytes(&self) -> Option<u64> {
+        None
+    }
 
     /// Takes part in a collective and comes back when this rank has its result and nobody reads its pieces any more.
     /// Every rank comes to the meetings of the whole team in the same order, and a receiver to messages in the order in
@@ -142,11 +150,15 @@ pub struct Meeting {
 }
 
 /// Where a piece of a collective stands in the memory of one rank, which lends it for as long as it is in the meeting.
-struct Place {
-    input: *const u8,
-    output: *mut u8,
-    dtype: DType,
-    counts: Vec<u64>,
+pub(crate) struct Place {
+    /// The first byte of what it gives.
+    pub input: *const u8,
+    /// The first byte of what it gets.
+    pub output: *mut u8,
+    /// The type of both.
+    pub dtype: DType,
+    /// Elements of each rank's part.
+    pub counts: Vec<u64>,
 }
 
 // SAFETY: a place is lent memory, which belongs to no thread; who reads and writes which bytes of it when is the
@@ -156,6 +168,34 @@ unsafe impl Send for Place {}
 unsafe impl Sync for Place {}
 
 impl Meeting {
+    /// What this rank brings to a collective, wherever it stands.
+    ///
+    /// # Safety
+    /// As for [`Meeting::new`].
+    pub(crate) unsafe fn of(seat: &Seat, exchange: &Exchange, number: u64, places: Vec<Place>) -> Meeting {
+        let Exchange { collective, peer, .. } = *exchange;
+        Meeting { rank: seat.rank, collective, peer, number, ready: 0.0, seconds: 0.0, places }
+    }
+
+    /// The same in rounds; each is planned to take as long as all, since only the last one's end counts.
+    fn rounds(&self, round_bytes: u64) -> impl Iterator<Item = Meeting> {
+        let pieces: Vec<_> = self.places.iter().map(|place| (place.dtype, place.counts.clone())).collect();
+        let rounds = rounds::rounds(self.collective, self.rank as usize, &pieces, round_bytes);
+        rounds.into_iter().map(|round| {
+            let part = |cut: rounds::Cut| {
+                let Place { input, output, dtype, .. } = self.places[cut.piece];
+                let at = |range: &Range<u64>| (range.start * dtype.bytes()) as usize;
+                Place {
+                    input: input.wrapping_add(at(&cut.reads)),
+                    output: output.wrapping_add(at(&cut.writes)),
+                    dtype,
+                    counts: cut.counts,
+                }
+            };
+            Meeting { places: round.into_iter().map(part).collect(), ..*self }
+        })
+    }
+
     /// What this rank brings to a collective.
     ///
     /// # Safety
@@ -204,6 +244,8 @@ impl Meeting {
 /// Begins a collective of a Program that is planned to be ready then and to take so long: a message is shown, everything
 /// else done. Gives its planned end.
 ///
+/// Where it goes in rounds, and a rank gives up between two of them, what this rank gets may be there in part.
+///
 /// The same is promised as of every op that runs at a site: while it does, nobody writes bytes that it touches, or touches
 /// those that it writes.
 pub(crate) fn exchange(
@@ -220,9 +262,13 @@ pub(crate) fn exchange(
     // phase writes before the wait (`passes::check`), nor does the host (`Seat::may_write`), and devices withdraw it before
     // they give up their arenas or fail, after which other Programs run.
     let meeting = unsafe { Meeting::new(site, seat, exchange, ready, seconds) };
-    match exchange.collective {
+    let begin = |meeting| match exchange.collective {
         Collective::Send => seat.transport.show(meeting).map(|()| ready),
         _ => seat.transport.meet(meeting),
+    };
+    match seat.transport.round_bytes() {
+        None => begin(meeting),
+        Some(bytes) => meeting.rounds(bytes).try_fold(ready, |_, round| begin(round)),
     }
 }
 
@@ -232,5 +278,10 @@ pub(crate) fn ended(site: Site, seat: Option<&Seat>, exchange: &Exchange, ready:
         return Ok(ready);
     };
     let number = exchange.sequence.at(site.variable, site.micro_batch) as u64;
-    Ok(seat.transport.taken(seat.rank, peer, number)?.max(ready))
+    let shown = seat.transport.round_bytes().map_or(1, |bytes| {
+        let form = |piece: &Piece| (site.set.tensor(piece.input.tensor).dtype, piece.counts.clone());
+        let forms: Vec<_> = exchange.pieces.iter().map(form).collect();
+        rounds::rounds(exchange.collective, seat.rank as usize, &forms, bytes).len()
+    });
+    (0..shown).try_fold(ready, |end, _| Ok(seat.transport.taken(seat.rank, peer, number)?.max(end)))
 }

@@ -7,7 +7,7 @@ use super::spaces::ModelSource;
 use super::trouble::Trouble;
 use crate::data::{self, DataSpec, Dataset, Loader, Rows};
 use crate::files::AdapterDir;
-use crate::resolve::{Model, Resolved, Work, host, learned, question, team_question, write_example};
+use crate::resolve::{Model, Resolved, Work, host, learned, question, staging, team_question, write_example};
 use crate::run_file::{LoraSection, RunFile};
 use plimsoll_core::{Algorithms, Bytes, DeviceKind, DeviceSpec, Failure, Member, Plan, Recipe, Sharing};
 use plimsoll_device::{calibration, process};
@@ -225,7 +225,8 @@ fn planned_team(resolved: &mut Resolved, run: &RunFile, known: Option<&Known>) -
         device.charges = before.filter(|&before| device.charges <= before + WAVER_BYTES).unwrap_or(device.charges);
     }
     let bare: Vec<Bytes> = devices.iter().map(|device| device.charges).collect();
-    let host = host(run, &resolved.device)?.budget;
+    let others = staging(&resolved.others);
+    let host = host(run, &resolved.device)?.budget.saturating_sub(others);
     let mut counted = Bytes::ZERO;
     loop {
         let mut planned = share_among(run, &resolved.model, &devices, host, known, None)?;

@@ -15,6 +15,7 @@ use plimsoll_core::{
     Bytes, DeviceKind, DeviceMemory, DevicePlan, DeviceSpec, HostSpec, MeasuredBy, Member, MemberResult, Plan, Sharing,
     Space,
 };
+use plimsoll_device::cuda::collectives;
 use plimsoll_device::device::{DeviceError, FileSpace};
 use plimsoll_device::transport::{Seat, Transport, memory};
 use plimsoll_device::{calibration, process};
@@ -109,9 +110,13 @@ pub struct Team {
     transport: Arc<dyn Transport>,
 }
 
-/// What carries bytes between so many devices.
-fn transport(devices: usize) -> Arc<dyn Transport> {
-    memory::Memory::between(devices as u32)
+/// What carries bytes between these devices: those of a GPU go through its staging.
+fn transport(workers: &[Worker]) -> Arc<dyn Transport> {
+    let ranks = workers.len() as u32;
+    match workers.iter().any(|worker| worker.device.kind == DeviceKind::Cuda) {
+        true => memory::Memory::in_rounds(ranks, collectives::ROUND_BYTES),
+        false => memory::Memory::between(ranks),
+    }
 }
 
 impl Continues for Team {
@@ -146,7 +151,7 @@ impl Team {
     /// # Errors
     /// A device that cannot work in a team.
     pub fn new(workers: Vec<Worker>) -> Result<Team, DeviceError> {
-        let transport = transport(workers.len());
+        let transport = transport(&workers);
         let mut team = Team { workers, transport };
         team.seat()?;
         Ok(team)
@@ -523,7 +528,7 @@ impl Team {
     /// A device that is gone leaves; the others are told their new places by the next plan.
     pub fn leave(&mut self, rank: usize) -> Worker {
         let worker = self.workers.remove(rank);
-        self.transport = transport(self.workers.len());
+        self.transport = transport(&self.workers);
         worker
     }
 }
