@@ -97,9 +97,11 @@ impl Gpu {
     fn open(number: u32) -> Result<Gpu, String> {
         let said = |error: &dyn std::fmt::Display| error.to_string();
         let (here, card) = card(number).map_err(|error| said(&error))?;
-        let before = here.memory(card).map(|memory| memory.used_bytes);
+        let memory = here.memory(card);
+        let before = memory.map(|memory| memory.used_bytes);
         let driver = Arc::new(Driver::load(&here.driver.path).map_err(|error| said(&error))?);
-        let context = Context::open(&driver, number).map_err(|error| said(&error))?;
+        let context =
+            Context::open(&driver, number, memory.map(|memory| memory.free_bytes)).map_err(|error| said(&error))?;
         Ok(Gpu { here, card, before, context })
     }
 

@@ -380,9 +380,10 @@ pub struct Context {
     device: c_int,
     handle: Handle,
     gpu: Gpu,
+    free_before: Option<Bytes>,
     free_at_first: Bytes,
-    /// The most that the context itself, and libraries in it, were seen to hold.
-    pub(super) charged: Mutex<(Bytes, Bytes)>,
+    /// The most that libraries in it were seen to hold.
+    pub(super) charged: Mutex<Bytes>,
 }
 
 /// The contexts of this process. It has one driver, whoever loads its table of functions.
@@ -394,15 +395,16 @@ unsafe impl Send for Context {}
 unsafe impl Sync for Context {}
 
 impl Context {
-    /// Opens a GPU; the second time, and from then on, it is the context that there is.
+    /// Opens a GPU; the second time, and from then on, it is the context that there is. `free_before` is what is free on the
+    /// GPU now, where somebody says it: the first time, that is before the context takes its own.
     ///
     /// # Errors
     /// Where there is none of that number, or the driver refuses.
-    pub fn open(driver: &Arc<Driver>, ordinal: u32) -> Result<Arc<Context>, CudaError> {
+    pub fn open(driver: &Arc<Driver>, ordinal: u32, free_before: Option<Bytes>) -> Result<Arc<Context>, CudaError> {
         let mut known = CONTEXTS.lock().unwrap_or_else(PoisonError::into_inner);
         let context = match known.get(&ordinal) {
             Some(context) => context.clone(),
-            None => known.entry(ordinal).or_insert(Context::first(driver, ordinal)?).clone(),
+            None => known.entry(ordinal).or_insert(Context::first(driver, ordinal, free_before)?).clone(),
         };
         context.enter()?;
         Ok(context)
@@ -414,7 +416,7 @@ impl Context {
         drop(CONTEXTS.lock().unwrap_or_else(PoisonError::into_inner).remove(&ordinal));
     }
 
-    fn first(driver: &Arc<Driver>, ordinal: u32) -> Result<Arc<Context>, CudaError> {
+    fn first(driver: &Arc<Driver>, ordinal: u32, free_before: Option<Bytes>) -> Result<Arc<Context>, CudaError> {
         let count = driver.devices()?;
         if ordinal >= count {
             return Err(CudaError::NoDevice { ordinal, count });
@@ -448,7 +450,8 @@ impl Context {
         let retain = |context: *mut Handle| unsafe { (driver.cuDevicePrimaryCtxRetain)(context, device) };
         let handle = driver.get("open a context", retain)?;
         let (driver, charged) = (driver.clone(), Mutex::default());
-        let mut context = Context { driver, device, handle, gpu, free_at_first: Bytes::ZERO, charged };
+        let free_at_first = Bytes::ZERO;
+        let mut context = Context { driver, device, handle, gpu, free_before, free_at_first, charged };
         context.enter()?;
         context.free_at_first = context.memory()?.0;
         Ok(Arc::new(context))
@@ -457,6 +460,11 @@ impl Context {
     /// What the GPU is.
     pub fn gpu(&self) -> &Gpu {
         &self.gpu
+    }
+
+    /// What was free on the GPU right before this was opened, where somebody said it.
+    pub fn free_before(&self) -> Option<Bytes> {
+        self.free_before
     }
 
     /// What was free on the GPU right after this was opened, when nothing was in it.

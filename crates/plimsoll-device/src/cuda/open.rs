@@ -60,7 +60,7 @@ pub fn free_bytes(here: &'static Here, card: &Card) -> Result<Bytes, DeviceError
         return Ok(memory.free_bytes);
     }
     // The context stays, and what it takes itself is missing in the answer, on the safe side.
-    let context = super::driver::Context::open(&tools(here)?.driver, card.index)?;
+    let context = super::driver::Context::open(&tools(here)?.driver, card.index, None)?;
     Ok(context.memory()?.0)
 }
 
