@@ -107,13 +107,16 @@ fn team_lines(result: &RunResult) -> String {
     let Some(sharing) = result.sharing else { return String::new() };
     let all: u64 = result.team.iter().map(|member| member.sequences).sum();
     let line = |member: &MemberResult| {
-        let of = if sharing == Sharing::Layers {
-            String::new()
-        } else {
-            format!("{} of {all} sequences, ", member.sequences)
-        };
         let simulated = if member.simulated { " (simulated)" } else { "" };
-        format!("  {}: {of}{:.2} of the predicted time{simulated}\n", member.device, member.passes_over_predicted)
+        // In a pipeline everybody waits for everybody in every pass.
+        let did = match sharing {
+            Sharing::Layers => format!("{} layers of all sequences", member.recipe.recompute.len()),
+            _ => {
+                let (own, took) = (member.sequences, member.passes_over_predicted);
+                format!("{own} of {all} sequences, {took:.2} of the predicted time")
+            }
+        };
+        format!("  {}: {did}{simulated}\n", member.device)
     };
     format!("{sharing} shared\n{}\n", result.team.iter().map(line).collect::<String>())
 }

@@ -142,6 +142,23 @@ pub struct Answer {
     pub precision: DType,
 }
 
+impl<'a> Question<'a> {
+    /// The same about a share of the step in which a device computes so many sequences. A stage of a pipeline keeps what it
+    /// has on the device, and generates no tokens.
+    #[must_use]
+    pub fn of_share(mut self, share: &Share, sequences: u64) -> Question<'a> {
+        (self.share, self.sequences) = (share.clone(), sequences);
+        if share.sharing == Some(Sharing::Layers) {
+            let own = share.own_layers(self.config.layers);
+            let of_stage = |levels: Vec<RecomputeLevel>| levels[own.start as usize..own.end as usize].to_vec();
+            self.pins.recompute = self.pins.recompute.map(of_stage);
+            self.pins.offload = Some(Offload::NOTHING);
+            self.generation = None;
+        }
+        self
+    }
+}
+
 impl Question<'_> {
     /// The Programs of a recipe, of this device's share, before anything waits on the host.
     fn build(&self, config: &ModelConfig, recipe: &Recipe, files: bool) -> ProgramSet {
@@ -223,7 +240,12 @@ impl Question<'_> {
         self.share.micro_batches_of(self.sequences, recipe.micro_batch) as u32
     }
 
-    fn prices(&self) -> Prices<'_> {
+    /// Programs that compute, of a recipe that keeps everything on the device.
+    pub(crate) fn computing(&self, recipe: &Recipe) -> ProgramSet {
+        self.build(self.config, recipe, false)
+    }
+
+    pub(crate) fn prices(&self) -> Prices<'_> {
         let team_link = self.device.team_link;
         Prices { rates: &self.device.rates, host: &self.host, precision: self.precision, team_link }
     }

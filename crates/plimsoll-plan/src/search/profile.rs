@@ -77,9 +77,17 @@ fn across(lifetimes: &Lifetimes, tick: u32) -> u64 {
 
 /// Measures the levels on a model of three equal layers.
 pub(super) fn profile(question: &Question, micro_batch: u32) -> Profile {
-    let small = ModelConfig { layers: 3, ..question.config.clone() };
-    // What layers keep and compute again is the same in a team; what goes between its devices is measured whole.
-    let question = &Question { share: Share::ALONE, ..question.clone() };
+    // What layers keep and compute again is the same in a team; what goes between its devices is measured whole. A stage of
+    // a pipeline keeps it for each micro-batch in flight; here there is one.
+    let (number, stages) = question.share.stage();
+    let [below, above] = [number > 0, number + 1 < stages].map(u64::from);
+    let small = ModelConfig { layers: 3 + below + above, ..question.config.clone() };
+    let in_flight = u64::from(
+        question.share.in_flight(question.micro_batches_of(&question.uniform(micro_batch, RecomputeLevel::Nothing))),
+    );
+    let share = if stages > 1 { stage_of_three(&question.share, below, small.layers) } else { Share::ALONE };
+    let sequences = if stages > 1 { u64::from(micro_batch) } else { question.sequences };
+    let question = &Question { share, sequences, ..question.clone() };
     let prices = question.prices();
     let mut result = Profile { levels: Vec::new(), base: 0, top: 0 };
     for level in RecomputeLevel::ALL {
@@ -120,7 +128,25 @@ pub(super) fn profile(question: &Question, micro_batch: u32) -> Profile {
         result.base = kept[0] - saved;
         result.top = result.top.max(most(edge(3) + 1, start + before) - kept[2]);
     }
+    if in_flight > 1 {
+        // What is kept stands in a ring, all of it all the time: what a pass needs beside it comes on top.
+        let beside = |p: &LevelProfile| p.forward.max(p.backward).saturating_sub(p.saved);
+        result.top = result.levels.iter().map(beside).fold(result.top, u64::max);
+        result.base *= in_flight;
+        result.levels.iter_mut().for_each(|level| level.saved *= in_flight);
+    }
     result
+}
+
+/// The share of a stage like this one that has the three layers after so many.
+fn stage_of_three(like: &Share, below: u64, all: u64) -> Share {
+    let first = |rank: u32| match rank {
+        0 => 0,
+        rank if rank <= like.rank => below,
+        rank if rank < like.ranks => below + 3,
+        _ => all,
+    };
+    Share { layers: (0..=like.ranks).map(first).collect(), ..like.clone() }
 }
 
 /// The fastest levels for all layers under `budget` bytes above the persistent ones, if any.

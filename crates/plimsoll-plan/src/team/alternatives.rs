@@ -1,6 +1,7 @@
 //! Ways to share out beside the one that is taken, for who asks, and what a team is worth beside its devices alone.
 
 use super::batch::{Crew, Split};
+use super::layers::Layers;
 use super::state::State;
 use super::{ShareOut, TeamQuestion, Way};
 use crate::search::{leanest, under};
@@ -16,7 +17,7 @@ pub(super) fn worth(team: &TeamQuestion, crew: &Crew, devices: &[usize]) -> Wort
 }
 
 /// The ways to share out beside a plan, and the plan's own: each device alone, of the fastest devices so many as there are,
-/// the same number of sequences for everybody, and the state in parts. Those that fit come first, fastest first. What is not taken has bounds
+/// the same number of sequences for everybody, the state in parts, and a pipeline. Those that fit come first, fastest first. What is not taken has bounds
 /// of its bytes, without packing.
 pub fn alternatives(team: &TeamQuestion, plan: &Plan) -> Vec<Alternative> {
     let questions = team.about(&plan.rungs, &vec![team.host; team.devices.len()]);
@@ -43,7 +44,8 @@ pub fn alternatives(team: &TeamQuestion, plan: &Plan) -> Vec<Alternative> {
         ways.extend(split);
     }
     let state = State::new(team, &plan.rungs).fastest().filter(|_| plan.sharing != Some(Sharing::State));
-    let ways = ways.iter().map(|split| crew.way(split, team.host)).chain(state);
+    let layers = Layers::new(team, &plan.rungs).fastest().filter(|_| plan.sharing != Some(Sharing::Layers));
+    let ways = ways.iter().map(|split| crew.way(split, team.host)).chain(state).chain(layers);
     let mut list: Vec<Alternative> = ways.map(|way| written(team, &way)).collect();
     let unable = team.kinds().into_iter().filter(|device| !able.contains(device));
     list.extend(unable.map(|device| self::unable(team, &plan.rungs, device)));
@@ -94,6 +96,7 @@ fn written(team: &TeamQuestion, way: &Way) -> Alternative {
 fn share(sharing: Option<Sharing>, sequences: u64, state: Option<u64>, recipe: &Recipe) -> String {
     match (sharing, state) {
         (None, _) => format!("all sequences, {recipe}"),
+        (Some(Sharing::Layers), _) => format!("{} layers, {recipe}", recipe.recompute.len()),
         (Some(_), None) => format!("{sequences} sequences, {recipe}"),
         (Some(_), Some(parts)) => format!("{sequences} sequences, {parts} of 1024 parts of the state, {recipe}"),
     }

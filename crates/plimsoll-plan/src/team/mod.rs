@@ -9,12 +9,14 @@
 mod alternatives;
 mod batch;
 mod exchange;
+mod layers;
 mod state;
 mod whole;
 
 use crate::paper;
 use crate::search::{Answer, Pins, Question, can_hold, leanest, plan_like, plan_of, search, sets, under};
 pub use alternatives::alternatives;
+use layers::Layers;
 use plimsoll_core::{Bytes, HostSpec, LeftOut, Link, Member, Need, Plan, Recipe, Rung, Sharing, Worth};
 use plimsoll_program::Share;
 use state::State;
@@ -131,8 +133,8 @@ impl<'a> TeamQuestion<'a> {
 
     /// The question of one device that takes such a share, beside so much of the host.
     fn of(&self, device: usize, share: &Share, sequences: u64, host: Bytes) -> Question<'a> {
-        let question = &self.devices[device];
-        Question { share: share.clone(), sequences, host: with_budget(question.host, host), ..question.clone() }
+        let question = self.devices[device].clone().of_share(share, sequences);
+        Question { host: with_budget(question.host, host), ..question }
     }
 
     /// Questions for menus under some rungs: with about the sequences that each device's published rates would give it.
@@ -219,26 +221,40 @@ fn alone(team: &TeamQuestion, (device, answer): (usize, Answer), left_out: Vec<L
     TeamAnswer { parts: vec![Part { device, share: Share::ALONE, sequences: team.total(), answer }], plan }
 }
 
-/// The fastest team under some lossy rungs, if there is one: a batch shared out by devices that can hold the model, or the
-/// state in parts.
+/// The fastest team under some lossy rungs, if there is one: a batch shared out by devices that can hold the model, the
+/// state in parts, or a pipeline.
 fn under_rungs(team: &TeamQuestion, rungs: &[Rung]) -> Option<TeamAnswer> {
     let asked = |sharing: Sharing| team.only.is_none_or(|only| only == sharing);
     let batch =
         asked(Sharing::Batch).then(|| batch::with_hosts(team, rungs, |mut batch| packed(team, rungs, &mut batch)));
     let batch = batch.flatten();
-    if !asked(Sharing::State) {
+    if !asked(Sharing::State) && !asked(Sharing::Layers) {
         return batch;
     }
-    let mut state = State::new(team, rungs);
+    let (mut state, mut layers) = (State::new(team, rungs), Layers::new(team, rungs));
     let tokens = |answer: &TeamAnswer| answer.plan.predicted.tokens_per_second;
     if batch.as_ref().is_some_and(|batch| tokens(batch) >= WORTH * state.at_most()) {
         return batch;
     }
     // What does not promise enough is not packed.
-    let least = batch.as_ref().map_or(0.0, |batch| tokens(batch) / WORTH);
-    let promises = state.fastest().is_some_and(|way| team.tokens() / way.seconds > least);
-    let state = if promises { packed(team, rungs, &mut state) } else { None };
-    state.filter(|state| tokens(state) > least).or(batch)
+    let (mut least, mut best) = (batch.as_ref().map_or(0.0, |batch| tokens(batch) / WORTH), batch);
+    let promised = |sharing: Sharing, ways: &dyn ShareOut| {
+        let way = if asked(sharing) { ways.fastest() } else { None };
+        way.map_or(0.0, |way| team.tokens() / way.seconds)
+    };
+    // A pipeline draws no samples, and nothing of it waits on the host: it has to be worth that.
+    let mut others: [(f64, f64, &mut dyn ShareOut); 2] = [
+        (promised(Sharing::State, &state), 1.0, &mut state),
+        (promised(Sharing::Layers, &layers) * WORTH, WORTH, &mut layers),
+    ];
+    others.sort_by(|a, b| b.0.total_cmp(&a.0));
+    for (promises, worth, ways) in others {
+        let found = if promises > least { packed(team, rungs, ways) } else { None };
+        if let Some(found) = found.filter(|found| tokens(found) * worth > least) {
+            (least, best) = (tokens(&found) * worth, Some(found));
+        }
+    }
+    best
 }
 
 /// How much of the host would do for all together, with the state in parts, where that is less than one of them alone would
@@ -404,7 +420,7 @@ pub fn plan_again(team: &TeamQuestion, members: &[Member]) -> TeamAnswer {
 /// Where all ranks have the same number of micro-batches, one that looks for another recipe keeps its own.
 pub fn same_count<'a>(question: Question<'a>, recipe: &Recipe) -> Question<'a> {
     match question.share.sharing {
-        Some(Sharing::State) => {
+        Some(Sharing::State | Sharing::Layers) => {
             let pins = Pins { micro_batch: Some(recipe.micro_batch), ..question.pins.clone() };
             Question { pins, ..question }
         }
@@ -443,6 +459,10 @@ fn shares_of(members: &[Member]) -> Vec<Share> {
     let sequences: Vec<u64> = members.iter().map(|member| member.sequences).collect();
     let parts: Option<Vec<u64>> = members.iter().map(|member| member.state).collect();
     let of = |member: &Member| member.sequences.div_ceil(u64::from(member.recipe.micro_batch));
+    let ends: Option<Vec<u64>> = members.iter().map(|member| member.layers.map(|[_, end]| end)).collect();
+    if let Some(ends) = ends.filter(|ends| ends.len() > 1) {
+        return layers::shares(&[vec![0], ends].concat());
+    }
     match parts {
         _ if members.len() < 2 => vec![Share::ALONE],
         Some(parts) => state::shares(&sequences, &parts, members.iter().map(of).max().unwrap_or(1)),

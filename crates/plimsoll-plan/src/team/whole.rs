@@ -1,5 +1,6 @@
 //! The plan of a team as it is written down, from the plans of its members.
 
+use super::layers::{StageSeconds, step_seconds};
 use super::{Part, TeamQuestion, slowest};
 use crate::price::Prices;
 use plimsoll_core::{Bytes, Class, DevicePlan, Link, Member, Plan, Predicted, Sharing};
@@ -14,7 +15,10 @@ pub(super) fn plan(team: &TeamQuestion, parts: &mut [Part]) -> Plan {
         part.answer.plan.host.budget_bytes = part.answer.plan.host.arena_bytes + Bytes(left);
     }
     let link = slowest(parts.iter().map(|part| team.devices[part.device].device.team_link));
-    let busy: Vec<(f64, f64)> = parts.iter().map(|part| busy(team, part, link)).collect();
+    let busy: Vec<(f64, f64)> = match parts[0].share.sharing {
+        Some(Sharing::Layers) => pipeline(team, parts, link),
+        _ => parts.iter().map(|part| busy(team, part, link)).collect(),
+    };
     for (part, (busy, waits)) in parts.iter_mut().zip(&busy) {
         let (question, step_seconds) = (&team.devices[part.device], busy + waits);
         let tokens = (part.sequences * question.sequence) as f64;
@@ -27,7 +31,10 @@ pub(super) fn plan(team: &TeamQuestion, parts: &mut [Part]) -> Plan {
         device: team.devices[part.device].device.name.clone(),
         recipe: part.answer.plan.recipe.clone(),
         sequences: part.sequences,
-        layers: None,
+        layers: (sharing == Some(Sharing::Layers)).then(|| {
+            let own = part.share.own_layers(team.devices[part.device].config.layers);
+            [own.start, own.end]
+        }),
         state: part.share.own_part(),
         algorithms: None,
         busy_seconds: *busy,
@@ -43,6 +50,20 @@ pub(super) fn plan(team: &TeamQuestion, parts: &mut [Part]) -> Plan {
         predicted: Predicted { step_seconds, tokens_per_second: team.tokens() / step_seconds },
         ..first.clone()
     }
+}
+
+/// The same of the stages of a pipeline: they wait for each other.
+fn pipeline(team: &TeamQuestion, parts: &[Part], team_link: Link) -> Vec<(f64, f64)> {
+    let stage = |part: &Part| {
+        let (question, precision) = (&team.devices[part.device], part.answer.precision);
+        let (rates, host) = (&question.device.rates, &question.host);
+        StageSeconds::of(&part.answer.set, &Prices { rates, host, precision, team_link })
+    };
+    let first = &parts[0];
+    let count = first.share.micro_batches_of(first.sequences, first.answer.plan.recipe.micro_batch) as u32;
+    let stages: Vec<StageSeconds> = parts.iter().map(stage).collect();
+    let all = step_seconds(&stages, count);
+    stages.iter().map(|stage| stage.busy(count)).map(|busy| (busy, (all - busy).max(0.0))).collect()
 }
 
 /// Seconds in which a device computes, and those in which it waits for what the team exchanges alone.

@@ -151,8 +151,7 @@ fn folders(run_dir: &Path) -> Vec<(u64, PathBuf)> {
 pub(super) fn write(run_dir: &Path, info: &CheckpointInfo, team: &mut Team, keep: u32) -> Result<PathBuf, Trouble> {
     let path = run_dir.join("checkpoints").join(format!("step-{}", info.step));
     atomic::write_dir(&path, |dir| -> Result<(), Trouble> {
-        let tensors = team.first().engine.files("checkpoint");
-        let mut writer = WeightWriter::create(dir, "state", tensors, MAX_SHARD_BYTES)?;
+        let mut writer = WeightWriter::create(dir, "state", &team.files("checkpoint"), MAX_SHARD_BYTES)?;
         team.store("checkpoint", &mut Storing(&mut writer))?;
         writer.finish()?;
         let info = CheckpointInfo { files: sizes(dir)?, ..info.clone() };

@@ -106,7 +106,7 @@ pub(super) fn question_of<'a>(
     share: &Share,
     sequences: u64,
 ) -> Result<Question<'a>, Failure> {
-    Ok(Question { share: share.clone(), sequences, ..question(run, model, device, Work::Train)? })
+    Ok(question(run, model, device, Work::Train)?.of_share(share, sequences))
 }
 
 /// The plan of a run: the whole, and the part of each device in the order of ranks.
@@ -184,7 +184,7 @@ fn planned_alone(resolved: &mut Resolved, run: &RunFile, known: Option<&Known>) 
     }
     let ask = |resolved: &Resolved| -> Result<Answer, Failure> {
         let question = resolved.question(run, Work::Train)?;
-        let again = known.map(|known| &known.recipe).filter(|recipe| is_of(recipe, run, &resolved.model));
+        let again = known.map(|known| &known.recipe).filter(|recipe| is_of(recipe, None, run, &resolved.model));
         let again = again.map(|recipe| plan_of(&question, recipe)).filter(|answer| answer.plan.fits);
         Ok(again.unwrap_or_else(|| search(&question)))
     };
@@ -269,7 +269,7 @@ pub(super) fn share_among(
     beside.for_each(|question| question.host.budget = host);
     let again = known.filter(|known| !known.team.is_empty()).map(|known| &known.team);
     let again = again.filter(|team| team.iter().all(|member| devices.iter().any(|d| d.name == member.device)));
-    let again = again.filter(|team| team.iter().all(|member| is_of(&member.recipe, run, model)));
+    let again = again.filter(|team| team.iter().all(|member| is_of(&member.recipe, member.layers, run, model)));
     let again = again.map(|members| plan_of_team(&team, members)).filter(|answer| answer.plan.fits);
     let TeamAnswer { parts, plan } = again.unwrap_or_else(|| share_out(&team));
     let parts = parts.into_iter().map(|part| {
@@ -287,15 +287,17 @@ fn adapter_section(adapter: &AdapterDir) -> LoraSection {
     LoraSection { rank: adapter.rank as u32, alpha: adapter.alpha, dropout: 0.0, targets }
 }
 
-/// Whether a recipe can be one of this run: its file may have been changed since.
-fn is_of(recipe: &Recipe, run: &RunFile, model: &Model) -> bool {
-    let pinned = &run.recipe.recompute;
+/// Whether a recipe, of a stage of a pipeline perhaps, can be one of this run: its file may have been changed since.
+fn is_of(recipe: &Recipe, layers: Option<[u64; 2]>, run: &RunFile, model: &Model) -> bool {
+    let [first, end] = layers.unwrap_or([0, model.config.layers]);
+    let all = &run.recipe.recompute;
+    let pinned = all.get(first as usize..end as usize).unwrap_or(all);
     let as_pinned = |level| pinned.is_empty() || pinned.len() == 1 && pinned[0] == level;
     (1..=run.batch_sequences()).contains(&u64::from(recipe.micro_batch))
-        && recipe.recompute.len() as u64 == model.config.layers
+        && recipe.recompute.len() as u64 == end.saturating_sub(first)
         && run.recipe.micro_batch.is_none_or(|pin| pin == recipe.micro_batch)
         && run.train.rungs.as_ref().is_none_or(|rungs| *rungs == recipe.rungs)
-        && (*pinned == recipe.recompute || recipe.recompute.iter().all(|&level| as_pinned(level)))
+        && (pinned == recipe.recompute || recipe.recompute.iter().all(|&level| as_pinned(level)))
 }
 
 /// The rows of some files, as a run file says.

@@ -11,6 +11,7 @@ use super::samples::Continues;
 use super::training::{evaluate, quantile};
 use super::trouble::Trouble;
 use crate::data::{Dataset, Rows};
+use crate::files::StoredTensor;
 use plimsoll_core::{
     Bytes, DeviceKind, DeviceMemory, DevicePlan, DeviceSpec, HostSpec, MeasuredBy, Member, MemberResult, Plan, Sharing,
     Space,
@@ -274,7 +275,9 @@ impl Team {
             }
             Ok(worker.engine.gradients(&mut worker.rows, input)?)
         })?;
-        for worker in &mut self.workers {
+        // A stage of a pipeline waits for its neighbours in every pass: what it takes says nothing of its speed.
+        let staged = |worker: &Worker| worker.share.sharing == Some(Sharing::Layers);
+        for worker in self.workers.iter_mut().filter(|worker| !staged(worker)) {
             let own = worker.engine.own_passes();
             let (forward, backward) = (own.micro_batches as f64, own.micro_batches as f64 - 1.0);
             let predicted = forward * worker.passes[0] + backward * worker.passes[1];
@@ -291,9 +294,9 @@ impl Team {
         }
     }
 
-    /// Whether the state stands in parts on all devices.
+    /// Whether each device holds a part of the model that no other has: of the state, or of the layers.
     pub fn holds_parts(&self) -> bool {
-        self.workers[0].share.sharing == Some(Sharing::State)
+        matches!(self.workers[0].share.sharing, Some(Sharing::State | Sharing::Layers))
     }
 
     /// Micro-batches of a step that all have to do together, because each holds a part of the state: as many as whoever has
@@ -324,7 +327,8 @@ impl Team {
         Ok(())
     }
 
-    /// Loss and hits over a data set, each device on a part of the rows.
+    /// Loss and hits over a data set, each device on a part of the rows; the stages of a pipeline have all of them, and the
+    /// last finds what they come to.
     ///
     /// # Errors
     /// Data that cannot be read, and what a device fails with.
@@ -334,7 +338,8 @@ impl Team {
         let at = |sequences: u64| (u128::from(rows) * u128::from(sequences) / u128::from(total)) as u64;
         let own = |worker: &Worker| {
             let first = worker.share.first_sequence;
-            if total == worker.sequences { 0..rows } else { at(first)..at(first + worker.sequences) }
+            let all = total == worker.sequences || worker.share.sharing == Some(Sharing::Layers);
+            if all { 0..rows } else { at(first)..at(first + worker.sequences) }
         };
         let times = |worker: &Worker| {
             let own = own(worker);
@@ -390,8 +395,10 @@ impl Team {
         let mut plan = before.clone();
         for ((worker, device), member) in self.workers.iter().zip(&mut plan.devices).zip(&mut plan.team) {
             *device = worker.plan.devices[0].clone();
+            if member.recipe != worker.plan.recipe {
+                member.busy_seconds = worker.plan.predicted.step_seconds;
+            }
             member.recipe = worker.plan.recipe.clone();
-            member.busy_seconds = worker.plan.predicted.step_seconds;
             member.algorithms = worker.plan.algorithms.clone();
         }
         let step_seconds = busiest(&plan.team) + exchange;
@@ -452,14 +459,31 @@ impl Team {
         if all_gpus { on_gpus } else { on_gpus + process }
     }
 
+    /// The tensors of files that a Program reads or writes, of all devices together, each once.
+    pub fn files(&self, program: &str) -> Vec<StoredTensor> {
+        let stages = if self.workers[0].share.sharing == Some(Sharing::Layers) { self.len() } else { 1 };
+        self.workers[..stages].iter().flat_map(|worker| worker.engine.files(program)).cloned().collect()
+    }
+
     /// Runs a Program that writes files: the first device does it, with the help of the others where what is written
-    /// stands in parts on all of them.
+    /// stands in parts on all of them; the stages of a pipeline do it one after the other, each with what is its own.
     ///
     /// # Errors
     /// What a device or a file fails with.
     pub fn store(&mut self, program: &str, files: &mut dyn FileSpace) -> Result<(), Trouble> {
-        if self.workers[0].share.sharing.is_none_or(|sharing| sharing == Sharing::Batch) {
-            return Ok(self.workers[0].engine.move_files(program, files)?);
+        let writers = match self.workers[0].share.sharing {
+            None | Some(Sharing::Batch) => 1,
+            Some(Sharing::Layers) => self.len(),
+            Some(Sharing::State) => 0,
+        };
+        let store = |(rank, worker): (usize, &mut Worker)| {
+            worker.engine.move_files(program, files).map_err(|error| Trouble::from(error).of_rank(rank))
+        };
+        if writers > 0 {
+            let stored = self.workers.iter_mut().enumerate().take(writers).try_for_each(store);
+            // Nobody else was at work: who gave up has told it here.
+            self.transport.clear();
+            return stored;
         }
         let files = Mutex::new(Some(files));
         self.all(|worker| {

@@ -560,7 +560,7 @@ impl Trainer {
     /// Writes what was trained, whole or not at all: a Hugging Face directory, or adapters as a PEFT directory.
     fn write_model(&mut self) -> Result<PathBuf, Trouble> {
         let (model, team) = (&self.resolved.model, &mut self.team);
-        let tensors = team.first().engine.files("save").to_vec();
+        let tensors = team.files("save");
         let write = |writer: &mut WeightWriter| team.store("save", &mut Storing(writer));
         if self.run.train.method == Method::Lora {
             let path = self.folder.join("adapter");
@@ -738,7 +738,11 @@ fn how(recipe: &Recipe, sharing: Option<Sharing>, team: &[Member], threads: u32)
 /// The recipe, or what each device of a team does, in words.
 fn done_by(recipe: &Recipe, sharing: Option<Sharing>, team: &[Member]) -> String {
     let Some(sharing) = sharing else { return recipe.to_string() };
-    let member = |member: &Member| format!("{} {} sequences, {}", member.device, member.sequences, member.recipe);
+    let share = |member: &Member| match member.layers {
+        Some([first, end]) => format!("layers {first} to {}", end - 1),
+        None => format!("{} sequences", member.sequences),
+    };
+    let member = |member: &Member| format!("{} {}, {}", member.device, share(member), member.recipe);
     format!("{sharing} shared by {}", team.iter().map(member).collect::<Vec<_>>().join("; "))
 }
 

@@ -3,7 +3,7 @@
 
 use super::{PlanView, WIDTH, class};
 use crate::text::{columns, count, percent, seconds, wrapped};
-use plimsoll_core::{Alternative, DeviceKind, DeviceSpec, LeftOut, Member, Plan, Worth};
+use plimsoll_core::{Alternative, DeviceKind, DeviceSpec, LeftOut, Member, Plan, Sharing, Worth};
 
 /// The devices that take no part, a line or two each.
 pub(super) fn left_out(plan: &Plan) -> String {
@@ -43,12 +43,14 @@ fn rows(plan: &Plan) -> Vec<Vec<String>> {
     // Where the state stands in parts, they say more than the micro-batch, which is in the recipe, too.
     let parts = plan.team.iter().any(|member| member.state.is_some());
     let third = if parts { "of the state" } else { "micro-batch" };
-    let header = ["device", "sequences", third, "peak", "load line", "busy", "idle"].map(str::to_owned);
+    let shared = if plan.sharing == Some(Sharing::Layers) { "layers" } else { "sequences" };
+    let header = ["device", shared, third, "peak", "load line", "busy", "idle"].map(str::to_owned);
     let mut rows = vec![header.to_vec()];
     for (member, device) in plan.team.iter().zip(&plan.devices) {
         rows.push(vec![
             member.device.clone() + if device.simulated { " (simulated)" } else { "" },
-            member.sequences.to_string(),
+            // Counted from 0, as in the names of weights.
+            member.layers.map_or(member.sequences.to_string(), |[first, end]| format!("{first} to {}", end - 1)),
             member.state.map_or(member.recipe.micro_batch.to_string(), |part| percent(part as f64 / 1024.0, 1)),
             device.peak_bytes.to_string(),
             device.budget_bytes.to_string(),

@@ -1,0 +1,126 @@
+//! A model that fits no device trains on several as a pipeline: the same experiment as on one that holds it, every load line
+//! held, with files that one device goes on from.
+
+mod common;
+
+use common::{Place, SMALL, Shape};
+use serde_json::Value;
+
+/// A model of some layers that is large beside what a process holds anyway.
+const WIDE: Shape = Shape { hidden: 384, steps: 6, batch_sequences: 16, threads: "1", save_every: 3, ..SMALL };
+
+/// Neither holds the model, and nothing may wait on the host.
+const PAIR: &str = "virtual:a=150MiB@0.4::1gbit,virtual:b=110MiB@0.3::1gbit,host=1MiB";
+
+fn place() -> Place {
+    let place = Place::new(&WIDE);
+    let mut config = common::config(WIDE.hidden);
+    config["num_hidden_layers"] = 8.into();
+    place.write("model/config.json", config.to_string());
+    place
+}
+
+fn train(place: &Place, run: &str, more: &[&str]) -> Value {
+    let dir = format!("run.dir={run}");
+    place.succeed(&[&["train", "run.toml", "--quiet", "--set", &dir], more].concat());
+    place.json(&format!("{run}/result.json"))
+}
+
+/// Of every step, and of the last evaluation.
+fn losses(place: &Place, run: &str) -> Vec<f64> {
+    let events = place.events(run);
+    let of = |name: &str| -> Vec<f64> {
+        let events = events.iter().filter(|event| event["event"] == name);
+        events.map(|event| event["loss"].as_f64().unwrap()).collect()
+    };
+    let evaluations = of("evaluation");
+    of("step").into_iter().chain(evaluations.last().copied()).collect()
+}
+
+fn same_experiment(place: &Place, one: &str, other: &str) {
+    let (one, other) = (losses(place, one), losses(place, other));
+    assert_eq!(one.len(), other.len());
+    for (one, other) in one.iter().zip(&other) {
+        assert!((one - other).abs() <= 1e-4 * one.abs(), "{one} and {other}");
+    }
+}
+
+#[test]
+fn a_model_that_fits_neither_device_trains_as_a_pipeline() {
+    let place = place();
+    for alone in PAIR.split(',').take(2) {
+        let line = format!("{alone},host=1MiB");
+        place.refuse(3, &["train", "run.toml", "--quiet", "--devices", &line, "--set", "run.dir=none"]);
+    }
+    train(&place, "alone", &["--devices", "cpu"]);
+    let result = train(&place, "pair", &["--devices", PAIR]);
+    assert_eq!(result["sharing"], "layers");
+    for memory in result["memory"].as_array().unwrap() {
+        assert_eq!(memory["arena_bytes"], memory["arena_measured_bytes"], "{memory}");
+        let bytes = |key: &str| memory[key].as_u64().unwrap();
+        assert!(bytes("measured_bytes") <= bytes("budget_bytes"), "{memory}");
+    }
+    same_experiment(&place, "alone", "pair");
+}
+
+#[test]
+fn one_device_goes_on_from_the_checkpoint_of_a_pipeline_and_a_pipeline_from_its_own() {
+    let place = place();
+    train(&place, "whole", &["--devices", PAIR]);
+    for (run, devices) in [("same", PAIR), ("one", "cpu")] {
+        train(&place, run, &["--devices", PAIR, "--set", "train.steps=3"]);
+        let text = place.read(&format!("{run}/run.toml")).replace("steps = 3", "steps = 6").replace(PAIR, devices);
+        place.write(&format!("{run}/run.toml"), text);
+        place.succeed(&["train", "--resume", run, "--quiet"]);
+        let result = place.json(&format!("{run}/result.json"));
+        assert_eq!(result["sharing"] == "layers", devices == PAIR, "{result}");
+        same_experiment(&place, "whole", run);
+    }
+    let whole = place.files("whole/model");
+    assert!(whole == place.files("same/model"), "the bits of an undisturbed run");
+    assert!(whole.keys().eq(place.files("one/model").keys()));
+}
+
+#[test]
+fn what_one_stage_refuses_is_dropped_by_all_and_done_again() {
+    let place = place();
+    let words = ["--devices", PAIR];
+    train(&place, "plain", &words);
+    for (number, at) in [
+        "virtual:a/2:backward:9",
+        "virtual:b/3:forward:4",
+        "virtual:a/2:norm",
+        "virtual:b/3:update:3",
+        "virtual:b/0:load",
+    ]
+    .iter()
+    .enumerate()
+    {
+        let run = format!("run-{number}");
+        let result = train(&place, &run, &[&words[..], &["--inject-oom", at]].concat());
+        let device = at.split('/').next().unwrap();
+        let retreats = result["retreats"].as_array().unwrap();
+        assert!(retreats.iter().any(|retreat| retreat["device"] == device), "{at}: {retreats:?}");
+        same_experiment(&place, "plain", &run);
+    }
+}
+
+#[test]
+fn a_stage_that_is_gone_takes_the_others_back_to_the_checkpoint_or_stops_the_run() {
+    let place = place();
+    train(&place, "plain", &["--devices", PAIR]);
+    let trio = PAIR.replace(",host", ",virtual:c=90MiB@0.3::1gbit,host");
+    let lost = ["--devices", &trio, "--set", "run.team=all", "--inject-loss", "virtual:c:5"];
+    let result = train(&place, "trio", &lost);
+    let names: Vec<&str> = result["team"].as_array().unwrap().iter().map(|m| m["device"].as_str().unwrap()).collect();
+    assert_eq!((names.len(), names.contains(&"virtual:c")), (2, false), "{result}");
+    assert_eq!((&result["sharing"], &result["lost"][0]["back_to"]), (&"layers".into(), &3.into()));
+    let last = |run: &str| losses(&place, run).pop().unwrap();
+    assert!((last("plain") - last("trio")).abs() <= 1e-4 * last("plain").abs());
+    // What is left cannot hold the model.
+    let lost = ["train", "run.toml", "--quiet", "--devices", PAIR, "--inject-loss", "virtual:b:5"];
+    let message = place.refuse(4, &lost);
+    assert!(message.contains("no recipe of this run fits on what is left"), "{message}");
+    place.succeed(&["train", "--resume", "run", "--quiet"]);
+    assert_eq!(place.json("run/result.json")["status"], "done");
+}
