@@ -405,7 +405,7 @@ const PAPER_HOST_BYTES_PER_SECOND: f64 = 30e9;
 /// The host beside a device. The processor is its own; on paper there is what the user says.
 pub(crate) fn host(file: &RunFile, device: &DeviceSpec) -> Result<HostSpec, Failure> {
     let (given, budget) = (file.devices().host, file.host());
-    let scratch = scratch(file, device.kind);
+    let scratch = scratch(file, device.kind)?;
     match device.kind {
         DeviceKind::Cpu => Ok(HostSpec { file: scratch, ..HostSpec::NONE }),
         DeviceKind::Paper => Ok(HostSpec {
@@ -433,17 +433,21 @@ const DISK_SHARE: f64 = 0.8;
 
 /// The scratch file, where there may be one. Rates are measured only where it was asked for; on paper there is as much
 /// of it as the user says.
-fn scratch(file: &RunFile, kind: DeviceKind) -> FileSpec {
+fn scratch(file: &RunFile, kind: DeviceKind) -> Result<FileSpec, Failure> {
     let given = file.file();
     if kind == DeviceKind::Paper {
         let budget = given.map_or(Bytes::ZERO, |budget| budget.of(Bytes::ZERO));
-        return FileSpec { budget, room: Bytes(u64::MAX), ..FileSpec::NONE };
+        return Ok(FileSpec { budget, room: Bytes(u64::MAX), ..FileSpec::NONE });
+    }
+    if let Some(folder) = file.memory.file_dir.as_ref().filter(|folder| given.is_some() && !Path::new(folder).is_dir()) {
+        return Err(Failure::input(format!("memory.file_dir: {folder} is no folder"))
+            .hint("make it, or mount the disk that it is on: the scratch file goes nowhere else"));
     }
     let free = disk::free(file.file_folder()).unwrap_or(Bytes::ZERO);
     let (budget, room) = (given.map_or(Bytes::ZERO, |budget| budget.of(free)), Budget::Share(DISK_SHARE).of(free));
     let measured = given.and_then(|_| calibration::disk(file.file_folder()));
     let spec = FileSpec { budget, room, ..FileSpec::NONE };
-    match measured {
+    Ok(match measured {
         Some(rates) => FileSpec {
             read_bytes_per_second: rates.read_bytes_per_second,
             write_bytes_per_second: rates.write_bytes_per_second,
@@ -451,7 +455,7 @@ fn scratch(file: &RunFile, kind: DeviceKind) -> FileSpec {
             ..spec
         },
         None => spec,
-    }
+    })
 }
 
 /// What these devices pin of the host's memory beside its arena, under the same load line.
@@ -500,7 +504,7 @@ fn open_devices(file: &RunFile) -> Result<Vec<DeviceSpec>, Failure> {
             Ok(gpus) if !gpus.is_empty() => Ok(gpus),
             _ if model_is_example(file) && !a_gpu_could_be_used() => {
                 let mut pair = file.clone();
-                pair.run.devices = example_pair();
+                pair.run.devices = example_pair(file);
                 open_devices(&pair)
             }
             // Nobody who has a GPU shall wonder why it idles.
@@ -520,12 +524,14 @@ fn open_devices(file: &RunFile) -> Result<Vec<DeviceSpec>, Failure> {
 }
 
 /// What the built-in example shows where there is no GPU: two unequal devices at work, as fast as this machine may have
-/// them beside each other. The paces are to each other as an RTX 3070's to an RTX 3090's.
-fn example_pair() -> String {
+/// them beside each other, and with no more than the load line that was given. The paces are to each other as an RTX
+/// 3070's to an RTX 3090's.
+fn example_pair(file: &RunFile) -> String {
     const SLOWER: f64 = 0.57;
     let cores = (0.8 * Cpu::read().usable_cores()).min(1.0 + SLOWER);
     let pace = |share: f64| (100.0 * cores * share / (1.0 + SLOWER)).floor() / 100.0;
-    format!("virtual:large=48MiB@{},virtual:small=32MiB@{}", pace(1.0), pace(SLOWER))
+    let line = |mib| Budget::Amount(Bytes::mib(mib).min(file.memory.budget.of(Memory::read().free)));
+    format!("virtual:large={}@{},virtual:small={}@{}", line(48), pace(1.0), line(32), pace(SLOWER))
 }
 
 /// Every GPU that Plimsoll can use; where there is none, why.
@@ -733,7 +739,7 @@ pub fn write_example(file: &mut RunFile) -> Result<(), Failure> {
     }
     if named && file.devices().devices.is_empty() && !a_gpu_could_be_used() {
         let host = file.devices().host.map_or(String::new(), |host| format!(",host={host}"));
-        file.run.devices = example_pair() + &host;
+        file.run.devices = example_pair(&file) + &host;
     }
     if named {
         sums::write(&folder, file.train.seed)?;

@@ -175,7 +175,7 @@ impl Trainer {
             return Ok(());
         }
         let message = format!("step {}: {refused}; {TRIES} tries made no progress", self.step_now());
-        Err(Failure::stopped(message).hint("the newest checkpoint stands"))
+        Err(Failure::stopped(message).hint(self.standing()))
     }
 
     /// Asks the planner something about the share of a device as `device` has it, beside such a host.

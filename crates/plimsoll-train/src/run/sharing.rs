@@ -33,7 +33,7 @@ impl Trainer {
     /// Lets a device that is gone leave the team, without another plan.
     pub(super) fn part_with(&mut self, rank: usize, why: &str, log: &mut EventLog) -> Result<(), Failure> {
         let gone = |hint: &str| {
-            Failure::stopped(format!("step {}: {why}", self.step_now())).hint(hint).hint("the newest checkpoint stands")
+            Failure::stopped(format!("step {}: {why}", self.step_now())).hint(hint).hint(self.standing())
         };
         if self.team.len() == 1 {
             return Err(gone("no other device works on this run"));
@@ -115,7 +115,7 @@ impl Trainer {
         let planned = share_among(&self.run, &self.resolved.model, &specs, self.host_line(), None, None)?;
         if !planned.plan.fits {
             return Err(Failure::stopped(format!("{why}; no recipe of this run fits on what is left"))
-                .hint("the newest checkpoint stands")
+                .hint(self.standing())
                 .hint("then name more devices, or allow more: --allow"));
         }
         Ok(planned)

@@ -170,6 +170,7 @@ impl Run {
         make_folder(&folder)?;
         let mut log = EventLog::open(&folder, watch)?;
         let mut warnings = self.warnings.clone();
+        warnings.extend(self.prepared.run.idle_budget());
         warnings.extend(self.prepared.resolved.fallback.as_ref().map(ToString::to_string));
         let control = Control::listen(&folder)
             .map_err(|error| {
@@ -473,7 +474,7 @@ impl Trainer {
         if !found.is_finite() {
             let message = format!("step {step}: the loss is {} and the gradient norm {}", found.loss, found.norm);
             return Err(Failure::stopped(message)
-                .hint("the step was dropped; the newest checkpoint stands")
+                .hint(format!("the step was dropped; {}", self.standing()))
                 .hint("a lower train.learning_rate or train.clip_norm, in a run of its own, is the usual cure; look at the samples of this step, too")
                 .into());
         }
@@ -537,6 +538,14 @@ impl Trainer {
             tokens: sum.tokens,
             seconds: start.elapsed().as_secs_f64(),
         })?)
+    }
+
+    /// What a run that stops now can go on from, in words.
+    pub(super) fn standing(&self) -> &'static str {
+        match self.last_saved.0 {
+            0 => "there is no checkpoint yet (train.save_every, train.save_every_minutes): it would begin anew",
+            _ => "the newest checkpoint stands",
+        }
     }
 
     pub(super) fn save(&mut self, log: &mut EventLog) -> Result<(), Halt> {

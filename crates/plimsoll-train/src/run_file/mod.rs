@@ -462,6 +462,14 @@ impl RunFile {
         own.unwrap_or(self.memory.budget)
     }
 
+    /// What is said of a load line that no device goes by, since each has an amount of its own.
+    pub fn idle_budget(&self) -> Option<String> {
+        let devices = self.devices().devices;
+        let all_own = !devices.is_empty() && devices.iter().all(|asked| asked.budget().is_some());
+        let budget = Some(self.memory.budget).filter(|budget| all_own && *budget != Budget::DEVICE)?;
+        Some(format!("memory.budget = {budget} holds no device: run.devices gives each an amount of its own"))
+    }
+
     /// The load line of the host.
     pub fn host(&self) -> Budget {
         self.devices().host.unwrap_or(self.memory.host)

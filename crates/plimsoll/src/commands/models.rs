@@ -24,15 +24,18 @@ use std::time::Instant;
 pub fn run(args: &BenchModelsArgs) -> Result<Exit, Failure> {
     let stop = signals::install().map_err(|error| Failure::bug(format!("signals cannot be caught: {error}")))?;
     let mut bench = ModelsBench { samples: args.samples, sequence: u64::from(args.sequence), models: Vec::new() };
+    let write = |bench: &ModelsBench| {
+        let Some(path) = &args.json else { return Ok(()) };
+        let text = serde_json::to_string_pretty(bench).expect("rows are plain data");
+        fs::write(path, text + "\n").map_err(|error| Failure::input(format!("cannot write {}: {error}", path.display())))
+    };
+    // Hours may lie between the first row and the last: what cannot be written shows now.
+    write(&bench)?;
     for (number, model) in args.models.iter().enumerate() {
         let folder = Folder::make(number)?;
         say::stage(model);
         bench.models.push(measure(args, model, &folder.0));
-        if let Some(path) = &args.json {
-            let text = serde_json::to_string_pretty(&bench).expect("rows are plain data");
-            fs::write(path, text + "\n")
-                .map_err(|error| Failure::input(format!("cannot write {}: {error}", path.display())))?;
-        }
+        write(&bench)?;
         if stop.load(Ordering::Relaxed) {
             break;
         }
