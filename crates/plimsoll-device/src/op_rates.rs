@@ -69,7 +69,8 @@ impl Scale {
         hidden: 32,
         heads: 2,
         kv_heads: 1,
-        ffn: 48,
+        // Gate and up together have the elements from which on state may be coarse.
+        ffn: 64,
         vocab: 64,
         sequence: 16,
         micro_batch: 2,

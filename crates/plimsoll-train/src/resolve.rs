@@ -439,7 +439,8 @@ fn scratch(file: &RunFile, kind: DeviceKind) -> Result<FileSpec, Failure> {
         let budget = given.map_or(Bytes::ZERO, |budget| budget.of(Bytes::ZERO));
         return Ok(FileSpec { budget, room: Bytes(u64::MAX), ..FileSpec::NONE });
     }
-    if let Some(folder) = file.memory.file_dir.as_ref().filter(|folder| given.is_some() && !Path::new(folder).is_dir()) {
+    if let Some(folder) = file.memory.file_dir.as_ref().filter(|folder| given.is_some() && !Path::new(folder).is_dir())
+    {
         return Err(Failure::input(format!("memory.file_dir: {folder} is no folder"))
             .hint("make it, or mount the disk that it is on: the scratch file goes nowhere else"));
     }
@@ -739,7 +740,7 @@ pub fn write_example(file: &mut RunFile) -> Result<(), Failure> {
     }
     if named && file.devices().devices.is_empty() && !a_gpu_could_be_used() {
         let host = file.devices().host.map_or(String::new(), |host| format!(",host={host}"));
-        file.run.devices = example_pair(&file) + &host;
+        file.run.devices = example_pair(file) + &host;
     }
     if named {
         sums::write(&folder, file.train.seed)?;
@@ -777,7 +778,7 @@ mod tests {
     }
 
     #[test]
-    fn several_devices_are_a_team_of_those_that_can_hold_the_model() {
+    fn several_devices_are_a_team_of_those_that_have_room() {
         let model = "model.preset=smollm2-135m";
         let used = |devices: &str| {
             let planned = plan(&file(&[model, devices]), false).unwrap();
@@ -786,8 +787,10 @@ mod tests {
         };
         let names = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
         assert_eq!(used("run.devices=rtx3070,rtx3090"), (names(&["rtx3070", "rtx3090"]), names(&[])));
-        assert_eq!(used("run.devices=rtx3070,rtx3090=1GiB"), (names(&["rtx3070"]), names(&["rtx3090"])));
-        assert_eq!(used("run.devices=rtx3070=1GiB,rtx3090=2GiB"), (names(&["rtx3090"]), names(&["rtx3070"])));
+        // A gibibyte has room for some of the layers, beside what libraries take.
+        assert_eq!(used("run.devices=rtx3070,rtx3090=1GiB"), (names(&["rtx3070", "rtx3090"]), names(&[])));
+        assert_eq!(used("run.devices=rtx3070,rtx3090=400MiB"), (names(&["rtx3070"]), names(&["rtx3090"])));
+        assert_eq!(used("run.devices=rtx3070=400MiB,rtx3090"), (names(&["rtx3090"]), names(&["rtx3070"])));
     }
 
     #[test]

@@ -48,10 +48,9 @@ fn a_run_leaves_what_the_contracts_say() {
     assert_eq!(keys(&result["step_seconds"]), ["median", "p95", "predicted"]);
     assert_eq!(keys(&result["eval"]), ["loss", "exact_match"]);
     let memory = &result["memory"][0];
-    assert_eq!(
-        keys(memory),
-        ["device", "budget_bytes", "arena_bytes", "arena_measured_bytes", "predicted_bytes", "measured_bytes"]
-    );
+    let arena = ["device", "budget_bytes", "arena_bytes", "arena_measured_bytes"];
+    assert_eq!(keys(memory), [&arena[..], &["predicted_bytes", "measured_bytes", "measured_by"]].concat());
+    assert_eq!(memory["measured_by"], "process");
     assert_eq!(memory["arena_bytes"], memory["arena_measured_bytes"]);
     assert!(number(&result["tokens_per_second"]) > 0.0);
     let plan = place.json("run/plan.json");

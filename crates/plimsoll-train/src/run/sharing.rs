@@ -32,9 +32,8 @@ impl Trainer {
 
     /// Lets a device that is gone leave the team, without another plan.
     pub(super) fn part_with(&mut self, rank: usize, why: &str, log: &mut EventLog) -> Result<(), Failure> {
-        let gone = |hint: &str| {
-            Failure::stopped(format!("step {}: {why}", self.step_now())).hint(hint).hint(self.standing())
-        };
+        let gone =
+            |hint: &str| Failure::stopped(format!("step {}: {why}", self.step_now())).hint(hint).hint(self.standing());
         if self.team.len() == 1 {
             return Err(gone("no other device works on this run"));
         }

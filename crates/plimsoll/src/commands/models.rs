@@ -27,7 +27,8 @@ pub fn run(args: &BenchModelsArgs) -> Result<Exit, Failure> {
     let write = |bench: &ModelsBench| {
         let Some(path) = &args.json else { return Ok(()) };
         let text = serde_json::to_string_pretty(bench).expect("rows are plain data");
-        fs::write(path, text + "\n").map_err(|error| Failure::input(format!("cannot write {}: {error}", path.display())))
+        fs::write(path, text + "\n")
+            .map_err(|error| Failure::input(format!("cannot write {}: {error}", path.display())))
     };
     // Hours may lie between the first row and the last: what cannot be written shows now.
     write(&bench)?;
