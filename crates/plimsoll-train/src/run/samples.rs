@@ -151,7 +151,8 @@ pub fn samples(engine: &mut impl Continues, data: &Dataset, config: &ModelConfig
         let expected = rows.labels[length - 1..document].iter().copied().take_while(|&label| label >= 0);
         let expected: Vec<i32> = expected.take(ANSWER).collect();
         let room = engine.capacity();
-        if expected.is_empty() || length + expected.len() > room {
+        // The last token of an answer is not read again.
+        if expected.is_empty() || length + expected.len() - 1 > room {
             continue;
         }
         let prompt = rows.tokens[..length].to_vec();
