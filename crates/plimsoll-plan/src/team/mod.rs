@@ -1,7 +1,7 @@
 //! What the devices of a team are given: who takes part, how much of the step each computes, and the recipe of each under
 //! its own load line.
 //!
-//! Each way to share out ([`ShareOut`]) finds its fastest team by the bounds of what everybody holds; the faster one is
+//! Each way to share out (`ShareOut`) finds its fastest team by the bounds of what everybody holds; the faster one is
 //! taken, and only what is chosen is packed. *Batch* gives whole sequences to devices that have the whole model, *state*
 //! holds the model in parts. A device that would slow the others, or cannot hold the model, is left out and named, with what
 //! would use it.
