@@ -2,7 +2,7 @@
 //! derived from hazards on arena ranges (`plimsoll_program::order`).
 //!
 //! The host only puts work on queues. The queue of the host's own processor has no stream: its ops are done while
-//! they are put on it. Collectives are put on theirs later than what follows them on others ([`Gates`]): the host, which
+//! they are put on it. Collectives are put on theirs later than what follows them on others (`Gates`): the host, which
 //! has its part in them, would else give the device nothing to do meanwhile.
 
 use super::driver::{Context, CudaError, Event, Stream};
