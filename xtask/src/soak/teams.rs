@@ -26,31 +26,10 @@ fn devices(draw: &mut Draw) -> String {
     format!("{}{host}", list.join(","))
 }
 
-/// A model that takes about as much as such devices have, so that some hold it only together.
-fn large(draw: &mut Draw) -> [u64; 6] {
-    let hidden = draw.of(&[128, 192, 256]);
-    [hidden, draw.from(6, 12), 4, 2, 2 * hidden, draw.of(&[500, 900])]
-}
-
-/// Two or three devices that are fast enough for that.
-fn fast_devices(draw: &mut Draw) -> String {
-    let device = |number: u64, draw: &mut Draw| {
-        let budget = draw.of(&[64, 80, 96, 112, 128]);
-        let pace = draw.of(&["0.4", "0.3", "0.2"]);
-        let link = draw.of(&["16GB/s", "1GB/s"]);
-        format!("virtual:d{number}={budget}MiB@{pace}:16GB/s:{link}")
-    };
-    let list: Vec<String> = (0..draw.from(2, 3)).map(|number| device(number, draw)).collect();
-    format!("{}{}", list.join(","), draw.of(&["", ",host=64MiB"]))
-}
-
 /// One team, undisturbed and disturbed.
 pub fn run_team(seed: u64, number: u64) -> Tally {
     let mut tally = Tally::default();
-    let asked = match Draw::new(seed ^ 13, number).chance(0.4) {
-        true => Asked::on(seed ^ 11, number, &large, &fast_devices),
-        false => Asked::on(seed ^ 11, number, &small, &devices),
-    };
+    let asked = Asked::on(seed ^ 11, number, &small, &devices);
     let label = asked.as_ref().map_or_else(|_| number.to_string(), |asked| asked.label.clone());
     let result = asked.and_then(|asked| show(asked, seed, number, &mut tally));
     tally.check("teams end done or resumable", result.is_ok(), || format!("{label}: {:#}", result.unwrap_err()));

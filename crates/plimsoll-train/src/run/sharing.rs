@@ -129,7 +129,7 @@ impl Trainer {
         start: Instant,
         log: &mut EventLog,
     ) -> Result<(), Halt> {
-        if self.team.holds_parts() || planned.plan.sharing == Some(Sharing::State) {
+        if self.team.holds_parts() || planned.plan.sharing.is_some_and(|sharing| sharing != Sharing::Batch) {
             if self.filled && self.info.step > 0 {
                 self.save(log)?;
             }
