@@ -39,7 +39,8 @@ fn choices(measurer: &Measurer) -> Vec<Offload> {
     }
     let inputs = if trained { vec![0, layers.div_ceil(2), layers] } else { vec![0] };
     let wider = |base: Offload| {
-        let ends = if !trained || base.optimizer == layers {
+        // Without any state there: a host that has room for nothing else may have it for them.
+        let ends = if !trained || base.optimizer == layers || base.is_nothing() {
             vec![(false, false), (true, false), (false, true), (true, true)]
         } else {
             vec![(false, false)]
