@@ -8,7 +8,7 @@
 //! proportion. How many sequences a micro-batch has, which devices take part and in which order is tried. What is most
 //! promising is searched for recipes.
 
-use super::{Given, LeftOut, ShareOut, TeamQuestion, Way, named, slower_with, slowest};
+use super::{Given, LeftOut, ShareOut, TeamQuestion, Way, out_of_way, slowest};
 use crate::layout::lower_bound;
 use crate::price::Prices;
 use crate::search::{Pins, Question, fastest_by_bounds, side_by_side, under};
@@ -418,20 +418,9 @@ impl ShareOut for Layers<'_, '_> {
     }
 
     fn left_out(&self, way: &Way) -> Vec<LeftOut> {
-        let taken: Vec<usize> = way.ranks.iter().map(|given| given.device).collect();
-        let out = (0..self.team.devices.len()).filter(|device| !taken.contains(device));
-        let why = |device: usize| {
-            let name = &self.team.devices[device].device.name;
-            let mut devices = taken.clone();
-            devices.push(device);
-            devices.sort_unstable();
-            let with = (devices.len() as u64 <= self.depth()).then(|| self.way(&devices)).flatten();
-            match with {
-                Some(with) => slower_with(self.team, name, way.seconds, with.seconds),
-                None => named(name, "it has no recipe with a layer of its own".to_owned()),
-            }
-        };
-        out.map(why).collect()
+        out_of_way(self.team, way, "it has no recipe with a layer of its own", |devices| {
+            (devices.len() as u64 <= self.depth()).then(|| self.way(devices)).flatten()
+        })
     }
 
     fn worth(&self, _: &Way) -> Option<Worth> {

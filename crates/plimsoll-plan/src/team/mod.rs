@@ -349,6 +349,24 @@ fn named(device: &str, why: String) -> LeftOut {
     LeftOut { device: device.to_owned(), why, used_by: None, tokens_per_second: None }
 }
 
+/// Who takes no part in a way whose state or layers are shared out: with it the others are slower, as `with` finds, or it
+/// cannot take part at all.
+fn out_of_way(team: &TeamQuestion, way: &Way, unable: &str, with: impl Fn(&[usize]) -> Option<Way>) -> Vec<LeftOut> {
+    let taken: Vec<usize> = way.ranks.iter().map(|given| given.device).collect();
+    let out = (0..team.devices.len()).filter(|device| !taken.contains(device));
+    let why = |device: usize| {
+        let name = &team.devices[device].device.name;
+        let mut devices = taken.clone();
+        devices.push(device);
+        devices.sort_unstable();
+        match with(&devices) {
+            Some(with) => slower_with(team, name, way.seconds, with.seconds),
+            None => named(name, unable.to_owned()),
+        }
+    };
+    out.map(why).collect()
+}
+
 /// A device with which a step would take longer than without it.
 fn slower_with(team: &TeamQuestion, device: &str, without: f64, with: f64) -> LeftOut {
     let share = 100.0 * without / with;

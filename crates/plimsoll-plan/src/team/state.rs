@@ -7,7 +7,7 @@
 //! computed again. A sketch of each is made from what a rank takes and holds where nothing is computed again, and where
 //! everything is; the most promising are searched for recipes.
 
-use super::{Given, LeftOut, ShareOut, TeamQuestion, Way, named, slower_with, slowest};
+use super::{Given, LeftOut, ShareOut, TeamQuestion, Way, out_of_way, slowest};
 use crate::search::{Candidate, InParts, Question, Rank, computing_seconds, fastest_by_bounds, side_by_side, under};
 use plimsoll_core::{Bytes, DeviceSpec, Rung, Sharing, Worth};
 use plimsoll_program::Share;
@@ -422,19 +422,7 @@ impl ShareOut for State<'_, '_> {
     }
 
     fn left_out(&self, way: &Way) -> Vec<LeftOut> {
-        let taken: Vec<usize> = way.ranks.iter().map(|given| given.device).collect();
-        let out = (0..self.team.devices.len()).filter(|device| !taken.contains(device));
-        let why = |device: usize| {
-            let name = &self.team.devices[device].device.name;
-            let mut devices = taken.clone();
-            devices.push(device);
-            devices.sort_unstable();
-            match self.way(&devices) {
-                Some(with) => slower_with(self.team, name, way.seconds, with.seconds),
-                None => named(name, "it has no recipe with a sequence of each micro-batch".to_owned()),
-            }
-        };
-        out.map(why).collect()
+        out_of_way(self.team, way, "it has no recipe with a sequence of each micro-batch", |devices| self.way(devices))
     }
 
     fn worth(&self, _: &Way) -> Option<Worth> {
