@@ -18,8 +18,9 @@ const EVEN_LEAST: f64 = 1.30;
 #[derive(Debug, Parser)]
 #[command(name = "cargo xtask worth")]
 struct Args {
-    /// Cores that the devices of a team have together, at most 0.8 of the machine's
-    #[arg(long, default_value_t = 1.5)]
+    /// Cores that the devices of a team have together. A device computes on one thread, and what its ops really take is up
+    /// to a tenth above the rates: one that plays more than 0.8 of a core falls behind its own pace
+    #[arg(long, default_value_t = 0.9)]
     cores: f64,
     /// Sequences of a step
     #[arg(long, default_value_t = 64)]

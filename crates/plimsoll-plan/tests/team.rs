@@ -104,6 +104,21 @@ fn a_team_does_what_its_devices_do_alone() {
     }
 }
 
+/// The ideal share of the faster device is 42.7 sequences of 64; a choice among micro-batches of powers of two, and of what
+/// divides the shares that those make fastest, stops at 42 : 22.
+#[test]
+fn shares_that_nothing_divides_are_looked_at() {
+    let config = preset("smollm2-135m").expect("listed");
+    let devices = [0.6, 0.3].map(|pace| {
+        let mut device = device("virtual:a", Bytes::gib(24), pace, Link::MEMORY);
+        (device.rates.op_seconds, device.rates.memory_bytes_per_second) = (2e-4, 1e13);
+        device
+    });
+    let answer = share_out(&team(&config, &devices, 64));
+    let sequences: Vec<u64> = answer.plan.team.iter().map(|member| member.sequences).collect();
+    assert_eq!(sequences, [43, 21]);
+}
+
 #[test]
 fn a_plan_of_given_shares_and_recipes_is_the_same_plan() {
     let config = preset("smollm2-135m").expect("listed");

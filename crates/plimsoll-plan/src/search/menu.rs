@@ -3,8 +3,11 @@
 
 use super::measure::{Candidate, Measurer};
 use super::{Question, candidates, candidates_of, offload};
-use plimsoll_core::Recipe;
+use plimsoll_core::{Offload, Recipe};
 use std::collections::HashSet;
+
+/// Divisors of a share that are looked at.
+const LOOKED_AT: usize = 3;
 
 /// Recipes of one device, by what they cost.
 pub(crate) struct Menu<'q> {
@@ -93,15 +96,37 @@ impl<'q> Menu<'q> {
 
     /// Takes recipes in that split so many sequences evenly, near the best that is there.
     pub fn look_near(&mut self, sequences: u64, wait: Wait) {
+        let Some((best, _)) = self.best(sequences, wait) else { return };
+        let (waits, count) = (best.recipe.offload, sequences.div_ceil(u64::from(best.recipe.micro_batch)));
+        let counts = [count.saturating_sub(1), count, count + 1, 2 * count].into_iter().filter(|&count| count > 0);
+        self.look_at(counts.map(|count| sequences.div_ceil(count)).collect(), waits);
+    }
+
+    /// Seconds of a sequence, whatever else a step has: infinite where nothing fits.
+    pub fn seconds_each(&self) -> f64 {
+        let each = |dish: &Dish| dish.candidate.passes / f64::from(dish.candidate.recipe.micro_batch);
+        self.list.iter().map(each).fold(f64::INFINITY, f64::min)
+    }
+
+    /// Takes micro-batches in that split just so many sequences evenly, near the best that is there: the largest that may
+    /// fit.
+    pub fn look_at_divisors(&mut self, sequences: u64, wait: Wait) {
+        let Some(waits) = self.best(sequences, wait).map(|(best, _)| best.recipe.offload) else { return };
+        let sizes = self.list.iter().map(|dish| u64::from(dish.candidate.recipe.micro_batch));
+        // The menu has powers of two: what is between the largest and the next may fit.
+        let most = (2 * sizes.max().unwrap_or(1) - 1).min(sequences);
+        let even: Vec<u64> = (1..=most).rev().filter(|&size| sequences.is_multiple_of(size)).take(LOOKED_AT).collect();
+        self.look_at(even, waits);
+    }
+
+    /// Takes micro-batches in, with what waits on the host as given.
+    fn look_at(&mut self, micro_batches: Vec<u64>, waits: Offload) {
         if self.measurer.question.pins.micro_batch.is_some() {
             return;
         }
-        let Some((best, _)) = self.best(sequences, wait) else { return };
-        let (waits, count) = (best.recipe.offload, sequences.div_ceil(u64::from(best.recipe.micro_batch)));
-        for count in [count.saturating_sub(1), count, count + 1, 2 * count] {
-            let Some(even) = (count > 0).then(|| sequences.div_ceil(count) as u32) else { continue };
-            if self.looked.insert(even) {
-                let (found, _) = candidates_of(&self.measurer, even, waits);
+        for micro_batch in micro_batches.into_iter().map(|size| size as u32) {
+            if self.looked.insert(micro_batch) {
+                let (found, _) = candidates_of(&self.measurer, micro_batch, waits);
                 self.add(found);
             }
         }

@@ -204,6 +204,21 @@ impl<'q> Crew<'q> {
         }
     }
 
+    /// Looks at recipes for the whole shares on both sides of those that would make all devices end at once, if sequences
+    /// could be cut: what divides neither is found nowhere else.
+    fn look_at_ideal(&mut self) {
+        let able = self.able();
+        let exchange = self.exchange(&able);
+        let speeds: Vec<f64> = able.iter().map(|&device| 1.0 / self.menu(device).seconds_each()).collect();
+        let all: f64 = speeds.iter().sum();
+        for (&device, speed) in able.iter().zip(&speeds) {
+            let ideal = self.total as f64 * speed / all;
+            for share in [ideal.floor() as u64, ideal.ceil() as u64] {
+                self.menus[self.kind[device]].look_at_divisors(share, &|passes| exchange.beyond(passes));
+            }
+        }
+    }
+
     /// Takes a recipe off a device's menu.
     pub fn strike(&mut self, device: usize, recipe: &Recipe) {
         self.menus[self.kind[device]].strike(recipe);
@@ -223,6 +238,9 @@ pub(super) fn with_hosts<T>(team: &TeamQuestion, rungs: &[Rung], then: impl Fn(B
     for _ in 0..TRIES {
         let questions = team.about(rungs, &hosts);
         let mut batch = Batch { team, rungs, crew: Crew::new(&questions, team.total()) };
+        if team.devices.len() > 1 {
+            batch.crew.look_at_ideal();
+        }
         let mut split = batch.choose()?;
         for _ in 0..4 {
             batch.crew.look_near(&split);
