@@ -25,7 +25,7 @@ pub use failure::{Exit, Failure};
 pub use models_bench::{ModelRow, ModelStatus, ModelsBench};
 pub use plan::{
     Algorithms, Alternative, Category, Class, DevicePlan, Effect, Fallback, InFile, LeftOut, Member, Need, Offload,
-    Plan, Predicted, Recipe, RecomputeLevel, Rung, RungPrice, Sharing, Space, WorkName, Worth, describe_levels,
+    Plan, PlanOf, Predicted, Recipe, RecomputeLevel, Rung, RungPrice, Sharing, Space, WorkName, Worth, describe_levels,
 };
 pub use result::{
     DeviceMemory, EvalResult, LossSpan, LostDevice, MeasuredBy, MemberResult, Retreat, RunResult, RunStatus,

@@ -568,6 +568,24 @@ pub struct Alternative {
     pub predicted: Predicted,
 }
 
+/// What a plan was made for: a run of anything else cannot follow it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PlanOf {
+    /// Parameters of the model.
+    pub parameters: u64,
+    /// Tokens of a sequence.
+    pub sequence: u64,
+    /// Tokens of an optimizer step.
+    pub batch_tokens: u64,
+}
+
+impl fmt::Display for PlanOf {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let PlanOf { parameters, sequence, batch_tokens } = self;
+        write!(f, "{parameters} parameters, {batch_tokens} tokens a step in sequences of {sequence}")
+    }
+}
+
 /// A plan, or the word that there is none.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Plan {
@@ -609,6 +627,12 @@ pub struct Plan {
     pub predicted: Predicted,
     /// The smallest budgets that would fit, where it does not fit.
     pub needs: Vec<Need>,
+    /// What was planned; none where only a part of a run was.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub of: Option<PlanOf>,
+    /// That other programs took the processor while its rates were measured, with what follows from it and what would help.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disturbed: Option<String>,
     /// What earlier runs found out about the device, where the plan follows it: that it could not hold what was free.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub learned: Option<String>,

@@ -34,14 +34,31 @@ pub struct Calibration {
 }
 
 /// Where rates come from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Source {
     /// An earlier measurement on this machine.
     Cached,
     /// Measured just now.
     Measured,
     /// Measured just now while other programs took the cores: good for this run, too low for others, so not kept.
-    Disturbed,
+    Disturbed {
+        /// The share of the time in which its threads had to wait for them.
+        contention: f64,
+    },
+}
+
+/// What this process knows of the CPU by its threads: what was measured while others took the cores is not kept on disk, but
+/// measured once.
+static HERE: Mutex<BTreeMap<u32, Calibration>> = Mutex::new(BTreeMap::new());
+
+/// The share of the time in which others had the cores while this process measured rates that are not kept because of it.
+pub fn disturbed() -> Option<f64> {
+    let here = HERE.lock().unwrap_or_else(PoisonError::into_inner);
+    let shares = here.values().filter_map(|known| match known.source {
+        Source::Disturbed { contention } => Some(contention),
+        Source::Cached | Source::Measured => None,
+    });
+    shares.max_by(f64::total_cmp)
 }
 
 /// The CPU's rates with so many threads: from the cache, or measured now (in [`SHORT`]) and cached.
@@ -49,8 +66,6 @@ pub enum Source {
 /// # Errors
 /// Where it has to be measured and memory or threads are refused.
 pub fn cpu(threads: u32) -> Result<Calibration, BenchError> {
-    // What was measured while others took the cores is not kept on disk, but this process measures it once.
-    static HERE: Mutex<BTreeMap<u32, Calibration>> = Mutex::new(BTreeMap::new());
     let mut here = HERE.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(known) = here.get(&threads) {
         return Ok(known.clone());
@@ -69,7 +84,8 @@ fn cpu_cached(folder: Option<&Path>, cpu: &Cpu, threads: u32, duration: Duration
     if let Some(folder) = folder {
         keep_measured(folder, cpu, std::slice::from_ref(&measured));
     }
-    let source = if measured.disturbed() { Source::Disturbed } else { Source::Measured };
+    let contention = measured.contention;
+    let source = if measured.disturbed() { Source::Disturbed { contention } } else { Source::Measured };
     Ok(Calibration { rates: rates(&measured), source })
 }
 

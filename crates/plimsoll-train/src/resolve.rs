@@ -6,7 +6,7 @@ use crate::files::{AdapterDir, ModelDir, ModelWeights, read_config};
 use crate::run::prepare::{charges, rounded};
 use crate::run_file::{EXAMPLE_PREFIX, FallbackTo, Init, Method, Optimizer, RunFile, TeamOf};
 use plimsoll_core::{
-    Budget, Bytes, DeviceKind, DeviceSpec, Failure, Fallback, FileSpec, HostSpec, Link, Plan, Rates, Rung,
+    Budget, Bytes, DeviceKind, DeviceSpec, Failure, Fallback, FileSpec, HostSpec, Link, Plan, PlanOf, Rates, Rung,
 };
 use plimsoll_device::calibration::{self, Short, Shortfall};
 use plimsoll_device::cuda;
@@ -85,7 +85,8 @@ impl Model {
         match &self.dir {
             Some(dir) => Ok(dir.need_weights().map(|_| ())?),
             None => Err(Failure::input(format!("model.path: {} is no directory with weights", file.model_name()))
-                .hint("name the directory, or set model.init = \"random\"")),
+                .hint("name a directory with *.safetensors")
+                .hint("or start from random weights: --set model.init=random")),
         }
     }
 
@@ -496,6 +497,40 @@ pub(crate) fn learned(device: &DeviceSpec) -> Option<String> {
     (!all.is_empty()).then(|| format!("learned: {}; plimsoll devices --forget takes that back", all.join("; ")))
 }
 
+/// That rates were measured just now beside other programs, in words.
+pub(crate) fn disturbed() -> Option<String> {
+    calibration::disturbed().map(|share| {
+        format!(
+            "rates: others took {:.0} % of the processor's time while it was measured, so predicted times are too long, and \
+             every start measures again until it is left alone; plimsoll bench devices does so once and for all",
+            100.0 * share
+        )
+    })
+}
+
+/// That a run can follow a stored plan, whose file has this name.
+///
+/// # Errors
+/// A plan of something else, or one that does not fit; and what is wrong with the run's model.
+pub fn check_followed(file: &RunFile, plan: &Plan, name: &str) -> Result<(), Failure> {
+    if !plan.fits {
+        return Err(Failure::input(format!("{name}: this plan does not fit, so there is nothing to follow"))
+            .hint("its `needs` say what would do: plan once more with one of them"));
+    }
+    let asked = plan_of_what(file, &Model::without_adapter(file)?.config);
+    match plan.of {
+        Some(of) if of != asked => Err(Failure::input(format!("{name}: a plan of {of}; this run has {asked}"))
+            .hint("plan this very run: plimsoll plan RUN.toml --json")),
+        _ => Ok(()),
+    }
+}
+
+/// What a run file plans.
+pub(crate) fn plan_of_what(file: &RunFile, config: &ModelConfig) -> PlanOf {
+    let RunFile { train, data, .. } = file;
+    PlanOf { parameters: config.parameters(), sequence: u64::from(data.sequence), batch_tokens: train.batch_tokens }
+}
+
 /// The same with what is free on each.
 fn open_devices(file: &RunFile) -> Result<Vec<DeviceSpec>, Failure> {
     let request = file.devices();
@@ -709,6 +744,8 @@ pub fn plan(file: &RunFile, explain: bool) -> Result<Planned, Failure> {
         devices = vec![resolved.device.clone()];
     }
     answer.plan.learned = devices.iter().find_map(learned);
+    answer.plan.disturbed = disturbed();
+    answer.plan.of = Some(plan_of_what(file, &resolved.model.config));
     Ok(Planned { resolved, devices, answer })
 }
 

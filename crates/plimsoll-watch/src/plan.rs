@@ -68,8 +68,8 @@ pub fn table(view: &PlanView) -> String {
     if plan.checkpoint_bytes > Bytes::ZERO {
         text += &format!("a checkpoint: {}\n", plan.checkpoint_bytes);
     }
-    if let Some(learned) = &plan.learned {
-        text += &wrapped(learned, WIDTH, "  ");
+    for note in plan.learned.iter().chain(&plan.disturbed) {
+        text += &wrapped(note, WIDTH, "  ");
     }
     if let Some(note) = rungs_taken(view) {
         text += &wrapped(&note, WIDTH, "  ");
@@ -414,6 +414,8 @@ mod tests {
             file: None,
             predicted: Predicted { step_seconds: 0.0841, tokens_per_second: 48_704.0 },
             needs: vec![],
+            of: None,
+            disturbed: None,
             learned: None,
             algorithms: None,
             fallback: None,

@@ -3,7 +3,8 @@
 //! where meanings, defaults and checks live.
 
 use clap::{Args, Parser, Subcommand};
-use plimsoll_core::{Budget, Failure, Plan};
+use plimsoll_core::{Budget, Failure, Plan, Rung};
+use plimsoll_train::resolve::check_followed;
 use plimsoll_train::run::rehearsal::Injection;
 use plimsoll_train::run_file::{RunFile, list_setting, model_setting, setting};
 use std::path::{Path, PathBuf};
@@ -57,6 +58,23 @@ pub enum BenchCommand {
 }
 
 impl Command {
+    /// The words that name it.
+    pub fn words(&self) -> &'static [&'static str] {
+        match self {
+            Command::Train(_) => &["train"],
+            Command::Plan(_) => &["plan"],
+            Command::Sweep(_) => &["sweep"],
+            Command::Devices(_) => &["devices"],
+            Command::Budget(_) => &["budget"],
+            Command::Bench { what: BenchCommand::Devices(_) } => &["bench", "devices"],
+            Command::Bench { what: BenchCommand::Step(_) } => &["bench", "step"],
+            Command::Bench { what: BenchCommand::Models(_) } => &["bench", "models"],
+            Command::Eval(_) => &["eval"],
+            Command::Generate(_) => &["generate"],
+            Command::Merge(_) => &["merge"],
+        }
+    }
+
     /// Whether the answer goes to a program.
     pub fn json(&self) -> bool {
         match self {
@@ -189,7 +207,9 @@ impl TrainArgs {
         if let Some(dir) = &self.resume {
             return RunFile::resume(dir, &settings);
         }
-        if let Some(plan) = self.plan()? {
+        if let (Some(plan), Some(path)) = (self.plan()?, &self.plan) {
+            let asked = RunFile::load(self.run_file.as_deref(), &settings)?;
+            check_followed(&asked, &plan, &path.display().to_string())?;
             settings.splice(0..0, recipe_settings(&plan));
         }
         let mut run_file = RunFile::load(self.run_file.as_deref(), &settings)?;
@@ -545,7 +565,7 @@ impl EvalArgs {
         let mut settings = self.place.settings(&self.dir);
         settings.push(setting("data.eval", &self.data));
         settings.extend(self.format.as_ref().map(|format| setting("data.format", format)));
-        RunFile::from_settings(&settings)
+        nothing_trained(RunFile::from_settings(&settings)?)
     }
 }
 
@@ -587,7 +607,7 @@ impl GenerateArgs {
     /// # Errors
     /// What is wrong with a setting.
     pub fn resolve(&self) -> Result<RunFile, Failure> {
-        RunFile::from_settings(&self.place.settings(&self.dir))
+        nothing_trained(RunFile::from_settings(&self.place.settings(&self.dir))?)
     }
 }
 
@@ -644,6 +664,18 @@ impl PlaceArgs {
             settings.push(list_setting("model.ignore_config_keys", &self.ignore_config_key));
         }
         settings
+    }
+}
+
+/// That only such rungs are allowed as there are where nothing is trained.
+fn nothing_trained(file: RunFile) -> Result<RunFile, Failure> {
+    let of_training = |rung: &&Rung| matches!(rung, Rung::Adam8bit | Rung::Lora);
+    match file.memory.allow.iter().find(of_training) {
+        Some(rung) => {
+            Err(Failure::input(format!("--allow {rung}: nothing is trained here that this rung would change"))
+                .hint("what may be allowed: bf16, int8, nf4"))
+        }
+        None => Ok(file),
     }
 }
 

@@ -5,6 +5,7 @@
 mod again;
 mod args;
 mod commands;
+mod flags;
 mod say;
 mod signals;
 
@@ -23,9 +24,9 @@ fn main() -> ExitCode {
             return ExitCode::from(usage.exit_code() as u8);
         }
     };
-    let json = cli.command.json();
+    let (json, words) = (cli.command.json(), cli.command.words());
     let exit = run(cli.command).unwrap_or_else(|failure| {
-        say::failure(&failure, json);
+        say::failure(&flags::in_flags_of(words, failure.clone()), json);
         failure.exit
     });
     ExitCode::from(exit as u8)

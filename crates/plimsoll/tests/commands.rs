@@ -19,7 +19,7 @@ fn a_plan_has_the_keys_of_the_contract_and_fits_at_the_budget_it_names() {
     };
     let (code, refused, message) = on_paper("1MiB");
     assert_eq!(code, Some(3), "{message}");
-    let plan = ["fits", "recipe", "class", "rungs", "checkpoint_bytes", "devices", "host", "predicted", "needs"];
+    let plan = ["fits", "recipe", "class", "rungs", "checkpoint_bytes", "devices", "host", "predicted", "needs", "of"];
     assert_eq!(keys(&refused), plan);
     let device = [
         "name",
@@ -73,6 +73,31 @@ fn generated_text_is_a_function_of_the_seed_and_not_of_the_budget() {
     assert!(refusal.contains("64 positions"), "{refusal}");
     let refusal = place.refuse(2, &["generate", "model", "--prompt", "abc"]);
     assert!(refusal.contains("no *.safetensors file"), "{refusal}");
+}
+
+#[test]
+fn what_a_command_says_it_can_be_told() {
+    let place = Place::new(&Shape { steps: 2, ..SMALL });
+    place.succeed(&["train", "run.toml", "--quiet"]);
+    let eval = ["eval", "run/model", "--data", "eval.jsonl", "--format", "tokens"];
+    let generate = ["generate", "run/model", "--prompt", "abc", "--max-tokens", "8"];
+    for command in [&eval[..], &generate] {
+        for (allow, rung) in [("lora", "lora"), ("nf4,adam8bit", "adam8bit")] {
+            let refusal = place.refuse(2, &[command, &["--allow", allow]].concat());
+            assert!(refusal.contains(&format!("--allow {rung}: nothing is trained here")), "{refusal}");
+        }
+        // What it cannot do is never offered either.
+        let refusal = place.refuse(3, &[command, &["--budget", "1MiB"]].concat());
+        assert!(!refusal.contains("lora") && !refusal.contains("adam8bit"), "{refusal}");
+        let refusal = place.refuse(2, &[command, &["--threads", "4096"]].concat());
+        assert!(refusal.contains("--threads") && !refusal.contains("run.threads"), "{refusal}");
+    }
+    let refusal = place.refuse(2, &[&eval[..], &["--sequence", "128"]].concat());
+    assert!(refusal.contains("--sequence is 128") && refusal.contains("set --sequence to 64"), "{refusal}");
+    for command in [&["generate", "model", "--prompt", "abc"][..], &["merge", "model", "model", "out"]] {
+        let refusal = place.refuse(2, command);
+        assert!(refusal.contains("  hint: name a directory") && !refusal.contains("--set"), "{refusal}");
+    }
 }
 
 #[test]

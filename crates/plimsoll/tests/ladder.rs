@@ -224,3 +224,65 @@ fn a_stored_plan_is_followed_in_all_that_it_says() {
     let said = |event: &Value| event["message"].as_str().is_some_and(|text| text.contains("planned anew"));
     assert!(place.events("other").iter().any(said));
 }
+
+#[test]
+fn a_plan_of_something_else_or_one_that_does_not_fit_is_not_followed() {
+    let place = Place::new(&SMALL);
+    let plan = |words: &[&str]| {
+        let done = place.run(&[&["plan", "run.toml", "--json"], words].concat());
+        place.write("plan.json", &done.stdout);
+        done.code
+    };
+    let refused = |says: &[&str]| {
+        let refusal = place.refuse(2, &["train", "run.toml", "--plan", "plan.json"]);
+        assert!(says.iter().all(|says| refusal.contains(says)), "{refusal}");
+        assert!(!place.path("run/run.toml").exists());
+    };
+    assert_eq!(plan(&["--sequence", "16"]), Some(0));
+    refused(&["plan.json: a plan of ", "in sequences of 16; this run has ", "in sequences of 32"]);
+    assert_eq!(plan(&["--batch-tokens", "512"]), Some(0));
+    refused(&["512 tokens a step", "256 tokens a step"]);
+    assert_eq!(plan(&["--budget", "1MiB"]), Some(3));
+    refused(&["plan.json: this plan does not fit"]);
+    place.write("model/config.json", common::config(64).to_string());
+    assert_eq!(plan(&[]), Some(0));
+    place.write("model/config.json", common::config(SMALL.hidden).to_string());
+    refused(&["plan.json: a plan of ", " parameters"]);
+    assert_eq!(plan(&[]), Some(0));
+    place.succeed(&["train", "run.toml", "--plan", "plan.json"]);
+}
+
+/// Others that take all cores, until it goes.
+struct Others(Vec<std::process::Child>);
+
+impl Others {
+    fn at_work() -> Others {
+        let cores = std::thread::available_parallelism().unwrap().get();
+        let busy = || Command::new("sh").args(["-c", "while :; do :; done"]).spawn().unwrap();
+        Others((0..2 * cores).map(|_| busy()).collect())
+    }
+}
+
+impl Drop for Others {
+    fn drop(&mut self) {
+        for child in &mut self.0 {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+#[test]
+fn rates_that_were_measured_beside_other_programs_are_called_so() {
+    let place = Place::new(&Shape { steps: 1, ..SMALL });
+    assert!(place.succeed(&["plan", "run.toml", "--json"]).json().get("disturbed").is_none());
+    // Nothing is known of this processor, and others have it.
+    std::fs::remove_file(place.path("cache/devices.json")).unwrap();
+    let others = Others::at_work();
+    let table = place.succeed(&["plan", "run.toml"]).stdout.replace('\n', " ").replace("  ", " ");
+    assert!(table.contains("rates: others took ") && table.contains("plimsoll bench devices"), "{table}");
+    place.succeed(&["train", "run.toml", "--quiet"]);
+    drop(others);
+    let said = place.json("run/plan.json")["disturbed"].clone();
+    assert!(said.as_str().is_some_and(|said| said.contains("every start measures again")), "{said}");
+}

@@ -44,6 +44,22 @@ fn models_run_one_after_another_and_one_that_fails_leaves_the_others_alone() {
 }
 
 #[test]
+fn what_is_wrong_for_every_model_is_said_once_and_at_once() {
+    let place = Place::new(&SMALL);
+    for (words, says) in [
+        (["--devices", "foo"], "foo"),
+        (["--devices", "cuda:99"], "cuda:99"),
+        (["--allow", "nf5"], "nf5"),
+        (["--set", "train.nosuch=1"], "train.nosuch"),
+    ] {
+        let refusal =
+            place.refuse(2, &[&["bench", "models", "./model", "7b", "--json", "rows.json"][..], &words].concat());
+        assert!(refusal.contains(says), "{refusal}");
+        assert!(!place.path("rows.json").exists(), "{words:?}");
+    }
+}
+
+#[test]
 fn on_paper_models_are_planned_and_sizes_stand_for_presets() {
     let place = Place::new(&SMALL);
     let devices = ["--devices", "rtx3090,host=64GiB", "--allow", "nf4,lora"];

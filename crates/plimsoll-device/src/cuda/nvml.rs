@@ -1,6 +1,7 @@
 //! What NVIDIA's management library says of a GPU while it is used: who holds its memory, how warm it is, how fast it
 //! may run. Each figure may be missing (WSL, containers, old cards), and nothing depends on any of them being there.
 
+use crate::probe::Heat;
 use nvml_wrapper::bitmasks::device::ThrottleReasons;
 use nvml_wrapper::enum_wrappers::device::{Clock, TemperatureSensor};
 use nvml_wrapper::enums::device::UsedGpuMemory;
@@ -153,11 +154,14 @@ impl Nvml {
     }
 }
 
+/// What keeps clocks down where it is warmth; more may be said behind it.
+const HEAT: &str = "heat";
+
 /// What keeps clocks down, in words. A GPU that rests is not kept down.
 fn reasons(bits: ThrottleReasons) -> Vec<String> {
     let words = [
         (ThrottleReasons::SW_POWER_CAP, "power limit"),
-        (ThrottleReasons::SW_THERMAL_SLOWDOWN, "heat"),
+        (ThrottleReasons::SW_THERMAL_SLOWDOWN, HEAT),
         (ThrottleReasons::HW_THERMAL_SLOWDOWN, "heat (hardware)"),
         (ThrottleReasons::HW_POWER_BRAKE_SLOWDOWN, "power supply"),
         (ThrottleReasons::APPLICATIONS_CLOCKS_SETTING, "clocks set by the user"),
@@ -173,6 +177,12 @@ fn reasons(bits: ThrottleReasons) -> Vec<String> {
 }
 
 impl Condition {
+    /// How warm it is, where that is known.
+    pub fn heat(&self) -> Option<Heat> {
+        let throttled = self.throttled_by.iter().any(|by| by.starts_with(HEAT));
+        Some(Heat { celsius: f64::from(self.temperature_celsius?), throttled })
+    }
+
     /// In words, as much as is known: `61 °C, 1695 of 1710 MHz, 348 of 350 W, held back by power limit`.
     pub fn describe(&self) -> String {
         let of = |now: Option<String>, most: Option<String>, unit: &str| match (now, most) {
@@ -218,5 +228,17 @@ mod tests {
         };
         assert_eq!(condition.describe(), "61 °C, 1695 of 1710 MHz, 348 W, held back by power limit");
         assert_eq!(Condition::default().describe(), "");
+    }
+
+    #[test]
+    fn heat_holds_a_gpu_back_and_other_reasons_are_no_heat() {
+        let heat = |bits: ThrottleReasons, celsius| {
+            Condition { temperature_celsius: celsius, throttled_by: reasons(bits), ..Condition::default() }.heat()
+        };
+        let warm = |throttled| Some(Heat { celsius: 91.0, throttled });
+        assert_eq!(heat(ThrottleReasons::SW_THERMAL_SLOWDOWN, Some(91)), warm(true));
+        assert_eq!(heat(ThrottleReasons::HW_SLOWDOWN | ThrottleReasons::HW_THERMAL_SLOWDOWN, Some(91)), warm(true));
+        assert_eq!(heat(ThrottleReasons::SW_POWER_CAP | ThrottleReasons::GPU_IDLE, Some(91)), warm(false));
+        assert_eq!(heat(ThrottleReasons::SW_THERMAL_SLOWDOWN, None), None);
     }
 }

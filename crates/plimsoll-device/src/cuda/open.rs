@@ -98,9 +98,7 @@ impl OnGpu {
 
     /// How warm it is, where NVML says so.
     pub fn heat(&self) -> Option<Heat> {
-        let condition = self.here.condition(self.card);
-        let throttled = condition.throttled_by.iter().any(|by| by.starts_with("heat"));
-        Some(Heat { celsius: f64::from(condition.temperature_celsius?), throttled })
+        self.here.condition(self.card).heat()
     }
 }
 

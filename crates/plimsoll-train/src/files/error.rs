@@ -182,7 +182,10 @@ impl FilesError {
                 vec!["convert it: load and save_pretrained(..., safe_serialization=True) in transformers".into()]
             }
             FilesError::NoWeights { other: None, .. } => {
-                vec!["to start from random weights: --set model.init=random".into()]
+                vec![
+                    "name a directory with *.safetensors files".into(),
+                    "to start from random weights: --set model.init=random".into(),
+                ]
             }
             FilesError::Adapter { hint, .. } => vec![hint.clone()],
             FilesError::AdapterNames { .. } => {

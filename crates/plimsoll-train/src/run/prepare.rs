@@ -7,7 +7,9 @@ use super::spaces::ModelSource;
 use super::trouble::Trouble;
 use crate::data::{self, DataSpec, Dataset, Loader, Rows};
 use crate::files::AdapterDir;
-use crate::resolve::{Model, Resolved, Work, host, learned, question, staging, team_question, write_example};
+use crate::resolve::{
+    Model, Resolved, Work, disturbed, host, learned, plan_of_what, question, staging, team_question, write_example,
+};
 use crate::run_file::{LoraSection, RunFile};
 use plimsoll_core::{Algorithms, Bytes, DeviceKind, DeviceSpec, Failure, Member, Plan, Recipe, Sharing};
 use plimsoll_device::{calibration, process};
@@ -153,13 +155,16 @@ pub fn prepare(mut run: RunFile, known: Option<&Known>) -> Result<Prepared, Fail
     let open = |patterns: &[String]| dataset(&run, &resolved.model, patterns, resolved.device.threads as usize);
     let train = open(&run.data.train)?;
     let eval = if run.data.eval.is_empty() { None } else { Some(open(&run.data.eval)?) };
-    let planned = if resolved.others.is_empty() {
+    let mut planned = if resolved.others.is_empty() {
         let answer = planned_alone(&mut resolved, &run, known)?;
         let answer = resolved.or_on_cpu(&run, answer, |resolved, run| planned_alone(resolved, run, known))?;
         Planned::alone(&resolved.device, &run, answer, known)
     } else {
         planned_team(&mut resolved, &run, known)?
     };
+    planned.plan.learned = planned.parts.iter().find_map(|part| learned(&part.device));
+    planned.plan.disturbed = disturbed();
+    planned.plan.of = Some(plan_of_what(&run, &resolved.model.config));
     if planned.plan.fits {
         run.decide_rungs(&planned.plan.rungs);
     }
@@ -205,7 +210,6 @@ fn planned_alone(resolved: &mut Resolved, run: &RunFile, known: Option<&Known>) 
         resolved.device.charges = wary;
         answer = search(&resolved.question(run, Work::Train)?);
     }
-    answer.plan.learned = learned(&resolved.device);
     Ok(answer)
 }
 

@@ -5,7 +5,7 @@ use crate::args::BenchModelsArgs;
 use crate::{say, signals};
 use plimsoll_core::{DeviceKind, Exit, Failure, ModelRow, ModelStatus, ModelsBench, RunResult};
 use plimsoll_program::models::of_size;
-use plimsoll_train::resolve::{Planned, plan};
+use plimsoll_train::resolve::{Planned, devices, plan};
 use plimsoll_train::run_file::RunFile;
 use plimsoll_watch::models::table;
 use std::fs;
@@ -20,8 +20,10 @@ use std::time::Instant;
 /// tried.
 ///
 /// # Errors
-/// A file that cannot be written; after all have been tried, that some failed.
+/// A setting or a device that cannot be, and a file that cannot be written; after all have been tried, that some failed.
 pub fn run(args: &BenchModelsArgs) -> Result<Exit, Failure> {
+    // What is wrong with a setting or a device is so for every model.
+    devices(&args.resolve(&args.models[0], Path::new("train.jsonl"), Path::new("run"))?)?;
     let stop = signals::install().map_err(|error| Failure::bug(format!("signals cannot be caught: {error}")))?;
     let mut bench = ModelsBench { samples: args.samples, sequence: u64::from(args.sequence), models: Vec::new() };
     let write = |bench: &ModelsBench| {

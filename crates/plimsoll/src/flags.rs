@@ -1,0 +1,80 @@
+//! Failures speak of keys of the run file. A command that has no run file and no `--set` has flags for some of these keys:
+//! what it says names those, and no key that nobody could set.
+
+use crate::args::Cli;
+use clap::CommandFactory;
+use plimsoll_core::Failure;
+
+/// Flags that stand for a key in commands without a run file.
+const FLAGS: [(&str, &str); 9] = [
+    ("data.sequence", "sequence"),
+    ("data.eval", "data"),
+    ("data.format", "format"),
+    ("memory.allow", "allow"),
+    ("memory.budget", "budget"),
+    ("model.adapter", "adapter"),
+    ("model.ignore_config_keys", "ignore-config-key"),
+    ("run.devices", "devices"),
+    ("run.threads", "threads"),
+];
+
+/// The sections of a run file.
+const SECTIONS: [&str; 7] = ["data", "lora", "memory", "model", "recipe", "run", "train"];
+
+/// What failed in the command that these words name, in its own flags.
+pub fn in_flags_of(command: &[&str], failure: Failure) -> Failure {
+    let cli = Cli::command();
+    let found = command.iter().try_fold(&cli, |command, word| command.find_subcommand(word));
+    let has =
+        |flag: &str| found.is_some_and(|found| found.get_arguments().any(|argument| argument.get_long() == Some(flag)));
+    if has("set") {
+        return failure;
+    }
+    let known = FLAGS.into_iter().filter(|(_, flag)| has(flag));
+    let said = |text: String| {
+        known.clone().fold(text, |text, (key, flag)| {
+            // Written as a setting, as in a run file, and by name.
+            let text = text.replace(&format!("--set {key}="), &format!("--{flag} "));
+            text.replace(&format!("{key} = "), &format!("--{flag} ")).replace(key, &format!("--{flag}"))
+        })
+    };
+    let hints = failure.hints.into_iter().map(&said).filter(|hint| !names_a_key(hint)).collect();
+    Failure { message: said(failure.message), hints, ..failure }
+}
+
+/// Whether a text names a key of the run file.
+fn names_a_key(text: &str) -> bool {
+    let words = text.split(|letter: char| !letter.is_ascii_alphanumeric() && !"._/".contains(letter));
+    let key =
+        |word: &str| word.split_once('.').is_some_and(|(section, key)| SECTIONS.contains(&section) && is_key(key));
+    words.map(|word| word.trim_end_matches('.')).any(key)
+}
+
+/// Whether it can be the name of a key, which a file's ending is not.
+fn is_key(name: &str) -> bool {
+    let ending = ["json", "jsonl", "safetensors", "toml", "txt"].contains(&name);
+    !ending && !name.is_empty() && name.bytes().all(|letter| letter.is_ascii_lowercase() || letter == b'_')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_command_speaks_of_its_own_flags_and_of_no_key_that_it_cannot_set() {
+        let failure = Failure::input("data.sequence is 128, but a takes no more than 64")
+            .hint("set data.sequence to 64 or less")
+            .hint("take fewer: --set run.threads=1")
+            .hint("set data.sequence = 7 or more, or data.long = \"split\"")
+            .hint("to start from random weights: --set model.init=random")
+            .hint("put tokenizer.json beside data/train.jsonl, or look at model.safetensors");
+        let eval = in_flags_of(&["eval"], failure.clone());
+        assert_eq!(eval.message, "--sequence is 128, but a takes no more than 64");
+        let kept = "put tokenizer.json beside data/train.jsonl, or look at model.safetensors";
+        assert_eq!(eval.hints, ["set --sequence to 64 or less", "take fewer: --threads 1", kept]);
+        assert_eq!(in_flags_of(&["merge"], failure.clone()).hints, [kept]);
+        for with_set in [&["train"][..], &["plan"], &["bench", "models"]] {
+            assert_eq!(in_flags_of(with_set, failure.clone()), failure);
+        }
+    }
+}
