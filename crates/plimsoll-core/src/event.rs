@@ -84,7 +84,7 @@ pub enum Event {
         seconds: f64,
     },
     /// The run goes on with another recipe, or does again what was refused.
-    Retreat(Retreat),
+    Retreat(Box<Retreat>),
     /// A device is gone; the others go on.
     Lost {
         /// While this step was done, or between it and the next.

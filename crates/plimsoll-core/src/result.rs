@@ -33,6 +33,9 @@ pub struct RunResult {
     /// Devices that were lost, since the run was last started.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub lost: Vec<LostDevice>,
+    /// Rehearsals that were asked for and never came about, since the run was last started: as they were typed.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub not_rehearsed: Vec<String>,
     /// Seconds in which a device that was too warm rested, since the run was last started.
     #[serde(default)]
     pub rested_seconds: f64,
@@ -161,10 +164,22 @@ pub struct Retreat {
     pub arena_bytes_before: Bytes,
     /// The arena from then on, as planned.
     pub arena_bytes: Bytes,
+    /// What the device (CPU: the process) held before, measured; none where nothing was moved.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub held_bytes_before: Option<Bytes>,
+    /// The same from then on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub held_bytes: Option<Bytes>,
     /// How long it took, measured, what had to be done again left out.
     pub seconds: f64,
     /// Predicted seconds of a step before.
     pub predicted_step_seconds_before: f64,
     /// Predicted seconds of a step from then on.
     pub predicted_step_seconds: f64,
+    /// Measured seconds of a step since the retreat before this one: the median, where a step was done.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub step_seconds_before: Option<f64>,
+    /// Measured seconds of a step from then on, until the next one: known when the run ends.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub step_seconds: Option<f64>,
 }

@@ -124,8 +124,13 @@ pub fn retreat_line(retreat: &Retreat) -> String {
     if from == to && arena_bytes == arena_bytes_before {
         return format!("{head}; done again as it was");
     }
+    let held = retreat.held_bytes_before.zip(retreat.held_bytes).map(|(then, now)| format!("held {then} -> {now}"));
+    let steps = retreat.step_seconds_before.zip(retreat.step_seconds);
+    let steps = steps.map(|(then, now)| format!("a step {} -> {}", seconds(then), seconds(now)));
+    let measured: Vec<String> = held.into_iter().chain(steps).collect();
+    let measured = if measured.is_empty() { String::new() } else { format!("; measured {}", measured.join(", ")) };
     format!(
-        "{head}; from now on {to}: arena {arena_bytes_before} -> {arena_bytes}, a step {} -> {} predicted (took {})",
+        "{head}; from now on {to}: arena {arena_bytes_before} -> {arena_bytes}, a step {} -> {} predicted{measured} (took {})",
         seconds(retreat.predicted_step_seconds_before),
         seconds(retreat.predicted_step_seconds),
         seconds(*took),

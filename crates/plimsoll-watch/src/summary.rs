@@ -54,6 +54,9 @@ pub fn summary(result: &RunResult, samples: &[Sample], folder: &str, model: Opti
     for retreat in &result.retreats {
         text += &format!("{}\n", retreat_line(retreat));
     }
+    for never in &result.not_rehearsed {
+        text += &format!("not rehearsed: {never} was never reached\n");
+    }
     if result.rested_seconds > 0.0 {
         text += &format!("{} of rest, in which a warm device cooled down\n", seconds(result.rested_seconds));
     }
@@ -162,6 +165,7 @@ mod tests {
             team: vec![],
             retreats: vec![],
             lost: vec![],
+            not_rehearsed: vec![],
             rested_seconds: 0.0,
             fallback: None,
         }
@@ -209,19 +213,32 @@ model: runs/sums/model
             class: Class::Reordered,
             arena_bytes_before: Bytes::mib(36),
             arena_bytes: Bytes::mib(20),
+            held_bytes_before: Some(Bytes::mib(40)),
+            held_bytes: Some(Bytes::mib(25)),
             seconds: 0.02,
             predicted_step_seconds_before: 0.0841,
             predicted_step_seconds: 0.09,
+            step_seconds_before: Some(0.0862),
+            step_seconds: Some(0.1),
         };
-        let stopped =
-            RunResult { status: RunStatus::Stopped, steps: 12, eval: None, retreats: vec![retreat], ..result() };
+        let not_rehearsed = vec!["--inject-oom 12:evaluate".to_owned()];
+        let stopped = RunResult {
+            status: RunStatus::Stopped,
+            steps: 12,
+            eval: None,
+            retreats: vec![retreat],
+            not_rehearsed,
+            ..result()
+        };
         let text = summary(&stopped, &[], "runs/sums", None, true);
         assert!(text.starts_with("stopped after step 12, loss 2.7726 -> 0.0312\n\n"), "{text}");
         assert!(text.contains("\n48.7 k tokens/s (measured, simulated devices)\n"), "{text}");
         assert!(
             text.contains(
                 "\nretreat at step 7: cpu: the device ran out; from now on micro-batch 32, recompute 3 × nothing: \
-                 arena 36.00 MiB -> 20.00 MiB, a step 84.1 ms -> 90.0 ms predicted (took 20.0 ms)\n"
+                 arena 36.00 MiB -> 20.00 MiB, a step 84.1 ms -> 90.0 ms predicted; measured held \
+                 40.00 MiB -> 25.00 MiB, a step 86.2 ms -> 100.0 ms (took 20.0 ms)\n\
+                 not rehearsed: --inject-oom 12:evaluate was never reached\n"
             ),
             "{text}"
         );

@@ -163,12 +163,43 @@ fn a_device_that_refuses_for_ever_ends_the_run_and_it_goes_on_later() {
     let place = Place::new(&QUICK);
     train(&place, "plain", &[]);
     let expected = outcome(&place, "plain", QUICK.steps);
-    let words: Vec<&str> = [["--inject-oom", "6:update"]; 12].concat();
-    let refused = place.refuse(4, &[&["train", "run.toml", "--quiet"], &words[..]].concat());
-    assert!(refused.contains("step 6") && refused.contains("made no progress"), "{refused}");
-    assert!(refused.contains("plimsoll train --resume ") && refused.contains("/run\n"), "{refused}");
-    place.succeed(&["train", "--resume", "run", "--quiet"]);
-    assert_eq!(outcome(&place, "run", QUICK.steps), expected);
+    // What is refused for ever, the step of the checkpoint from which the run goes on, and what is said of it. Only where
+    // weights have changed in part the finished steps cannot be saved.
+    for (number, (at, left, says)) in [
+        ("6:forward", 5, "of step 5: all that was finished"),
+        ("6:update", 5, "of step 5: all that was finished"),
+        ("6:update:4", 4, "of step 4: 1 finished after it is done again"),
+        ("8:evaluate", 8, "of step 8: all that was finished"),
+        ("8:checkpoint:3", 8, "of step 8: all that was finished"),
+        ("8:save:2", 8, "of step 8: all that was finished"),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let run = format!("run-{number}");
+        let dir = format!("run.dir={run}");
+        // As often as a run tries, and then once more; what is left of it does not disturb the saving.
+        let words: Vec<&str> = [["--inject-oom", at]; 7].concat();
+        let refused = place.refuse(4, &[&["train", "run.toml", "--quiet", "--set", &dir], &words[..]].concat());
+        let step: u64 = at.split(':').next().unwrap().parse().unwrap();
+        assert!(
+            refused.starts_with(&format!("stopped: step {step}: ")) && refused.contains("made no progress"),
+            "{refused}"
+        );
+        assert!(refused.contains(says), "{at}: {refused}");
+        assert!(refused.contains("plimsoll train --resume ") && refused.contains(&format!("/{run}\n")), "{refused}");
+        assert_eq!(place.names(&format!("{run}/checkpoints")).last(), Some(&format!("step-{left}")), "{at}");
+        let result = place.json(&format!("{run}/result.json"));
+        assert_eq!((&result["status"], &result["retreats"].as_array().unwrap().len()), (&"stopped".into(), &6), "{at}");
+        assert!(result["retreats"].as_array().unwrap().iter().all(|retreat| retreat["step"] == step), "{at}");
+        place.succeed(&["train", "--resume", &run, "--quiet"]);
+        let begun = place.events(&run).into_iter().filter(|event| event["event"] == "start").nth(1).unwrap();
+        assert_eq!(begun["step"].as_u64(), Some(left + 1), "{at}");
+        // Another micro-batch adds up in another order: of the rungs taken, these two are always identical ones.
+        if at.contains("update") {
+            assert_eq!(outcome(&place, &run, QUICK.steps), expected, "{at}");
+        }
+    }
 }
 
 #[test]
@@ -214,6 +245,112 @@ fn the_load_line_of_a_run_moves_down_and_up_while_it_is_under_way() {
     assert_eq!(retreats.len(), 2, "{retreats:?}");
     assert!(retreats[0]["why"].as_str().unwrap().starts_with("the load line was moved to"));
     assert!(place.refuse(2, &["budget", "run", "1GiB"]).contains("no run is under way here"));
+}
+
+#[test]
+fn a_line_goes_no_higher_than_what_the_device_has() {
+    let long = Shape { steps: 100_000, batch_sequences: 64, hidden: 64, save_every: 0, ..QUICK };
+    for (run, device) in [("of-the-cpu", "cpu=64MiB"), ("of-its-own", "virtual:a=64MiB@1.0")] {
+        let place = Place::new(&long);
+        let dir = format!("run.dir={run}");
+        let mut running = place.start(&["train", "run.toml", "--quiet", "--set", &dir, "--devices", device]);
+        assert!(running.until(|| losses(&place, run).len() > 1));
+        let line = |budget: &str| {
+            let done = place.succeed(&["budget", run, budget, "--json"]).json();
+            let plan = place.json(&format!("{run}/plan.json"));
+            assert_eq!(plan["devices"][0]["budget_bytes"], done["budget_bytes"], "{done}");
+            (done["budget_bytes"].as_u64().unwrap(), done["message"].as_str().unwrap().to_owned())
+        };
+        let (least, _) = line("40MiB");
+        assert_eq!(least, 40 << 20);
+        let (most, says) = line("900TiB");
+        let name = device.split('=').next().unwrap();
+        assert!(says.contains(&format!(", all that {name} has for it (900.00 TiB was asked for): ")), "{says}");
+        match name {
+            "cpu" => assert!((64 << 20..1 << 44).contains(&most), "{most}"),
+            _ => assert_eq!(most, 64 << 20),
+        }
+        assert!(
+            place.refuse(2, &["budget", run, "1GiB", "--device", "cuda:7"]).contains("no `cuda:7` works on this run")
+        );
+        assert!(place.refuse(3, &["budget", run, "1MiB"]).contains("the least that would do is"));
+        running.signal("INT");
+        assert_eq!(running.end().code, Some(4));
+    }
+}
+
+#[test]
+fn a_rehearsal_that_cannot_be_is_refused_with_what_there_is() {
+    let place = Place::new(&QUICK);
+    let told = |flag: &str, at: &str, more: &[&str]| {
+        let refused = place.refuse(2, &[&["train", "run.toml", flag, at], more].concat());
+        assert!(!place.path("run/run.toml").exists(), "{at}");
+        refused
+    };
+    for (flag, at, says) in [
+        (
+            "--inject-oom",
+            "3:forward:nosuch",
+            &["`forward` has no op `nosuch`", "its ops are ", "product", "attention"][..],
+        ),
+        ("--inject-oom", "3:forward:adam_w", &["`forward` has no op `adam_w`"]),
+        ("--inject-oom", "3:re-plan:4", &["is refused as a whole"]),
+        ("--inject-oom", "9", &["the run has 8 steps"]),
+        ("--inject-oom", "virtual:x/3", &["no device `virtual:x` works on this run", "the devices are cpu"]),
+        ("--inject-oom", "0:forward", &["`forward` does not run in step 0", "load, fresh, restore"]),
+        ("--inject-oom", "2:load", &["`load` does not run in step 2"]),
+        ("--inject-loss", "virtual:x:3", &["no device `virtual:x` works on this run", "the devices are cpu"]),
+        ("--inject-loss", "cpu:9:update", &["the run has 8 steps"]),
+        ("--inject-slow", "virtual:x:3:2", &["no device `virtual:x` works on this run"]),
+    ] {
+        let refused = told(flag, at, &[]);
+        for says in says.iter().chain(&[&*format!("{flag} {at}: ")]) {
+            assert!(refused.contains(says), "{at}: {refused}");
+        }
+    }
+    let refused = told("--inject-oom", "8:evaluate", &["--set", "data.eval=[]"]);
+    assert!(refused.contains("this run has no Program `evaluate`") && refused.contains("backward, "), "{refused}");
+    // What is done already does not come again.
+    train(&place, "run", &[]);
+    let refused = place.refuse(2, &["train", "--resume", "run", "--inject-oom", "3"]);
+    assert!(refused.contains("the run goes on after step 8"), "{refused}");
+}
+
+#[test]
+fn a_rehearsal_that_did_not_happen_is_told() {
+    let place = Place::new(&QUICK);
+    let never = ["--inject-oom", "3:evaluate", "--inject-oom", "2:forward:9999", "--inject-oom", "random:1e-9"];
+    let words = ["train", "run.toml", "--inject-oom", "3:backward"];
+    let done = place.succeed(&[&words[..], &never].concat());
+    let result = place.json("run/result.json");
+    let expected: Vec<String> = never.chunks(2).map(|flag| flag.join(" ").replace("1e-9", "0.000000001")).collect();
+    assert_eq!(result["not_rehearsed"], json!(expected));
+    for never in &expected {
+        let warned = format!("{never}: never reached, so nothing was rehearsed");
+        assert_eq!(place.events("run").iter().filter(|event| event["message"] == *warned).count(), 1, "{never}");
+        assert!(done.stdout.contains(&format!("warning: {warned}")), "{}", done.stdout);
+        assert!(done.stdout.contains(&format!("not rehearsed: {never} was never reached")), "{}", done.stdout);
+    }
+    let again = place.succeed(&["train", "--resume", "run", "--quiet", "--inject-oom", "8:checkpoint"]);
+    assert!(again.stderr.contains("--inject-oom 8:checkpoint: never reached"), "{}", again.stderr);
+}
+
+#[test]
+fn what_a_retreat_freed_and_costs_is_said_as_predicted_and_as_measured() {
+    let place = Place::new(&Shape { steps: 12, batch_sequences: 64, hidden: 64, ..QUICK });
+    let result = train(&place, "run", &["--inject-oom", "6:backward", "--inject-oom", "12:save"]);
+    let retreats = result["retreats"].as_array().unwrap();
+    assert_eq!(retreats.iter().map(|retreat| retreat["step"].as_u64()).collect::<Vec<_>>(), [Some(6), Some(12)]);
+    let number = |retreat: &Value, key: &str| retreat[key].as_f64();
+    let down = &retreats[0];
+    assert!(number(down, "arena_bytes") < number(down, "arena_bytes_before"), "{down}");
+    assert!(number(down, "held_bytes") < number(down, "held_bytes_before"), "{down}");
+    for measured in ["step_seconds_before", "step_seconds", "seconds"] {
+        assert!(number(down, measured) > Some(0.0), "{measured}: {down}");
+    }
+    // At the last one no step follows.
+    assert_eq!(number(&retreats[1], "step_seconds"), None);
+    assert_eq!(number(&retreats[1], "step_seconds_before"), number(down, "step_seconds"));
 }
 
 #[test]

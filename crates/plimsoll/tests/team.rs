@@ -249,8 +249,8 @@ fn the_line_of_one_device_is_moved_by_its_name() {
     ]);
     let mut running = running;
     assert!(running.until(|| place.events("run").iter().any(|event| event["event"] == "step")));
-    assert!(place.refuse(3, &["budget", "run", "40MiB"]).contains("name the device"));
-    assert!(place.refuse(3, &["budget", "run", "40MiB", "--device", "virtual:x"]).contains("virtual:a, virtual:b"));
+    assert!(place.refuse(2, &["budget", "run", "40MiB"]).contains("name the device"));
+    assert!(place.refuse(2, &["budget", "run", "40MiB", "--device", "virtual:x"]).contains("virtual:a, virtual:b"));
     place.succeed(&["budget", "run", "50MiB", "--device", "virtual:b"]);
     running.end();
     let result = place.json("run/result.json");

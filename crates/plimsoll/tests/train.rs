@@ -56,7 +56,7 @@ fn a_run_leaves_what_the_contracts_say() {
     let plan = place.json("run/plan.json");
     assert_eq!(
         keys(&plan),
-        ["fits", "recipe", "class", "rungs", "checkpoint_bytes", "devices", "host", "predicted", "needs"]
+        ["fits", "recipe", "class", "rungs", "checkpoint_bytes", "devices", "host", "predicted", "needs", "of"]
     );
     assert_eq!((&plan["recipe"], &plan["devices"][0]["arena_bytes"]), (&result["recipe"], &memory["arena_bytes"]));
 

@@ -109,7 +109,7 @@ impl Asked {
         let file = self.file(run)?;
         let mut run = if resume { Run::resume(file)? } else { Run::new(file)? };
         ensure!(run.prepared().planned.plan.fits, "does not fit: {:?}", run.prepared().planned.plan.needs);
-        run.rehearse(injections.to_vec());
+        run.rehearse(injections.to_vec())?;
         match run.start(&mut |_| {}, &AtomicBool::new(false)) {
             Ok(_) => Ok(None),
             Err(failure) if failure.exit == Exit::Stopped => Ok(Some(failure.exit)),

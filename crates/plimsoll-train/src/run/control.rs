@@ -1,7 +1,7 @@
 //! The control socket of a run, `control.sock` in its folder: whoever may write there can move the load line of
 //! the run while it is under way. One line of JSON each way.
 
-use plimsoll_core::{Budget, Failure};
+use plimsoll_core::{Budget, Bytes, Exit, Failure};
 use serde::{Deserialize, Serialize};
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -26,13 +26,42 @@ struct Request {
     device: Option<String>,
 }
 
-/// What a run answers.
+/// A load line that was moved.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Reply {
-    /// Whether the load line was moved.
-    pub moved: bool,
-    /// What the run does now, or why it does not.
+pub struct Moved {
+    /// Where it is now.
+    pub budget_bytes: Bytes,
+    /// What the run does now.
     pub message: String,
+}
+
+/// What a run answers: a line that was moved, or why it was not.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Reply {
+    Moved(Moved),
+    TooLittle(String),
+    Wrong(String),
+}
+
+impl From<Result<Moved, Failure>> for Reply {
+    fn from(answer: Result<Moved, Failure>) -> Reply {
+        match answer {
+            Ok(moved) => Reply::Moved(moved),
+            Err(failure) if failure.exit == Exit::DoesNotFit => Reply::TooLittle(failure.message),
+            Err(failure) => Reply::Wrong(failure.message),
+        }
+    }
+}
+
+impl From<Reply> for Result<Moved, Failure> {
+    fn from(reply: Reply) -> Result<Moved, Failure> {
+        match reply {
+            Reply::Moved(moved) => Ok(moved),
+            Reply::TooLittle(message) => Err(Failure::does_not_fit(message)),
+            Reply::Wrong(message) => Err(Failure::input(message)),
+        }
+    }
 }
 
 /// A wish that the run has not answered yet.
@@ -46,8 +75,8 @@ pub struct Wish {
 
 impl Wish {
     /// Answers the caller, if it still listens.
-    pub fn answer(self, moved: bool, message: String) {
-        let _ = self.reply.send(Reply { moved, message });
+    pub fn answer(self, answer: Result<Moved, Failure>) {
+        let _ = self.reply.send(answer.into());
     }
 }
 
@@ -101,13 +130,13 @@ fn serve(caller: &UnixStream, wishes: &Sender<Wish>) -> io::Result<()> {
     let mut line = String::new();
     BufReader::new(caller).read_line(&mut line)?;
     let answer = match serde_json::from_str::<Request>(&line) {
-        Err(error) => Reply { moved: false, message: format!("not understood: {error}") },
+        Err(error) => Reply::Wrong(format!("not understood: {error}")),
         Ok(Request { budget, device }) => {
             let (reply, answer) = channel();
-            let ended = Reply { moved: false, message: "the run has ended".into() };
+            let ended = || Reply::Wrong("the run has ended".into());
             match wishes.send(Wish { budget, device, reply }) {
-                Err(_) => ended,
-                Ok(()) => answer.recv_timeout(PATIENCE).unwrap_or(ended),
+                Err(_) => ended(),
+                Ok(()) => answer.recv_timeout(PATIENCE).unwrap_or_else(|_| ended()),
             }
         }
     };
@@ -119,8 +148,9 @@ fn serve(caller: &UnixStream, wishes: &Sender<Wish>) -> io::Result<()> {
 /// Asks the run of this folder to hold another load line, and waits for its answer.
 ///
 /// # Errors
-/// No run is under way there, or it went away.
-pub fn ask(run_dir: &Path, device: Option<&str>, budget: Budget) -> Result<Reply, Failure> {
+/// No run is under way there, or it went away; no device of that name works on it; it cannot do with so little (exit 3), and
+/// goes on as it was.
+pub fn ask(run_dir: &Path, device: Option<&str>, budget: Budget) -> Result<Moved, Failure> {
     let path = socket(run_dir);
     let nobody = |error: io::Error| {
         Failure::input(format!("{}: no run is under way here ({error})", run_dir.display()))
@@ -133,7 +163,8 @@ pub fn ask(run_dir: &Path, device: Option<&str>, budget: Budget) -> Result<Reply
     stream.write_all(&text).map_err(nobody)?;
     let mut line = String::new();
     BufReader::new(stream).read_line(&mut line).map_err(nobody)?;
-    serde_json::from_str(&line).map_err(|_| Failure::input(format!("{}: the run ended", run_dir.display())))
+    let ended = |_| Failure::input(format!("{}: the run has ended", run_dir.display()));
+    serde_json::from_str::<Reply>(&line).map_err(ended)?.into()
 }
 
 #[cfg(test)]
@@ -150,8 +181,9 @@ mod tests {
         let caller = thread::spawn(move || ask(&path, None, Budget::Amount(Bytes::gib(6))));
         let wish = control.wishes.recv_timeout(HURRY).unwrap();
         assert_eq!(wish.budget, Budget::Amount(Bytes::gib(6)));
-        wish.answer(true, "done".into());
-        assert_eq!(caller.join().unwrap().unwrap(), Reply { moved: true, message: "done".into() });
+        let moved = Moved { budget_bytes: Bytes::gib(6), message: "done".into() };
+        wish.answer(Ok(moved.clone()));
+        assert_eq!(caller.join().unwrap(), Ok(moved));
         drop(control);
         assert!(!socket(folder.path()).exists());
     }
@@ -165,6 +197,6 @@ mod tests {
         stream.write_all(b"{\"budget\": \"six\"}\n").unwrap();
         let mut line = String::new();
         BufReader::new(stream).read_line(&mut line).unwrap();
-        assert!(line.contains("\"moved\":false") && line.contains("not understood"), "{line}");
+        assert!(line.contains("\"wrong\":\"not understood"), "{line}");
     }
 }

@@ -2,7 +2,7 @@
 //! down (by heat, by another user) holds up all the others: then the shares are drawn anew. Small and short deviations
 //! change nothing.
 
-use super::training::quantile;
+use super::pace::quantile;
 use std::collections::VecDeque;
 
 /// How far a device's speed, against that of the others, may be from the plan before anything is done.

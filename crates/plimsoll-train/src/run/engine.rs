@@ -457,6 +457,11 @@ impl Engine {
         result
     }
 
+    /// Ops of the present update that are done, where it was refused in its middle.
+    pub fn updated(&self) -> u64 {
+        u64::from(self.update_from - 1)
+    }
+
     /// Loss and hits of some rows.
     pub fn evaluate(&mut self, rows: &mut Rows) -> Result<Evaluated, DeviceError> {
         let mut sum = Evaluated::default();

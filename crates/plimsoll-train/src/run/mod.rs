@@ -1,7 +1,7 @@
 //! A run: from a resolved run file to a trained model. `prepare` opens and plans, `training` is the
 //! loop, `team` is the devices that work on it, `engine` does the work of one, `checkpoint` is what a run goes on from, `retreat` is what it
 //! does when memory is refused or the load line moves, `pressure` is how it notices others, `cooling` lets a warm device rest,
-//! `sharing` shares the work anew when a device is gone or `drift`s from its plan.
+//! `pace` is what steps took, `sharing` shares the work anew when a device is gone or `drift`s from its plan.
 
 pub mod bench;
 pub mod checkpoint;
@@ -14,6 +14,7 @@ pub mod events;
 pub mod inference;
 pub mod merge;
 mod open;
+mod pace;
 pub mod prepare;
 mod pressure;
 pub mod rate;

@@ -70,7 +70,7 @@ impl Pressure {
     /// while, and when the run holds what it wants there is still twice the margin: else it would go up and down all
     /// the time.
     pub fn feel(&mut self, memory: &Memory, held: Held, now: Instant) -> Felt {
-        let left = (held.now + memory.free).saturating_sub(Bytes(2 * margin(memory).0));
+        let left = room(memory, held.now);
         if memory.free < margin(memory) {
             self.calm = None;
             // Room that was taken back was wanted again soon.
@@ -91,6 +91,11 @@ impl Pressure {
         (self.calm, self.grown) = (None, Some(now));
         Felt::Room(room)
     }
+}
+
+/// The most that may be held by who holds so much now: others are left twice the margin.
+pub fn room(memory: &Memory, held: Bytes) -> Bytes {
+    (held + memory.free).saturating_sub(Bytes(2 * margin(memory).0))
 }
 
 /// Free memory that is left to others: 2 % of all, at most 512 MiB.

@@ -1,11 +1,15 @@
 //! Rehearsed refusals: the device refuses memory exactly where it is told to, so that everybody can see
-//! what a run does then. For users (`plimsoll train --inject-oom`) and for tests.
+//! what a run does then. For users (`plimsoll train --inject-oom`) and for tests. What can never happen is refused before
+//! the run starts; what did not happen is known at its end.
 
 use crate::data::mix;
 use plimsoll_core::Failure;
 use plimsoll_device::device::{DeviceError, Memory, Observer};
-use plimsoll_program::Op;
+use plimsoll_program::{Op, ProgramSet};
+use std::fmt;
 use std::str::FromStr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Programs in which a device can be told to refuse, as they are written on the command line.
 pub const PROGRAMS: [&str; 14] = [
@@ -22,8 +26,14 @@ pub const PROGRAMS: [&str; 14] = [
     "save",
     "checkpoint",
     "restore",
-    "re-plan",
+    REPLAN,
 ];
+
+/// The move to another plan: refused as a whole, wherever it is tried.
+const REPLAN: &str = "re-plan";
+
+/// Programs that run at the start, which is step 0, and never again.
+const AT_THE_START: [&str; 3] = ["load", "fresh", "restore"];
 
 /// Where the device shall refuse.
 #[derive(Clone, Debug, PartialEq)]
@@ -144,41 +154,190 @@ impl FromStr for Injection {
     }
 }
 
-/// The refusals that are still to come.
+/// As it was typed.
+impl fmt::Display for Injection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let behind = |program: &Option<String>| program.as_ref().map_or(String::new(), |program| format!(":{program}"));
+        match self {
+            Injection::At { device, step, program, op } => {
+                let device = device.as_ref().map_or(String::new(), |device| format!("{device}/"));
+                let op = match op {
+                    None => String::new(),
+                    Some(WhichOp::Number(number)) => format!(":{number}"),
+                    Some(WhichOp::Named(name)) => format!(":{name}"),
+                };
+                write!(f, "--inject-oom {device}{step}{}{op}", behind(program))
+            }
+            Injection::Random { share } => write!(f, "--inject-oom random:{share}"),
+            Injection::Slow { device, step, factor } => write!(f, "--inject-slow {device}:{step}:{factor}"),
+            Injection::Loss { device, step, program } => write!(f, "--inject-loss {device}:{step}{}", behind(program)),
+        }
+    }
+}
+
+/// What there is in a run that something can happen to.
+pub struct Stage<'a> {
+    /// The devices that take part, in the order of ranks, with their Programs.
+    pub devices: Vec<(&'a str, &'a ProgramSet)>,
+    /// Steps that were done before.
+    pub done: u64,
+    /// Steps in all, where that is known.
+    pub steps: Option<u64>,
+}
+
+impl Injection {
+    /// That this can happen in a run: its device, step, Program and op are there.
+    ///
+    /// # Errors
+    /// What is not there, with what there is.
+    pub fn check(&self, run: &Stage) -> Result<(), Failure> {
+        let wrong = |what: String| Failure::input(format!("{self}: {what}"));
+        let (device, step, program) = match self {
+            Injection::Random { .. } => return Ok(()),
+            Injection::At { device, step, program, .. } => (device.as_ref(), *step, program.as_deref()),
+            Injection::Slow { device, step, .. } => (Some(device), *step, None),
+            Injection::Loss { device, step, program } => (Some(device), *step, program.as_deref()),
+        };
+        let names = || run.devices.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ");
+        let of = |device: &String| run.devices.iter().find(|(name, _)| name == device);
+        let (_, set) = match device {
+            None => run.devices.first(),
+            Some(device) => of(device),
+        }
+        .ok_or_else(|| {
+            let device = device.map_or("", String::as_str);
+            wrong(format!("no device `{device}` works on this run")).hint(format!("the devices are {}", names()))
+        })?;
+        if let Some(steps) = run.steps.filter(|steps| step > *steps) {
+            return Err(wrong(format!("the run has {steps} steps")));
+        }
+        // From a step on means now, where that step was done long ago.
+        let once = matches!(self, Injection::At { .. });
+        if once && step > 0 && step < run.done {
+            let goes_on = format!("the run goes on after step {}", run.done);
+            return Err(wrong(goes_on).hint("what is read before that is step 0, the start"));
+        }
+        let Some(program) = program else { return Ok(()) };
+        if program == REPLAN {
+            return match self {
+                Injection::At { op: Some(_), .. } => {
+                    Err(wrong(format!("`{REPLAN}` is refused as a whole: name no op")))
+                }
+                _ => Ok(()),
+            };
+        }
+        let Some(found) = set.program(program) else {
+            let here = set.programs.iter().map(|program| &*program.name).filter(|name| PROGRAMS.contains(name));
+            let here: Vec<&str> = here.chain([REPLAN]).collect();
+            return Err(wrong(format!("this run has no Program `{program}`"))
+                .hint(format!("its Programs are {}", here.join(", "))));
+        };
+        if once && (step == 0) != AT_THE_START.contains(&program) {
+            let start = AT_THE_START.join(", ");
+            return Err(wrong(format!("`{program}` does not run in step {step}"))
+                .hint(format!("step 0 is the start: {start} run in it and in no other step")));
+        }
+        if let Injection::At { op: Some(WhichOp::Named(op)), .. } = self {
+            let names = names_of(set, program);
+            // Another recipe moves tensors, and computes in the backward pass what is now kept.
+            let moved = ["transfer_start", "transfer_wait", "collective_start", "collective_wait"];
+            let again = if program == "backward" { names_of(set, "forward") } else { Vec::new() };
+            if !names.iter().chain(&moved).chain(&again).any(|name| name == op) {
+                return Err(wrong(format!("`{}` has no op `{op}`", found.name))
+                    .hint(format!("its ops are {}", names.join(", "))));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The names of a Program's ops, each once, as they come.
+fn names_of(set: &ProgramSet, program: &str) -> Vec<&'static str> {
+    let blocks = set.program(program).into_iter().flat_map(|program| &program.blocks);
+    let mut names = Vec::new();
+    for name in blocks.flat_map(|block| &block.ops).map(Op::name) {
+        if !names.contains(&name) {
+            names.push(name);
+        }
+    }
+    names
+}
+
+/// What was asked for, and whether it has happened. It outlives the devices: what happened to one that was opened anew does
+/// not happen once more.
+#[derive(Debug)]
+pub struct Asked {
+    /// What shall happen.
+    pub what: Injection,
+    happened: AtomicBool,
+}
+
+impl Asked {
+    /// Something that has not happened yet.
+    pub fn new(what: Injection) -> Arc<Asked> {
+        Arc::new(Asked { what, happened: AtomicBool::new(false) })
+    }
+
+    /// Whether it has.
+    pub fn has_happened(&self) -> bool {
+        self.happened.load(Ordering::Relaxed)
+    }
+
+    fn happens(&self) {
+        self.happened.store(true, Ordering::Relaxed);
+    }
+}
+
+/// What is still to come for one device.
 #[derive(Debug, Default)]
 pub struct Rehearsal {
-    once: Vec<(u64, Option<String>, Option<WhichOp>)>,
-    share: f64,
+    once: Vec<(Arc<Asked>, At)>,
+    random: Option<(Arc<Asked>, f64)>,
     seed: u64,
     step: u64,
     runs: u64,
     /// The name of the device, and from where on it is gone.
     device: String,
-    lost_at: Option<(u64, Option<String>)>,
-    slow_from: Option<(u64, f64)>,
+    lost_at: Option<(Arc<Asked>, u64, Option<String>)>,
+    slow_from: Option<(Arc<Asked>, u64, f64)>,
+}
+
+/// A place in a run.
+#[derive(Debug)]
+struct At {
+    step: u64,
+    program: Option<String>,
+    op: Option<WhichOp>,
 }
 
 impl Rehearsal {
-    /// What was asked for of the device of this rank and name; `seed` draws the random ones.
-    pub fn new(injections: &[Injection], seed: u64, rank: u64, device: &str) -> Rehearsal {
+    /// What was asked for of the device of this rank and name, and has not happened; `seed` draws the random ones.
+    pub fn new(all: &[Arc<Asked>], seed: u64, rank: u64, device: &str) -> Rehearsal {
         let seed = if rank == 0 { seed } else { mix(seed ^ mix(rank)) };
         let mut rehearsal = Rehearsal { seed, device: device.to_owned(), ..Rehearsal::default() };
-        for injection in injections {
-            match injection {
+        for asked in all {
+            let this = Arc::clone(asked);
+            match &asked.what {
                 Injection::At { device: of, step, program, op } => {
-                    if of.as_deref().map_or(rank == 0, |of| of == device) {
-                        rehearsal.once.push((*step, program.clone(), op.clone()));
+                    let here = of.as_deref().map_or(rank == 0, |of| of == device);
+                    if here && !asked.has_happened() {
+                        let at = At { step: *step, program: program.clone(), op: op.clone() };
+                        rehearsal.once.push((this, at));
                     }
                 }
-                Injection::Random { share } => rehearsal.share = rehearsal.share.max(*share),
+                Injection::Random { share } => {
+                    if rehearsal.random.as_ref().is_none_or(|(_, known)| share > known) {
+                        rehearsal.random = Some((this, *share));
+                    }
+                }
                 Injection::Slow { device: of, step, factor } => {
                     if of == device {
-                        rehearsal.slow_from = Some((*step, *factor));
+                        rehearsal.slow_from = Some((this, *step, *factor));
                     }
                 }
                 Injection::Loss { device: of, step, program } => {
                     if of == device {
-                        rehearsal.lost_at = Some((*step, program.clone()));
+                        rehearsal.lost_at = Some((this, *step, program.clone()));
                     }
                 }
             }
@@ -191,13 +350,12 @@ impl Rehearsal {
     /// # Errors
     /// It is.
     pub fn check_presence(&self, program: &str) -> Result<(), DeviceError> {
-        let here = |(step, of): &(u64, Option<String>)| {
+        let here = |(_, step, of): &&(Arc<Asked>, u64, Option<String>)| {
             self.step > *step || self.step == *step && of.as_deref().is_none_or(|of| of == program)
         };
-        match self.lost_at.as_ref().is_some_and(here) {
-            true => Err(DeviceError::Lost { device: self.device.clone() }),
-            false => Ok(()),
-        }
+        let Some((asked, ..)) = self.lost_at.as_ref().filter(here) else { return Ok(()) };
+        asked.happens();
+        Err(DeviceError::Lost { device: self.device.clone() })
     }
 
     /// From now on this step is being done.
@@ -207,30 +365,46 @@ impl Rehearsal {
 
     /// Whether nothing will ever be refused any more.
     pub fn is_over(&self) -> bool {
-        self.once.is_empty() && self.share == 0.0 && self.lost_at.is_none() && self.slow_from.is_none()
+        self.once.is_empty() && self.random.is_none() && self.lost_at.is_none() && self.slow_from.is_none()
     }
 
     /// How many times as long as they do the passes of the present step shall take.
     pub fn slower(&self) -> f64 {
-        self.slow_from.filter(|(step, _)| self.step >= *step).map_or(1.0, |(_, factor)| factor)
+        let Some((asked, _, factor)) = self.slow_from.as_ref().filter(|(_, step, _)| self.step >= *step) else {
+            return 1.0;
+        };
+        asked.happens();
+        *factor
     }
 
     /// Whether the next move to another plan is refused.
     pub fn refuses_replan(&mut self) -> bool {
         let step = self.step;
-        let at = self.once.iter().position(|(of, program, _)| *of == step && program.as_deref() == Some("re-plan"));
-        at.map(|at| self.once.remove(at)).is_some() || self.drawn(1).is_some()
+        self.happens_once(|at| at.step == step && at.program.as_deref() == Some(REPLAN)) || {
+            let drawn = self.drawn(1).is_some();
+            drawn && self.happens_by_chance()
+        }
     }
 
     /// The op (of `length`) at which this run of a Program is refused by chance.
     fn drawn(&mut self, length: u32) -> Option<u32> {
-        if self.share == 0.0 {
-            return None;
-        }
+        let share = self.random.as_ref()?.1;
         self.runs += 1;
         let number = mix(mix(self.seed) ^ self.runs);
         let unit = (number >> 11) as f64 / (1u64 << 53) as f64;
-        (unit < self.share).then(|| 1 + (mix(number) % u64::from(length.max(1))) as u32)
+        (unit < share).then(|| 1 + (mix(number) % u64::from(length.max(1))) as u32)
+    }
+
+    fn happens_by_chance(&self) -> bool {
+        self.random.iter().for_each(|(asked, _)| asked.happens());
+        true
+    }
+
+    /// Whether one of these places is here. Then it is done with.
+    fn happens_once(&mut self, here: impl Fn(&At) -> bool) -> bool {
+        let Some(place) = self.once.iter().position(|(_, at)| here(at)) else { return false };
+        self.once.remove(place).0.happens();
+        true
     }
 
     /// An observer of one run of a Program that refuses where it must, and passes the rest on.
@@ -241,17 +415,15 @@ impl Rehearsal {
 
     fn refuses(&mut self, program: &str, tick: u32, op: &str) -> bool {
         let step = self.step;
-        let here = |(of, asked, which): &(u64, Option<String>, Option<WhichOp>)| {
-            *of == step
-                && asked.as_deref().is_none_or(|asked| asked == program)
-                && match which {
+        self.happens_once(|at| {
+            at.step == step
+                && at.program.as_deref().is_none_or(|asked| asked == program)
+                && match &at.op {
                     None => true,
                     Some(WhichOp::Number(number)) => *number == tick,
                     Some(WhichOp::Named(name)) => name == op,
                 }
-        };
-        let at = self.once.iter().position(here);
-        at.map(|at| self.once.remove(at)).is_some()
+        })
     }
 }
 
@@ -265,7 +437,9 @@ pub struct Rehearsed<'a> {
 
 impl Observer for Rehearsed<'_> {
     fn before(&mut self, tick: u32, op: &Op, memory: &mut dyn Memory) -> Result<(), DeviceError> {
-        if self.drawn == Some(tick) || self.rehearsal.refuses(self.program, tick, op.name()) {
+        if self.drawn == Some(tick) && self.rehearsal.happens_by_chance()
+            || self.rehearsal.refuses(self.program, tick, op.name())
+        {
             let program = self.program.to_owned();
             return Err(DeviceError::Refused { program, tick, op: op.name() });
         }
@@ -305,9 +479,9 @@ mod tests {
 
     #[test]
     fn a_refusal_happens_once_and_only_at_its_place() {
-        let injections: Vec<Injection> =
-            ["2:backward:3", "2:re-plan", "4"].iter().map(|text| text.parse().unwrap()).collect();
-        let mut rehearsal = Rehearsal::new(&injections, 1, 0, "cpu");
+        let all: Vec<Arc<Asked>> =
+            ["2:backward:3", "2:re-plan", "4"].iter().map(|text| Asked::new(text.parse().unwrap())).collect();
+        let mut rehearsal = Rehearsal::new(&all, 1, 0, "cpu");
         rehearsal.at_step(1);
         assert!(!rehearsal.refuses("backward", 3, "add") && !rehearsal.refuses_replan());
         rehearsal.at_step(2);
@@ -315,13 +489,17 @@ mod tests {
         assert!(rehearsal.refuses("backward", 3, "add") && !rehearsal.refuses("backward", 3, "add"));
         assert!(rehearsal.refuses_replan() && !rehearsal.refuses_replan());
         rehearsal.at_step(4);
-        assert!(!rehearsal.is_over() && rehearsal.refuses("begin", 1, "fill") && rehearsal.is_over());
+        assert!(!rehearsal.is_over() && !all[2].has_happened());
+        assert!(rehearsal.refuses("begin", 1, "fill") && rehearsal.is_over());
+        assert!(all.iter().all(|asked| asked.has_happened()));
+        // The device is opened anew: what has happened to it does not happen again.
+        assert!(Rehearsal::new(&all, 1, 0, "cpu").is_over());
     }
 
     #[test]
     fn chance_refuses_about_the_share_that_was_asked_for_and_repeats_itself() {
         let draw = |seed| {
-            let mut rehearsal = Rehearsal::new(&[Injection::Random { share: 0.1 }], seed, 0, "cpu");
+            let mut rehearsal = Rehearsal::new(&[Asked::new(Injection::Random { share: 0.1 })], seed, 0, "cpu");
             (0..2000).map(|_| rehearsal.drawn(50)).collect::<Vec<_>>()
         };
         let drawn = draw(1);

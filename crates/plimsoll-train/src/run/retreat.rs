@@ -7,9 +7,10 @@
 //! later each time that this turned out to be too early. No retreat goes on for ever: [`TRIES`] refusals without
 //! any finished work end the run, resumable.
 
+use super::control::Moved;
 use super::events::EventLog;
 use super::prepare::{programs_bytes, question_of};
-use super::pressure::{Felt, Held, Pressure};
+use super::pressure::{Felt, Held, Pressure, room};
 use super::team::{Worker, passes};
 use super::training::Trainer;
 use super::trouble::{Halt, Trouble};
@@ -17,6 +18,7 @@ use plimsoll_core::{Budget, Bytes, Class, DeviceKind, DeviceSpec, Event, Failure
 use plimsoll_device::calibration;
 use plimsoll_device::device::DeviceError;
 use plimsoll_device::probe::Memory;
+use plimsoll_device::process;
 use plimsoll_plan::search::{Answer, Question, plan_of, search};
 use plimsoll_plan::team::same_count;
 use plimsoll_program::ProgramSet;
@@ -37,6 +39,8 @@ const WAVER: Bytes = Bytes::mib(4);
 pub struct Line {
     /// As the user said.
     budget: Budget,
+    /// The most that it can ever come to: a virtual device has what it was made with.
+    most: Bytes,
     /// The load line that holds: the budget, or less while others press.
     pub(super) bytes: Bytes,
     /// The load line of the host: what the user said came to at the start, or less while others press.
@@ -59,12 +63,13 @@ pub struct Line {
 }
 
 impl Line {
-    /// A run that starts with this plan, under what `budget` means for its device; `programs` of its charges are those of
-    /// its Programs.
-    pub fn new(budget: Budget, plan: &Plan, programs: Bytes) -> Line {
+    /// A run that starts with this plan, under what `budget` means for its device, which has `most`; `programs` of its
+    /// charges are those of its Programs.
+    pub fn new(budget: Budget, most: Bytes, plan: &Plan, programs: Bytes) -> Line {
         let pressure = Pressure::new(Instant::now());
         Line {
             budget,
+            most,
             bytes: plan.devices[0].budget_bytes,
             host: plan.host.budget_bytes,
             host_budget: plan.host.budget_bytes,
@@ -123,7 +128,7 @@ impl Trainer {
     /// One rung down after a refusal; where there is none, the same once more.
     fn give_way(&mut self, rank: usize, refused: &DeviceError, log: &mut EventLog) -> Result<(), Halt> {
         let start = Instant::now();
-        self.count_refusal(refused)?;
+        self.count_refusal(refused, true)?;
         let Worker { device, plan, line, .. } = self.worker(rank);
         let why = format!("{}: {refused}", device.name);
         let below = plan.devices[0].arena_bytes.saturating_sub(Bytes(1)) + device.charges;
@@ -139,7 +144,7 @@ impl Trainer {
         if lower.is_none() && self.share_with_less(rank, below, &why, log)? {
             return Ok(());
         }
-        let step = self.step_now();
+        let step = self.now;
         if lower.is_some() {
             // What was only rehearsed says nothing of the device.
             if !matches!(refused, DeviceError::Refused { .. }) {
@@ -160,22 +165,28 @@ impl Trainer {
         self.refused = 0;
     }
 
-    /// What was refused is done again as it is.
-    pub(super) fn do_again(&mut self, rank: usize, refused: &DeviceError, log: &mut EventLog) -> Result<(), Failure> {
+    /// What was refused of an update is done again as it is. `begun` says that some weights have changed.
+    pub(super) fn do_again(
+        &mut self,
+        rank: usize,
+        refused: &DeviceError,
+        begun: bool,
+        log: &mut EventLog,
+    ) -> Result<(), Halt> {
         let start = Instant::now();
-        self.count_refusal(refused)?;
+        self.count_refusal(refused, !begun)?;
         let why = format!("{}: {refused}", self.worker(rank).device.name);
-        self.tell(rank, Left::nothing(self.worker(rank)), why, start, log)
+        Ok(self.tell(rank, Left::nothing(self.worker(rank)), why, start, log)?)
     }
 
-    /// Counts a refusal; too many without any finished work end the run.
-    pub(super) fn count_refusal(&mut self, refused: &DeviceError) -> Result<(), Failure> {
+    /// Counts a refusal; too many without any finished work stop the run, whose weights are `whole` or not.
+    pub(super) fn count_refusal(&mut self, refused: &DeviceError, whole: bool) -> Result<(), Halt> {
         self.refused += 1;
         if self.refused <= TRIES {
             return Ok(());
         }
-        let message = format!("step {}: {refused}; {TRIES} tries made no progress", self.step_now());
-        Err(Failure::stopped(message).hint(self.standing()))
+        let message = format!("step {}: {refused}; {TRIES} tries made no progress", self.now);
+        Err(Halt::Stop { failure: Failure::stopped(message), whole })
     }
 
     /// Asks the planner something about the share of a device as `device` has it, beside such a host.
@@ -242,15 +253,23 @@ impl Trainer {
 
     /// A device goes over to another plan of its share. What is told about it comes later.
     fn adopt(&mut self, rank: usize, mut answer: Answer) -> Result<Left, Trouble> {
+        let left = self.leaves(rank);
         let worker = self.team.worker(rank);
-        let left = Left::nothing(worker);
         answer.plan.devices[0].budget_bytes = worker.line.bytes;
         answer.plan.host.budget_bytes = worker.line.host;
         let (plan, passes) = (answer.plan.clone(), passes(&worker.device, &answer));
         worker.engine.adopt(answer).map_err(|error| Trouble::from(error).of_rank(rank))?;
         worker.goes_by(plan, passes);
+        // What planning took goes back, too: others may need it.
+        process::give_back();
         self.write_plan()?;
         Ok(left)
+    }
+
+    /// What a device would leave if it went over to another plan now.
+    pub(super) fn leaves(&mut self, rank: usize) -> Left {
+        let held = self.team.held(rank);
+        Left { held_bytes: Some(held), ..Left::nothing(self.worker(rank)) }
     }
 
     fn tell(
@@ -278,9 +297,11 @@ impl Trainer {
         start: Instant,
         log: &mut EventLog,
     ) -> Result<(), Failure> {
+        let held_bytes = left.held_bytes.map(|_| self.team.held(rank));
+        let step_seconds_before = self.pace.turns(self.now > self.info.step);
         let worker = self.worker(rank);
         let retreat = Retreat {
-            step: self.step_now(),
+            step: self.now,
             device: worker.device.name.clone(),
             why,
             from: left.recipe,
@@ -288,23 +309,27 @@ impl Trainer {
             class,
             arena_bytes_before: left.arena_bytes,
             arena_bytes: worker.plan.devices[0].arena_bytes,
+            held_bytes_before: left.held_bytes,
+            held_bytes,
             seconds: start.elapsed().as_secs_f64(),
             predicted_step_seconds_before: left.step_seconds,
             predicted_step_seconds: worker.plan.predicted.step_seconds,
+            step_seconds_before,
+            step_seconds: None,
         };
         self.retreats.push(retreat.clone());
-        log.emit(Event::Retreat(retreat))
+        log.emit(Event::Retreat(Box::new(retreat)))
     }
 
     /// Between two steps: load lines may have moved, or room may have returned.
     pub(super) fn look_around(&mut self, log: &mut EventLog) -> Result<(), Failure> {
         let wishes: Vec<_> = self.control.iter().flat_map(|control| control.wishes()).collect();
         for wish in wishes {
-            let (moved, message) = match self.team.named(wish.device.as_deref()) {
+            let answer = match self.team.named(wish.device.as_deref()) {
                 Ok(rank) => self.move_line(rank, wish.budget, log)?,
-                Err(message) => (false, message),
+                Err(message) => Err(Failure::input(message)),
             };
-            wish.answer(moved, message);
+            wish.answer(answer);
         }
         for rank in 0..self.team.len() {
             if self.worker(rank).line.up.is_some_and(|up| self.info.step >= up) {
@@ -321,15 +346,40 @@ impl Trainer {
         Ok(())
     }
 
-    /// The user wants another load line for a device. Answers whether it holds from now on, and what that means.
-    fn move_line(&mut self, rank: usize, budget: Budget, log: &mut EventLog) -> Result<(bool, String), Failure> {
+    /// What is free of a device's memory and held of it now, and how much of that the run may hold at most.
+    fn has(&mut self, rank: usize) -> (Bytes, Bytes) {
+        let memory = self.team.worker(rank).engine.memory();
+        let held = self.team.held(rank);
+        let Worker { plan, line, .. } = self.worker(rank);
+        match memory {
+            // What is planned has room already.
+            Some(memory) => (memory.free + held, room(&memory, held).max(plan.devices[0].peak_bytes).min(line.most)),
+            None => (held, line.most),
+        }
+    }
+
+    /// The user wants another load line for a device. Answers where it is from now on and what that means, or why it is not
+    /// moved. No line is above what the device has.
+    fn move_line(
+        &mut self,
+        rank: usize,
+        budget: Budget,
+        log: &mut EventLog,
+    ) -> Result<Result<Moved, Failure>, Failure> {
         let start = Instant::now();
-        let free = self.team.worker(rank).engine.memory().map(|memory| memory.free).unwrap_or_default();
-        let line = budget.of(free + self.team.held(rank));
-        let Some(answer) = self.under(rank, line, self.worker(rank).line.host, false) else {
-            let needs = self.smallest(rank);
-            let message = format!("{line} is not enough: the least that would do is {needs}; the run keeps its plan");
-            return Ok((false, message));
+        let (all, most) = self.has(rank);
+        let asked = budget.of(all);
+        let line = asked.min(most);
+        let worker = self.worker(rank);
+        let told = match line < asked {
+            true => format!("{line}, all that {} has for it ({asked} was asked for)", worker.device.name),
+            false => line.to_string(),
+        };
+        let refused = |why: String| Ok(Err(Failure::does_not_fit(format!("{why}; the run keeps its plan"))));
+        let moved =
+            |message: String| Ok(Ok(Moved { budget_bytes: line, message: format!("load line {told}: {message}") }));
+        let Some(answer) = self.under(rank, line, worker.line.host, false) else {
+            return refused(format!("{told} is not enough: the least that would do is {}", self.smallest(rank)));
         };
         let worker = self.team.worker(rank);
         let faster = answer.plan.predicted.step_seconds < worker.plan.predicted.step_seconds;
@@ -338,21 +388,20 @@ impl Trainer {
         worker.line.home = answer.plan.recipe.clone();
         if worker.plan.devices[0].peak_bytes <= line && !faster {
             worker.plan.devices[0].budget_bytes = line;
-            let message = format!("load line {line}: the plan stays as it is ({})", worker.plan.recipe);
+            let message = format!("the plan stays as it is ({})", worker.plan.recipe);
             self.write_plan()?;
-            return Ok((true, message));
+            return moved(message);
         }
         match self.adopt(rank, answer) {
             Ok(left) => {
                 self.tell(rank, left, format!("the load line was moved to {line}"), start, log)?;
                 let Worker { plan, .. } = self.worker(rank);
-                let peak = plan.devices[0].peak_bytes;
-                Ok((true, format!("load line {line}: {}, predicted peak {peak}", plan.recipe)))
+                moved(format!("{}, predicted peak {}", plan.recipe, plan.devices[0].peak_bytes))
             }
             Err(Trouble::Refused { error, .. }) => {
                 let line = self.line(rank);
                 (line.budget, line.bytes) = before;
-                Ok((false, format!("{error}; the run keeps its plan")))
+                refused(error.to_string())
             }
             Err(other) => Err(other.into()),
         }
@@ -402,7 +451,7 @@ impl Trainer {
         let Some(memory) = self.team.worker(rank).engine.memory() else { return Ok(()) };
         let now = self.team.held(rank);
         let worker = self.team.worker(rank);
-        let budget = worker.line.budget.of(memory.free + now);
+        let budget = worker.line.budget.of(memory.free + now).min(worker.line.most);
         let held = Held { now, line: worker.line.bytes, budget, wanted: worker.largest.peak_bytes };
         match worker.line.pressure.feel(&memory, held, start) {
             Felt::Nothing => Ok(()),
@@ -483,17 +532,14 @@ impl Trainer {
         let line = worker.plan.devices[0].peak_bytes + WAVER;
         calibration::keep_line(&worker.device, line, why);
     }
-
-    /// The step that is being done, or would be next.
-    pub(super) fn step_now(&self) -> u64 {
-        self.info.step + 1
-    }
 }
 
 /// What was left behind by a move to another plan.
 pub(super) struct Left {
     recipe: Recipe,
     arena_bytes: Bytes,
+    /// Measured, where the device goes over to another plan.
+    held_bytes: Option<Bytes>,
     step_seconds: f64,
 }
 
@@ -504,6 +550,7 @@ impl Left {
         Left {
             recipe: plan.recipe.clone(),
             arena_bytes: plan.devices[0].arena_bytes,
+            held_bytes: None,
             step_seconds: plan.predicted.step_seconds,
         }
     }

@@ -26,24 +26,24 @@ impl Trainer {
         if !parts {
             return self.share_anew(&why, log);
         }
-        let planned = self.planned_anew(&why)?;
+        let planned = self.planned_anew(&why).map_err(|failure| Halt::Stop { failure, whole: false })?;
         Err(self.go_back(planned, log)?)
     }
 
     /// Lets a device that is gone leave the team, without another plan.
-    pub(super) fn part_with(&mut self, rank: usize, why: &str, log: &mut EventLog) -> Result<(), Failure> {
-        let gone =
-            |hint: &str| Failure::stopped(format!("step {}: {why}", self.step_now())).hint(hint).hint(self.standing());
+    pub(super) fn part_with(&mut self, rank: usize, why: &str, log: &mut EventLog) -> Result<(), Halt> {
         if self.team.len() == 1 {
-            return Err(gone("no other device works on this run"));
+            // Nothing is asked of it any more, not even what it held.
+            let failure = Failure::stopped(format!("step {}: {why}", self.now));
+            return Err(failure.hint("no other device works on this run").hint(self.standing()).into());
         }
         let newest = |folder: &Path| Ok::<_, Failure>(newest(folder)?.0.map_or(0, |checkpoint| checkpoint.info.step));
         let back_to = if self.team.holds_parts() { Some(newest(&self.folder)?) } else { None };
         let worker = self.team.leave(rank);
-        let (step, device) = (self.step_now(), worker.device.name.clone());
+        let (step, device) = (self.now, worker.device.name.clone());
         drop(worker);
         self.lost.push(LostDevice { device: device.clone(), step, back_to });
-        log.emit(Event::Lost { step, device, why: why.to_owned(), left: self.team.names(), back_to })
+        Ok(log.emit(Event::Lost { step, device, why: why.to_owned(), left: self.team.names(), back_to })?)
     }
 
     /// A device has no recipe for its share that holds less than `line`: the others take some of it, or all. Whether they
@@ -104,7 +104,8 @@ impl Trainer {
     /// The devices that there are share the work of a step anew, under the load lines that hold now.
     pub(super) fn share_anew(&mut self, why: &str, log: &mut EventLog) -> Result<(), Halt> {
         let start = Instant::now();
-        let planned = self.planned_anew(why)?;
+        // The others have all that the run needs.
+        let planned = self.planned_anew(why).map_err(|failure| Halt::Stop { failure, whole: true })?;
         self.take_shares(planned, why, start, log)
     }
 
@@ -114,8 +115,7 @@ impl Trainer {
         let planned = share_among(&self.run, &self.resolved.model, &specs, self.host_line(), None, None)?;
         if !planned.plan.fits {
             return Err(Failure::stopped(format!("{why}; no recipe of this run fits on what is left"))
-                .hint(self.standing())
-                .hint("then name more devices, or allow more: --allow"));
+                .hint("name more devices, or allow more: --allow"));
         }
         Ok(planned)
     }
@@ -145,11 +145,11 @@ impl Trainer {
         }
         // By name: the plan may order them otherwise.
         self.team.order_as(&parts.iter().map(|part| part.device.name.clone()).collect::<Vec<_>>());
-        let left: Vec<Left> = self.team.workers().iter().map(Left::nothing).collect();
+        let left: Vec<Left> = (0..self.team.len()).map(|rank| self.leaves(rank)).collect();
         // Who has gone over already does so again.
         while let Err(trouble) = self.team.adopt(&parts) {
             match trouble {
-                Trouble::Refused { error, .. } => self.count_refusal(&error)?,
+                Trouble::Refused { error, .. } => self.count_refusal(&error, true)?,
                 other => return Err(other.into()),
             }
         }

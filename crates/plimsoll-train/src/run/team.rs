@@ -4,11 +4,12 @@
 
 use super::drift::SECONDS_LEAST;
 use super::engine::{Engine, Evaluated, StepInput, StepLoss};
+use super::pace::quantile;
 use super::prepare::Part;
-use super::rehearsal::{Injection, Rehearsal};
+use super::rehearsal::{Asked, Rehearsal};
 use super::retreat::Line;
 use super::samples::Continues;
-use super::training::{evaluate, quantile};
+use super::training::evaluate;
 use super::trouble::Trouble;
 use crate::data::{Dataset, Rows};
 use crate::files::StoredTensor;
@@ -249,9 +250,9 @@ impl Team {
     }
 
     /// Devices refuse, and are lost, where this says.
-    pub fn rehearse(&mut self, injections: &[Injection], seed: u64) {
+    pub fn rehearse(&mut self, asked: &[Arc<Asked>], seed: u64) {
         for (rank, worker) in (0..).zip(&mut self.workers) {
-            worker.engine.rehearse(Rehearsal::new(injections, seed, rank, &worker.device.name));
+            worker.engine.rehearse(Rehearsal::new(asked, seed, rank, &worker.device.name));
         }
     }
 
@@ -325,6 +326,13 @@ impl Team {
             Ok(())
         })?;
         Ok(())
+    }
+
+    /// How far the update of the present step has come: ops that are done, over all devices; those of one that is done count
+    /// as more than any has.
+    pub fn updated(&self) -> u64 {
+        let of = |worker: &Worker| if worker.updated { 1 << 32 } else { worker.engine.updated() };
+        self.workers.iter().map(of).sum()
     }
 
     /// Loss and hits over a data set, each device on a part of the rows; the stages of a pipeline have all of them, and the

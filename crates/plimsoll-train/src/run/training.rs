@@ -6,9 +6,10 @@ use super::cooling::Cooling;
 use super::drift::Drift;
 use super::engine::{Engine, Evaluated, StepInput};
 use super::events::EventLog;
+use super::pace::Pace;
 use super::prepare::{Known, Part, Planned, Prepared, load_weights, prepare, rounded};
 use super::rate::learning_rate;
-use super::rehearsal::Injection;
+use super::rehearsal::{Asked, Injection, Stage};
 use super::retreat::{Line, charged_programs};
 use super::samples::{Drawn, Sample, readable, samples};
 use super::spaces::Storing;
@@ -19,11 +20,11 @@ use crate::files::{WeightWriter, atomic, write_adapter_dir, write_model_dir};
 use crate::resolve::{Resolved, lora, pace};
 use crate::run_file::{Length, Method, RunFile, Threads};
 use plimsoll_core::{
-    Budget, DType, DeviceKind, EvalResult, Event, Failure, LossSpan, LostDevice, Member, Plan, Recipe, Record, Retreat,
-    RunResult, RunStatus, Sharing, StepSeconds,
+    Budget, Bytes, DType, DeviceKind, DeviceSpec, EvalResult, Event, Failure, LossSpan, LostDevice, Member, Plan,
+    Recipe, Record, Retreat, RunResult, RunStatus, Sharing, StepSeconds,
 };
 use plimsoll_device::device::DeviceError;
-use plimsoll_device::probe::Cpu;
+use plimsoll_device::probe::{Cpu, Memory};
 use plimsoll_device::process;
 use plimsoll_plan::price::needed_product_flops;
 use plimsoll_plan::search::{plan_of, search};
@@ -41,7 +42,7 @@ pub struct Run {
     prepared: Prepared,
     checkpoint: Option<Checkpoint>,
     warnings: Vec<String>,
-    injections: Vec<Injection>,
+    rehearsed: Vec<Arc<Asked>>,
     saves: bool,
 }
 
@@ -89,7 +90,7 @@ impl Run {
                 .hint("or start anew elsewhere: --set run.dir=runs/another"));
         }
         let prepared = prepare(run, known)?;
-        Ok(Run { prepared, checkpoint: None, warnings: Vec::new(), injections: Vec::new(), saves: true })
+        Ok(Run { prepared, checkpoint: None, warnings: Vec::new(), rehearsed: Vec::new(), saves: true })
     }
 
     /// Plans to go on with a run from its newest whole checkpoint; from the start, where there never was one.
@@ -138,12 +139,23 @@ impl Run {
                 ));
             }
         }
-        Ok(Run { prepared, checkpoint, warnings, injections: Vec::new(), saves: true })
+        Ok(Run { prepared, checkpoint, warnings, rehearsed: Vec::new(), saves: true })
     }
 
-    /// The device shall refuse memory at these places.
-    pub fn rehearse(&mut self, injections: Vec<Injection>) {
-        self.injections = injections;
+    /// Devices shall refuse memory at these places, be slow, or be lost.
+    ///
+    /// # Errors
+    /// What can never happen in this run.
+    pub fn rehearse(&mut self, injections: Vec<Injection>) -> Result<(), Failure> {
+        let Prepared { run, train, planned, .. } = &self.prepared;
+        let stage = Stage {
+            devices: planned.parts.iter().map(|part| (&*part.device.name, &part.answer.set)).collect(),
+            done: self.checkpoint.as_ref().map_or(0, |checkpoint| checkpoint.info.step),
+            steps: steps_of(run, train).1,
+        };
+        injections.iter().try_for_each(|injection| injection.check(&stage))?;
+        self.rehearsed = injections.into_iter().map(Asked::new).collect();
+        Ok(())
     }
 
     /// No checkpoint and no model shall be left: the run is only measured.
@@ -209,17 +221,17 @@ pub(super) struct Trainer {
     /// The plan of all.
     pub(super) plan: Plan,
     pub(super) info: CheckpointInfo,
+    /// The step that is being done; between two, the one that was done last.
+    pub(super) now: u64,
     pub(super) retreats: Vec<Retreat>,
     pub(super) lost: Vec<LostDevice>,
-    /// Where devices refuse and are lost, for rehearsals.
-    injections: Vec<Injection>,
+    /// Where devices refuse, are slow, or are lost, because the user asked for it.
+    rehearsed: Vec<Arc<Asked>>,
     /// Whether weights and optimizer are there.
     pub(super) filled: bool,
     pub(super) drift: Drift,
     /// How often the shares were looked at anew because of it.
     pub(super) shared_again: u32,
-    /// Whether devices refuse, are slow, or are lost only because the user asked for it.
-    rehearsed: bool,
     /// Refusals since work was last finished.
     pub(super) refused: u32,
     pub(super) cooling: Cooling,
@@ -227,24 +239,27 @@ pub(super) struct Trainer {
     batches: Batches,
     product_flops: f64,
     peak_flops: f64,
-    seconds: Vec<f64>,
+    pub(super) pace: Pace,
     last_eval: Option<(u64, EvalResult)>,
     last_saved: (u64, Instant),
     generates: bool,
     saves: bool,
-    pace: f64,
+    /// The share of the time in which the processor computes.
+    works: f64,
 }
 
 /// How the steps ended, with what was made of it.
 struct Ending {
     status: RunStatus,
+    /// Why they ended early, where nobody asked for it.
+    why: Option<Failure>,
     model: Option<PathBuf>,
     drawn: Vec<Drawn>,
 }
 
 impl Trainer {
     fn open(run: Run, folder: PathBuf, control: Option<Control>, log: &mut EventLog) -> Result<Trainer, Failure> {
-        let Run { prepared, checkpoint, injections, saves, .. } = run;
+        let Run { prepared, checkpoint, rehearsed, saves, .. } = run;
         let Prepared { run, resolved, train, eval, planned } = prepared;
         let precision = run.arithmetic(resolved.device.kind);
         let generates = planned.parts[0].answer.set.program("prefill").is_some();
@@ -258,16 +273,7 @@ impl Trainer {
         let rates = team.workers().iter().map(|worker| &worker.device.rates);
         let peak_flops = rates.map(|rates| if precision == DType::Bf16 { rates.bf16_flops } else { rates.f32_flops });
         let peak_flops = peak_flops.sum();
-        let order = Order { seed: run.train.seed, rows: train.rows(), shuffle: run.data.shuffle };
-        let end = match run.length() {
-            Some(Length::Epochs(epochs)) => Some(order.rows_of_epochs(epochs).max(1)),
-            _ => None,
-        };
-        let batches = Batches { order, rows: run.batch_sequences(), end };
-        let steps = match run.length() {
-            Some(Length::Steps(steps)) => Some(steps),
-            _ => batches.steps(),
-        };
+        let (batches, steps) = steps_of(&run, &train);
         let fresh = CheckpointInfo {
             version: CheckpointInfo::VERSION,
             step: 0,
@@ -297,15 +303,14 @@ impl Trainer {
             },
             None => fresh,
         };
-        team.rehearse(&injections, run.train.seed);
-        let rehearsed = !injections.is_empty();
+        team.rehearse(&rehearsed, run.train.seed);
         let cooling = Cooling::new(run.run.max_temperature);
         let mut trainer = Trainer {
             folder,
             generates,
             saves,
             // A virtual device keeps its own pace, and a GPU leaves the processor usable.
-            pace: if kind == DeviceKind::Cpu { pace(&run, threads) } else { 1.0 },
+            works: if kind == DeviceKind::Cpu { pace(&run, threads) } else { 1.0 },
             product_flops,
             peak_flops,
             last_saved: (info.step, Instant::now()),
@@ -315,26 +320,22 @@ impl Trainer {
             eval: eval.map(Arc::new),
             team,
             plan,
+            now: info.step,
             info,
             batches,
             control,
             retreats: Vec::new(),
             lost: Vec::new(),
-            injections,
+            rehearsed,
             filled: false,
             refused: 0,
             drift: Drift::new(),
             shared_again: 0,
-            rehearsed,
             cooling,
-            seconds: Vec::new(),
+            pace: Pace::default(),
             last_eval: None,
         };
-        match trainer.insist(log, |trainer| trainer.fill(checkpoint.as_ref())) {
-            Ok(()) => trainer.filled = true,
-            Err(Halt::Back) => {}
-            Err(Halt::Failure(failure)) => return Err(failure),
-        }
+        trainer.fill_up(checkpoint.as_ref(), log)?;
         Ok(trainer)
     }
 
@@ -347,23 +348,34 @@ impl Trainer {
             log.emit(Event::Warning { message })?;
         }
         (self.team, self.plan) = open_team(&self.run, &self.resolved, planned, log)?;
-        self.team.rehearse(&self.injections, self.run.train.seed);
+        self.team.rehearse(&self.rehearsed, self.run.train.seed);
         let (step, elapsed_seconds, first_loss, last_loss) = match &checkpoint {
             Some(Checkpoint { info, .. }) => (info.step, info.elapsed_seconds, info.first_loss, info.last_loss),
             None => (0, 0.0, f64::NAN, f64::NAN),
         };
         self.info = CheckpointInfo { step, elapsed_seconds, first_loss, last_loss, ..self.info.clone() };
         self.last_eval = self.last_eval.filter(|(of, _)| *of <= step);
+        self.now = step;
         self.last_saved = (step, Instant::now());
         self.drift = Drift::rested(step, self.shared_again);
         self.filled = false;
         self.write_plan()?;
-        match self.insist(log, |trainer| trainer.fill(checkpoint.as_ref())) {
-            Ok(()) => self.filled = true,
-            Err(Halt::Back) => {}
-            Err(Halt::Failure(failure)) => return Err(failure),
-        }
+        self.fill_up(checkpoint.as_ref(), log)?;
         Ok(Halt::Back)
+    }
+
+    /// Weights and optimizer come onto the devices, whatever these refuse. That is step 0 of a rehearsal.
+    fn fill_up(&mut self, checkpoint: Option<&Checkpoint>, log: &mut EventLog) -> Result<(), Failure> {
+        match self.insist(log, |trainer| trainer.fill(checkpoint)) {
+            Ok(()) => {
+                self.filled = true;
+                self.team.at_step(self.info.step);
+                Ok(())
+            }
+            // It has been done on the way.
+            Err(Halt::Back) => Ok(()),
+            Err(Halt::Failure(failure) | Halt::Stop { failure, .. }) => Err(failure.hint(self.standing())),
+        }
     }
 
     /// Weights and optimizer: of a checkpoint, else the first ones.
@@ -385,7 +397,8 @@ impl Trainer {
 
     /// The plan as it is by now: on disk, and for the next checkpoint.
     pub(super) fn write_plan(&mut self) -> Result<(), Failure> {
-        self.plan = self.team.plan(&self.plan);
+        let Plan { of, disturbed, .. } = self.plan.clone();
+        self.plan = Plan { of, disturbed, ..self.team.plan(&self.plan) };
         let charges = self.team.first().device.charges;
         self.info.goes_by(&self.plan, charges);
         let text = serde_json::to_vec_pretty(&self.plan).expect("plain data has a JSON form");
@@ -417,9 +430,23 @@ impl Trainer {
             match self.steps(log, stop).and_then(|status| self.conclude(status, log)) {
                 Ok(ending) => return Ok(ending),
                 Err(Halt::Back) => {}
+                Err(Halt::Stop { failure, whole }) => return Ok(self.stop(failure, whole, log)),
                 Err(Halt::Failure(failure)) => return Err(failure),
             }
         }
+    }
+
+    /// The run ends early. The steps that were finished are saved where weights and optimizer are whole.
+    fn stop(&mut self, failure: Failure, whole: bool, log: &mut EventLog) -> Ending {
+        let mut failure = failure;
+        if self.filled && whole && self.info.step > 0 {
+            self.finished();
+            if let Err(Halt::Failure(unsaved) | Halt::Stop { failure: unsaved, .. }) = self.save(log) {
+                failure = failure.hint(format!("the last steps cannot be saved: {}", unsaved.message));
+            }
+        }
+        let failure = failure.hint(self.standing());
+        Ending { status: RunStatus::Stopped, why: Some(failure), model: None, drawn: Vec::new() }
     }
 
     fn say_start(&self, log: &mut EventLog) -> Result<(), Failure> {
@@ -468,21 +495,29 @@ impl Trainer {
         let input =
             StepInput { step, learning_rate: rate, betas: train.betas, clip_norm: train.clip_norm, labelled_tokens };
         let tokens = rows.tokens.len() as u64;
+        self.now = step;
         self.team.at_step(step);
         // Until here nothing has changed: a step that is refused is dropped and done again, with the same rows.
         let found = self.insist(log, |trainer| trainer.team.gradients(rows, &input))?;
         if !found.is_finite() {
             let message = format!("step {step}: the loss is {} and the gradient norm {}", found.loss, found.norm);
-            return Err(Failure::stopped(message)
-                .hint(format!("the step was dropped; {}", self.standing()))
-                .hint("a lower train.learning_rate or train.clip_norm, in a run of its own, is the usual cure; look at the samples of this step, too")
-                .into());
+            let failure = Failure::stopped(message)
+                .hint("a lower train.learning_rate or train.clip_norm, in a run of its own, is the usual cure; look at the samples of this step, too; the step itself was dropped");
+            return Err(Halt::Stop { failure, whole: true });
         }
         // From here on it only rolls forward, tensor by tensor, as it is: what is refused is done again.
-        let mut gone = None;
+        let (mut gone, mut done) = (None, 0);
         while let Err(trouble) = self.team.update() {
+            let before = std::mem::replace(&mut done, self.team.updated());
+            if done > before {
+                self.finished();
+            }
             match trouble {
-                Trouble::Refused { rank, error } => self.do_again(rank, &error, log)?,
+                Trouble::Refused { rank, error } => {
+                    // Only of a rehearsal it is known that nothing had begun.
+                    let begun = done > 0 || !matches!(error, DeviceError::Refused { .. });
+                    self.do_again(rank, &error, begun, log)?;
+                }
                 // A part of the state is gone with it.
                 Trouble::Lost { rank, why } if self.team.holds_parts() => self.go_on_without(rank, &why, log)?,
                 // The others finish the step before they share its work.
@@ -495,9 +530,9 @@ impl Trainer {
         }
         self.finished();
         // The machine stays usable: what whole threads cannot leave free, a pause does.
-        thread::sleep(start.elapsed().mul_f64(1.0 / self.pace - 1.0));
+        thread::sleep(start.elapsed().mul_f64(1.0 / self.works - 1.0));
         let seconds = start.elapsed().as_secs_f64();
-        self.seconds.push(seconds);
+        self.pace.push(seconds);
         self.team.took(seconds);
         self.info.step = step;
         self.info.elapsed_seconds += seconds;
@@ -541,10 +576,16 @@ impl Trainer {
     }
 
     /// What a run that stops now can go on from, in words.
-    pub(super) fn standing(&self) -> &'static str {
-        match self.last_saved.0 {
-            0 => "there is no checkpoint yet (train.save_every, train.save_every_minutes): it would begin anew",
-            _ => "the newest checkpoint stands",
+    pub(super) fn standing(&self) -> String {
+        let of = format!("the newest checkpoint stands, of step {}", self.last_saved.0);
+        match self.info.step - self.last_saved.0 {
+            _ if !self.saves => "nothing was to be saved: it would begin anew".to_owned(),
+            _ if self.last_saved.0 == 0 => {
+                "there is no checkpoint yet (train.save_every, train.save_every_minutes): it would begin anew"
+                    .to_owned()
+            }
+            0 => format!("{of}: all that was finished"),
+            lost => format!("{of}: {lost} finished after it {} done again", if lost == 1 { "is" } else { "are" }),
         }
     }
 
@@ -585,7 +626,7 @@ impl Trainer {
 
     /// What is left to do when all steps are done.
     fn conclude(&mut self, status: RunStatus, log: &mut EventLog) -> Result<Ending, Halt> {
-        let mut ending = Ending { status, model: None, drawn: Vec::new() };
+        let mut ending = Ending { status, why: None, model: None, drawn: Vec::new() };
         if status == RunStatus::Done {
             self.evaluate(log)?;
             self.save(log)?;
@@ -601,7 +642,7 @@ impl Trainer {
     }
 
     fn finish(mut self, ending: Ending, log: &mut EventLog) -> Result<Outcome, Failure> {
-        let Ending { status, model, drawn } = ending;
+        let Ending { status, why, model, drawn } = ending;
         let memory = self.team.memory();
         let tokens = (self.batches.rows * u64::from(self.run.data.sequence)) as f64;
         let predicted = self.plan.predicted.step_seconds;
@@ -609,14 +650,22 @@ impl Trainer {
         let before = fs::read(&path).ok().and_then(|text| serde_json::from_slice::<RunResult>(&text).ok());
         let step_seconds = match before.filter(|before| before.steps == self.info.step) {
             // Nothing was left to do, and those who did it have said how long it took.
-            Some(before) if self.seconds.is_empty() => before.step_seconds,
+            Some(before) if self.pace.is_empty() => before.step_seconds,
             _ => {
-                if self.seconds.is_empty() {
-                    self.seconds.push(self.info.elapsed_seconds / self.info.step.max(1) as f64);
+                if self.pace.is_empty() {
+                    self.pace.push(self.info.elapsed_seconds / self.info.step.max(1) as f64);
                 }
-                StepSeconds { median: quantile(&self.seconds, 0.5), p95: quantile(&self.seconds, 0.95), predicted }
+                StepSeconds { median: self.pace.quantile(0.5), p95: self.pace.quantile(0.95), predicted }
             }
         };
+        for (retreat, seconds) in self.retreats.iter_mut().zip(self.pace.after_turns()) {
+            retreat.step_seconds = seconds;
+        }
+        let never = self.rehearsed.iter().filter(|asked| !asked.has_happened()).map(|asked| asked.what.to_string());
+        let not_rehearsed: Vec<String> = never.collect();
+        for what in not_rehearsed.iter().filter(|_| status == RunStatus::Done) {
+            log.emit(Event::Warning { message: format!("{what}: never reached, so nothing was rehearsed") })?;
+        }
         let median = step_seconds.median;
         let result = RunResult {
             status,
@@ -631,6 +680,7 @@ impl Trainer {
             team: self.team.results(),
             retreats: self.retreats,
             lost: self.lost,
+            not_rehearsed,
             rested_seconds: self.cooling.seconds,
             fallback: self.resolved.fallback.clone(),
         };
@@ -641,8 +691,11 @@ impl Trainer {
             RunStatus::Stopped => "stopped",
         };
         log.emit(Event::End { status: word.into(), step: self.info.step })?;
-        if !self.rehearsed {
+        if self.rehearsed.is_empty() {
             self.team.remember_speeds(&format!("the run in {}", self.folder.display()));
+        }
+        if let Some(failure) = why {
+            return Err(failure);
         }
         // A tokenizer may take tens of megabytes: it is opened when the arena has been given back.
         drop(self.team);
@@ -680,8 +733,9 @@ fn open_team(
         workers.push(worker);
     }
     let team = Team::new(workers)?;
-    if team.len() == 1 {
-        plan = team.workers()[0].plan.clone();
+    if let [only] = team.workers() {
+        let Plan { of, learned, disturbed, .. } = plan;
+        plan = Plan { of, learned, disturbed, ..only.plan.clone() };
     }
     Ok((team, plan))
 }
@@ -691,19 +745,28 @@ fn open_team(
 fn open_worker(run: &RunFile, resolved: &Resolved, part: &mut Part) -> Result<Worker, Failure> {
     let (precision, sequence) = (run.arithmetic(part.device.kind), u64::from(run.data.sequence));
     let vocab = resolved.model.config.vocab;
+    let budget = match &resolved.fallback {
+        Some(_) => run.host(),
+        None => run.budget_of(&part.device.name),
+    };
+    let most = match part.device.kind {
+        // As large as its user says, whatever was learned of it.
+        DeviceKind::Virtual => part.device.budget.max(budget.of(Memory::read().free)),
+        _ => Bytes(u64::MAX),
+    };
     let mut plans = 1;
     loop {
         let (answer, plan) = (part.answer.clone(), part.answer.plan.clone());
         let programs = charged_programs(&part.device, &answer.set);
         let algorithms = part.algorithms.as_ref();
-        let held = match Engine::open(answer, precision, &part.device, algorithms, run.scratch(), sequence, vocab) {
+        let spec = match part.device.kind {
+            DeviceKind::Virtual => &DeviceSpec { budget: most, ..part.device.clone() },
+            _ => &part.device,
+        };
+        let held = match Engine::open(answer, precision, spec, algorithms, run.scratch(), sequence, vocab) {
             Ok(engine) => {
                 let plan = Plan { algorithms: engine.algorithms(), ..plan };
-                let budget = match &resolved.fallback {
-                    Some(_) => run.host(),
-                    None => run.budget_of(&part.device.name),
-                };
-                let line = Line::new(budget, &plan, programs);
+                let line = Line::new(budget, most, &plan, programs);
                 return Ok(Worker::new(part, engine, plan, line));
             }
             Err(DeviceError::MoreCharges { held, .. }) if plans < PLANS_MAX => held,
@@ -724,6 +787,21 @@ fn open_worker(run: &RunFile, resolved: &Resolved, part: &mut Part) -> Result<Wo
         }
         part.answer = answer;
     }
+}
+
+/// Which rows make the steps of a run, and how many steps there are, where that is known before it ends.
+fn steps_of(run: &RunFile, train: &Dataset) -> (Batches, Option<u64>) {
+    let order = Order { seed: run.train.seed, rows: train.rows(), shuffle: run.data.shuffle };
+    let end = match run.length() {
+        Some(Length::Epochs(epochs)) => Some(order.rows_of_epochs(epochs).max(1)),
+        _ => None,
+    };
+    let batches = Batches { order, rows: run.batch_sequences(), end };
+    let steps = match run.length() {
+        Some(Length::Steps(steps)) => Some(steps),
+        _ => batches.steps(),
+    };
+    (batches, steps)
 }
 
 /// Operations in the products of a part's sequences of a step.
@@ -774,11 +852,4 @@ pub(super) fn evaluate(
         sum.add(engine.evaluate(&mut rows)?);
     }
     Ok(sum)
-}
-
-/// The value below which `share` of the values lie; 0 where there is none.
-pub(super) fn quantile(values: &[f64], share: f64) -> f64 {
-    let mut sorted = values.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    sorted.get(((sorted.len() as f64 - 1.0) * share).round() as usize).copied().unwrap_or(0.0)
 }

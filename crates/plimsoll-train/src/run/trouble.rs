@@ -64,6 +64,13 @@ impl Trouble {
 pub enum Halt {
     /// It ends.
     Failure(Failure),
+    /// It stops early, and can go on.
+    Stop {
+        /// Why.
+        failure: Failure,
+        /// Whether weights and optimizer are those of the last step that was finished.
+        whole: bool,
+    },
     /// It has gone back to a checkpoint: what was being done is not done, and steps are counted from there.
     Back,
 }

@@ -8,15 +8,12 @@ use plimsoll_train::run::control;
 /// Asks the run, and says what it answers.
 ///
 /// # Errors
-/// No run is under way there, or it cannot do with so little (exit 3: it goes on as it was).
+/// No run is under way there, no such device works on it, or it cannot do with so little (exit 3: it goes on as it was).
 pub fn run(args: &BudgetArgs) -> Result<Exit, Failure> {
-    let reply = control::ask(&args.run_dir, args.device.as_deref(), args.budget)?;
-    if !reply.moved {
-        return Err(Failure::does_not_fit(reply.message));
-    }
+    let moved = control::ask(&args.run_dir, args.device.as_deref(), args.budget)?;
     let text = match args.json {
-        true => serde_json::to_string(&reply).expect("an answer is plain data"),
-        false => reply.message,
+        true => serde_json::to_string(&moved).expect("an answer is plain data"),
+        false => moved.message,
     };
     say::answer(&format!("{text}\n"));
     Ok(Exit::Done)

@@ -24,7 +24,7 @@ pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
         None if args.resumes() => Run::resume(file)?,
         None => Run::new(file)?,
     };
-    run.rehearse(injections);
+    run.rehearse(injections)?;
     if args.no_save {
         run.save_nothing();
     }
