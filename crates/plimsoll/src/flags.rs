@@ -38,22 +38,16 @@ pub fn in_flags_of(command: &[&str], failure: Failure) -> Failure {
             text.replace(&format!("{key} = "), &format!("--{flag} ")).replace(key, &format!("--{flag}"))
         })
     };
-    let hints = failure.hints.into_iter().map(&said).filter(|hint| !names_a_key(hint)).collect();
+    let hints = failure.hints.into_iter().map(&said).filter(|hint| !sets_a_key(hint)).collect();
     Failure { message: said(failure.message), hints, ..failure }
 }
 
-/// Whether a text names a key of the run file.
-fn names_a_key(text: &str) -> bool {
-    let words = text.split(|letter: char| !letter.is_ascii_alphanumeric() && !"._/".contains(letter));
-    let key =
-        |word: &str| word.split_once('.').is_some_and(|(section, key)| SECTIONS.contains(&section) && is_key(key));
-    words.map(|word| word.trim_end_matches('.')).any(key)
-}
-
-/// Whether it can be the name of a key, which a file's ending is not.
-fn is_key(name: &str) -> bool {
-    let ending = ["json", "jsonl", "safetensors", "toml", "txt"].contains(&name);
-    !ending && !name.is_empty() && name.bytes().all(|letter| letter.is_ascii_lowercase() || letter == b'_')
+/// Whether a text says to set a key of the run file.
+fn sets_a_key(text: &str) -> bool {
+    let key = |word: &str| word.split_once('.').is_some_and(|(section, _)| SECTIONS.contains(&section));
+    let words: Vec<&str> = text.split_whitespace().collect();
+    let set = |pair: &[&str]| key(pair[0]) && pair[1] == "=" || pair[0] == "--set" || pair[0] == "set" && key(pair[1]);
+    words.windows(2).any(set)
 }
 
 #[cfg(test)]
@@ -67,10 +61,10 @@ mod tests {
             .hint("take fewer: --set run.threads=1")
             .hint("set data.sequence = 7 or more, or data.long = \"split\"")
             .hint("to start from random weights: --set model.init=random")
-            .hint("put tokenizer.json beside data/train.jsonl, or look at model.safetensors");
+            .hint("name the folder of a run (run.dir), or set eos_token in config.json");
         let eval = in_flags_of(&["eval"], failure.clone());
         assert_eq!(eval.message, "--sequence is 128, but a takes no more than 64");
-        let kept = "put tokenizer.json beside data/train.jsonl, or look at model.safetensors";
+        let kept = "name the folder of a run (run.dir), or set eos_token in config.json";
         assert_eq!(eval.hints, ["set --sequence to 64 or less", "take fewer: --threads 1", kept]);
         assert_eq!(in_flags_of(&["merge"], failure.clone()).hints, [kept]);
         for with_set in [&["train"][..], &["plan"], &["bench", "models"]] {

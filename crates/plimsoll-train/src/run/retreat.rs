@@ -255,6 +255,7 @@ impl Trainer {
     fn adopt(&mut self, rank: usize, mut answer: Answer) -> Result<Left, Trouble> {
         let left = self.leaves(rank);
         let worker = self.team.worker(rank);
+        worker.look_back();
         answer.plan.devices[0].budget_bytes = worker.line.bytes;
         answer.plan.host.budget_bytes = worker.line.host;
         let (plan, passes) = (answer.plan.clone(), passes(&worker.device, &answer));

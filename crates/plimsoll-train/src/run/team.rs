@@ -43,6 +43,8 @@ pub struct Worker {
     pub plan: Plan,
     /// The plan under which it held most so far.
     pub largest: DevicePlan,
+    /// How much of its arena was used under that plan, measured.
+    used: Bytes,
     /// The load line, and what moves it.
     pub line: Line,
     /// Its part of a step, where there are others.
@@ -70,12 +72,20 @@ impl Worker {
             engine,
             largest: plan.devices[0].clone(),
             plan,
+            used: Bytes::ZERO,
             line,
             rows: Rows::default(),
             updated: false,
             passes: passes(&part.device, &part.answer),
             passed: (0.0, 0.0),
             factors: Vec::new(),
+        }
+    }
+
+    /// Before its arena changes, or when the run ends: how much of it was used, where it was never larger.
+    pub fn look_back(&mut self) {
+        if self.plan.devices[0].peak_bytes == self.largest.peak_bytes {
+            self.used = self.used.max(self.engine.stats().arena_measured_bytes);
         }
     }
 
@@ -87,7 +97,7 @@ impl Worker {
         self.device.charges = self.plan.devices[0].charges_bytes;
         self.line.waits(self.plan.host.arena_bytes);
         if self.plan.devices[0].peak_bytes > self.largest.peak_bytes {
-            self.largest = self.plan.devices[0].clone();
+            (self.largest, self.used) = (self.plan.devices[0].clone(), Bytes::ZERO);
         }
     }
 
@@ -445,6 +455,7 @@ impl Team {
     /// What a device refuses: then some have gone over, and some have not.
     pub fn adopt(&mut self, parts: &[Part]) -> Result<(), Trouble> {
         for (rank, (worker, part)) in self.workers.iter_mut().zip(parts).enumerate() {
+            worker.look_back();
             worker.engine.adopt(part.answer.clone()).map_err(|error| Trouble::from(error).of_rank(rank))?;
             (worker.share, worker.sequences) = (part.share.clone(), part.sequences);
             worker.device.rates = part.device.rates.clone();
@@ -512,7 +523,7 @@ impl Team {
             .map(|rank| {
                 let elsewhere = self.arenas_beside(rank);
                 let worker = &mut self.workers[rank];
-                let stats = worker.engine.stats();
+                worker.look_back();
                 let measured = match worker.engine.gpu() {
                     // All that it holds was taken at the start.
                     Some(gpu) => gpu.measured(),
@@ -524,7 +535,7 @@ impl Team {
                     device: plan.name.clone(),
                     budget_bytes: plan.budget_bytes,
                     arena_bytes: plan.arena_bytes,
-                    arena_measured_bytes: stats.arena_measured_bytes,
+                    arena_measured_bytes: worker.used,
                     predicted_bytes: plan.peak_bytes,
                     measured_bytes: measured.map(|(bytes, _)| bytes),
                     measured_by: measured.map(|(_, by)| by),
