@@ -153,6 +153,10 @@ pub struct TrainArgs {
     /// Rehearse: from this step on the passes of this device of a team take so many times as long; can be repeated
     #[arg(long, value_name = "DEVICE:STEP:FACTOR")]
     inject_slow: Vec<String>,
+    /// Rehearse: this device of a team gives no sign of life from this step on, until it is missed; `forever`: its work does
+    /// not end then either; can be repeated
+    #[arg(long, value_name = "DEVICE:STEP[:forever]")]
+    inject_silence: Vec<String>,
     /// Save no checkpoint and no model: for runs that are only measured
     #[arg(long, conflicts_with = "resume")]
     pub no_save: bool,
@@ -180,7 +184,9 @@ impl TrainArgs {
     pub fn injections(&self) -> Result<Vec<Injection>, Failure> {
         let refusals = self.inject_oom.iter().map(|place| place.parse());
         let losses = self.inject_loss.iter().map(|place| Injection::loss(place));
-        refusals.chain(losses).chain(self.inject_slow.iter().map(|place| Injection::slow(place))).collect()
+        let slow = self.inject_slow.iter().map(|place| Injection::slow(place));
+        let silent = self.inject_silence.iter().map(|place| Injection::silence(place));
+        refusals.chain(losses).chain(slow).chain(silent).collect()
     }
 
     /// The stored plan that a new run shall follow.

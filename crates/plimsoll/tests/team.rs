@@ -119,6 +119,34 @@ fn a_device_that_is_gone_leaves_the_others_to_go_on_from_the_last_finished_step(
     same_experiment(&place, "plain", "last", 1e-4);
 }
 
+#[test]
+fn a_device_is_lost_when_it_gives_no_sign_of_life_and_never_because_it_is_slow() {
+    let place = Place::new(&QUICK);
+    let words = ["--devices", TRIO, "--set", "run.team=all", "--set", "run.heartbeat_seconds=1"];
+    train(&place, "plain", &words);
+    let result = train(&place, "silent", &[&words[..], &["--inject-silence", "virtual:b:3"]].concat());
+    assert!(!names(&result).contains(&"virtual:b"), "{result}");
+    let lost = place.events("silent").into_iter().find(|event| event["event"] == "lost").unwrap();
+    assert_eq!(
+        (&lost["device"], &lost["why"]),
+        (&"virtual:b".into(), &"virtual:b gave no sign of life for 1 s".into())
+    );
+    same_experiment(&place, "plain", "silent", 1e-4);
+    // Passes of this device take far longer than the time in which a silent one is lost.
+    let slow = [&words[..], &["--inject-slow", "virtual:b:6:1000", "--set", "train.steps=6"]].concat();
+    let result = train(&place, "slow", &slow);
+    assert!(names(&result).contains(&"virtual:b"), "{result}");
+    assert!(place.events("slow").iter().all(|event| event["event"] != "lost"));
+    let slowest = result["step_seconds"]["p95"].as_f64().unwrap();
+    assert!(slowest > 1.0, "{slowest} s: nothing was slow");
+    // What hangs for good ends the process, and nothing that was done before is gone.
+    let hangs = ["train", "run.toml", "--quiet", "--set", "run.dir=hangs", "--inject-silence", "virtual:b:5:forever"];
+    let said = place.refuse(4, &[&hangs[..], &words].concat());
+    assert!(said.contains("virtual:b gave no sign of life") && said.contains("--resume"), "{said}");
+    place.succeed(&["train", "--resume", "hangs", "--quiet"]);
+    same_experiment(&place, "plain", "hangs", 1e-4);
+}
+
 /// A model of 7 million parameters: whole, with gradients and optimizer, it takes 108 MiB.
 fn larger() -> Place {
     let place = Place::new(&Shape { hidden: 256, steps: 6, batch_sequences: 8, save_every: 3, ..QUICK });

@@ -96,6 +96,14 @@ impl OnGpu {
         self.held().map(|held| (held, MeasuredBy::Process)).or_else(less)
     }
 
+    /// What asks the GPU for a sign of life, from any thread and beside its work, where NVML is here and answers for it.
+    /// One that fell off the bus answers no more, and a driver that hangs does not come back.
+    pub fn answers(&self) -> Option<impl Fn() -> bool + Send + use<>> {
+        let (here, card) = (self.here, self.card);
+        here.memory(card)?;
+        Some(move || here.memory(card).is_some())
+    }
+
     /// How warm it is, where NVML says so.
     pub fn heat(&self) -> Option<Heat> {
         self.here.condition(self.card).heat()

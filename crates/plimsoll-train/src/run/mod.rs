@@ -11,6 +11,7 @@ pub mod demand;
 mod drift;
 pub mod engine;
 pub mod events;
+mod heartbeat;
 pub mod inference;
 pub mod merge;
 mod open;

@@ -2,6 +2,7 @@
 //! what a run does then. For users (`plimsoll train --inject-oom`) and for tests. What can never happen is refused before
 //! the run starts; what did not happen is known at its end.
 
+use super::heartbeat::Pulse;
 use crate::data::mix;
 use plimsoll_core::Failure;
 use plimsoll_device::device::{DeviceError, Memory, Observer};
@@ -72,6 +73,15 @@ pub enum Injection {
         /// As above.
         program: Option<String>,
     },
+    /// `--inject-silence DEVICE:STEP[:forever]`: from there on the device gives no sign of life.
+    Silence {
+        /// The device.
+        device: String,
+        /// As above.
+        step: u64,
+        /// Whether its thread never comes back, too: else it does as soon as it is missed.
+        forever: bool,
+    },
 }
 
 impl Injection {
@@ -90,6 +100,22 @@ impl Injection {
         let device = parts.join(":");
         let sound = !device.is_empty() && (1.0..=1000.0).contains(&factor);
         sound.then_some(Injection::Slow { device, step, factor }).ok_or_else(wrong)
+    }
+
+    /// Reads what stands behind `--inject-silence`.
+    ///
+    /// # Errors
+    /// Something else than a device and a step.
+    pub fn silence(text: &str) -> Result<Injection, Failure> {
+        let wrong = || {
+            Failure::input(format!("--inject-silence `{text}`: expected DEVICE:STEP[:forever]"))
+                .hint("such as virtual:b:12, or virtual:b:12:forever")
+        };
+        let (place, forever) = text.strip_suffix(":forever").map_or((text, false), |place| (place, true));
+        let (device, step) = place.rsplit_once(':').ok_or_else(wrong)?;
+        let step = step.parse().map_err(|_| wrong())?;
+        let sound = !device.is_empty();
+        sound.then(|| Injection::Silence { device: device.to_owned(), step, forever }).ok_or_else(wrong)
     }
 
     /// Reads what stands behind `--inject-loss`.
@@ -171,6 +197,9 @@ impl fmt::Display for Injection {
             Injection::Random { share } => write!(f, "--inject-oom random:{share}"),
             Injection::Slow { device, step, factor } => write!(f, "--inject-slow {device}:{step}:{factor}"),
             Injection::Loss { device, step, program } => write!(f, "--inject-loss {device}:{step}{}", behind(program)),
+            Injection::Silence { device, step, forever } => {
+                write!(f, "--inject-silence {device}:{step}{}", if *forever { ":forever" } else { "" })
+            }
         }
     }
 }
@@ -195,7 +224,12 @@ impl Injection {
         let (device, step, program) = match self {
             Injection::Random { .. } => return Ok(()),
             Injection::At { device, step, program, .. } => (device.as_ref(), *step, program.as_deref()),
-            Injection::Slow { device, step, .. } => (Some(device), *step, None),
+            Injection::Silence { .. } if run.devices.len() == 1 => {
+                return Err(wrong("a device that works alone is missed by nobody".to_owned()));
+            }
+            Injection::Slow { device, step, .. } | Injection::Silence { device, step, .. } => {
+                (Some(device), *step, None)
+            }
             Injection::Loss { device, step, program } => (Some(device), *step, program.as_deref()),
         };
         let names = || run.devices.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ");
@@ -300,6 +334,9 @@ pub struct Rehearsal {
     device: String,
     lost_at: Option<(Arc<Asked>, u64, Option<String>)>,
     slow_from: Option<(Arc<Asked>, u64, f64)>,
+    silent_from: Option<(Arc<Asked>, u64, bool)>,
+    /// Its signs of life, where others would miss it.
+    pulse: Option<Arc<Pulse>>,
 }
 
 /// A place in a run.
@@ -311,10 +348,11 @@ struct At {
 }
 
 impl Rehearsal {
-    /// What was asked for of the device of this rank and name, and has not happened; `seed` draws the random ones.
-    pub fn new(all: &[Arc<Asked>], seed: u64, rank: u64, device: &str) -> Rehearsal {
+    /// What was asked for of the device of this rank and name, and has not happened; `seed` draws the random ones, and
+    /// `pulse` is what others know of its life.
+    pub fn new(all: &[Arc<Asked>], seed: u64, rank: u64, device: &str, pulse: Option<Arc<Pulse>>) -> Rehearsal {
         let seed = if rank == 0 { seed } else { mix(seed ^ mix(rank)) };
-        let mut rehearsal = Rehearsal { seed, device: device.to_owned(), ..Rehearsal::default() };
+        let mut rehearsal = Rehearsal { seed, device: device.to_owned(), pulse, ..Rehearsal::default() };
         for asked in all {
             let this = Arc::clone(asked);
             match &asked.what {
@@ -340,16 +378,27 @@ impl Rehearsal {
                         rehearsal.lost_at = Some((this, *step, program.clone()));
                     }
                 }
+                Injection::Silence { device: of, step, forever } => {
+                    if of == device {
+                        rehearsal.silent_from = Some((this, *step, *forever));
+                    }
+                }
             }
         }
         rehearsal
     }
 
-    /// Whether the device is gone when this Program is to run.
+    /// Whether the device is gone when this Program is to run; one that falls silent is, when others have missed it.
     ///
     /// # Errors
     /// It is.
     pub fn check_presence(&self, program: &str) -> Result<(), DeviceError> {
+        let silent = self.silent_from.as_ref().filter(|(_, step, _)| self.step >= *step);
+        if let (Some((asked, _, forever)), Some(pulse)) = (silent, &self.pulse) {
+            asked.happens();
+            pulse.stop(*forever);
+            return Err(DeviceError::Lost { device: self.device.clone() });
+        }
         let here = |(_, step, of): &&(Arc<Asked>, u64, Option<String>)| {
             self.step > *step || self.step == *step && of.as_deref().is_none_or(|of| of == program)
         };
@@ -365,7 +414,8 @@ impl Rehearsal {
 
     /// Whether nothing will ever be refused any more.
     pub fn is_over(&self) -> bool {
-        self.once.is_empty() && self.random.is_none() && self.lost_at.is_none() && self.slow_from.is_none()
+        let gone = self.lost_at.is_some() || self.silent_from.is_some();
+        self.once.is_empty() && self.random.is_none() && !gone && self.slow_from.is_none()
     }
 
     /// How many times as long as they do the passes of the present step shall take.
@@ -481,7 +531,7 @@ mod tests {
     fn a_refusal_happens_once_and_only_at_its_place() {
         let all: Vec<Arc<Asked>> =
             ["2:backward:3", "2:re-plan", "4"].iter().map(|text| Asked::new(text.parse().unwrap())).collect();
-        let mut rehearsal = Rehearsal::new(&all, 1, 0, "cpu");
+        let mut rehearsal = Rehearsal::new(&all, 1, 0, "cpu", None);
         rehearsal.at_step(1);
         assert!(!rehearsal.refuses("backward", 3, "add") && !rehearsal.refuses_replan());
         rehearsal.at_step(2);
@@ -493,13 +543,13 @@ mod tests {
         assert!(rehearsal.refuses("begin", 1, "fill") && rehearsal.is_over());
         assert!(all.iter().all(|asked| asked.has_happened()));
         // The device is opened anew: what has happened to it does not happen again.
-        assert!(Rehearsal::new(&all, 1, 0, "cpu").is_over());
+        assert!(Rehearsal::new(&all, 1, 0, "cpu", None).is_over());
     }
 
     #[test]
     fn chance_refuses_about_the_share_that_was_asked_for_and_repeats_itself() {
         let draw = |seed| {
-            let mut rehearsal = Rehearsal::new(&[Asked::new(Injection::Random { share: 0.1 })], seed, 0, "cpu");
+            let mut rehearsal = Rehearsal::new(&[Asked::new(Injection::Random { share: 0.1 })], seed, 0, "cpu", None);
             (0..2000).map(|_| rehearsal.drawn(50)).collect::<Vec<_>>()
         };
         let drawn = draw(1);

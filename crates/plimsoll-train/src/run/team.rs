@@ -4,6 +4,7 @@
 
 use super::drift::SECONDS_LEAST;
 use super::engine::{Engine, Evaluated, StepInput, StepLoss};
+use super::heartbeat::{Heart, Watch, silent};
 use super::pace::quantile;
 use super::prepare::Part;
 use super::rehearsal::{Asked, Rehearsal};
@@ -18,6 +19,7 @@ use plimsoll_core::{
     Space,
 };
 use plimsoll_device::cuda::collectives;
+use plimsoll_device::cuda::open::OnGpu;
 use plimsoll_device::device::{DeviceError, FileSpace};
 use plimsoll_device::transport::{Seat, Transport, memory};
 use plimsoll_device::{calibration, process};
@@ -28,6 +30,7 @@ use std::ops::Range;
 use std::panic::resume_unwind;
 use std::sync::{Arc, Mutex};
 use std::thread;
+use std::time::Duration;
 
 /// One device at work.
 pub struct Worker {
@@ -57,6 +60,8 @@ pub struct Worker {
     passed: (f64, f64),
     /// What was measured of them over what was predicted, in each step.
     factors: Vec<f64>,
+    /// Its signs of life, where others may wait for it.
+    heart: Option<Heart>,
 }
 
 /// Fewer steps say nothing of a device's speed.
@@ -79,6 +84,24 @@ impl Worker {
             passes: passes(&part.device, &part.answer),
             passed: (0.0, 0.0),
             factors: Vec::new(),
+            heart: None,
+        }
+    }
+
+    /// Begins to give signs of life.
+    fn live(&mut self, silence: Duration) {
+        let name = &self.device.name;
+        self.heart = match self.engine.gpu().and_then(OnGpu::answers) {
+            Some(answers) => Heart::start(name, silence, answers),
+            // The processor answers for as long as threads run.
+            None => Heart::start(name, silence, || true),
+        };
+    }
+
+    /// Its thread begins some work, or is back from it.
+    fn at_work(&self, at_work: bool) {
+        if let Some(heart) = &self.heart {
+            heart.pulse().at_work(at_work);
         }
     }
 
@@ -120,6 +143,9 @@ pub fn passes(device: &DeviceSpec, answer: &Answer) -> [f64; 2] {
 pub struct Team {
     workers: Vec<Worker>,
     transport: Arc<dyn Transport>,
+    /// After so long without a sign of life a device is lost.
+    silence: Duration,
+    watch: Option<Watch>,
 }
 
 /// What carries bytes between these devices: those of a GPU go through its staging.
@@ -162,15 +188,35 @@ impl Team {
     ///
     /// # Errors
     /// A device that cannot work in a team.
-    pub fn new(workers: Vec<Worker>) -> Result<Team, DeviceError> {
+    pub fn new(workers: Vec<Worker>, silence: Duration) -> Result<Team, DeviceError> {
         let transport = transport(&workers);
-        let mut team = Team { workers, transport };
+        let mut team = Team { workers, transport, silence, watch: None };
+        if team.len() > 1 {
+            team.workers.iter_mut().for_each(|worker| worker.live(silence));
+        }
         team.seat()?;
         Ok(team)
     }
 
+    /// From now on these devices are missed where they are silent.
+    fn watch(&mut self) {
+        let pulse =
+            |(rank, worker): (u32, &Worker)| Some((rank, worker.device.name.clone(), worker.heart.as_ref()?.pulse()));
+        let team: Vec<_> = (0..).zip(&self.workers).filter_map(pulse).collect();
+        let watch = || Watch::start(team, Arc::clone(&self.transport), self.silence);
+        self.watch = if self.len() > 1 { watch() } else { None };
+    }
+
+    /// A device that was silent for too long.
+    fn missed(&self) -> Option<Trouble> {
+        let is_lost = |worker: &Worker| worker.heart.as_ref().is_some_and(|heart| heart.pulse().is_lost());
+        let rank = self.workers.iter().position(is_lost)?;
+        Some(Trouble::Lost { rank, why: silent(&self.workers[rank].device.name, self.silence) })
+    }
+
     /// Tells every device its place.
     fn seat(&mut self) -> Result<(), DeviceError> {
+        self.watch();
         if self.len() == 1 {
             return Ok(());
         }
@@ -221,7 +267,9 @@ impl Team {
         let transport = &*self.transport;
         let work = |rank: usize, worker: &mut Worker| {
             let _guard = GiveUpOnPanic(transport, rank);
+            worker.at_work(true);
             let result = work(worker);
+            worker.at_work(false);
             if let Err(trouble) = &result {
                 transport.give_up(rank as u32, &trouble.what());
             }
@@ -237,6 +285,9 @@ impl Team {
             results
         });
         self.transport.clear();
+        if let Some(trouble) = self.missed() {
+            return Err(trouble);
+        }
         let mut done = Vec::new();
         let mut worst: Option<Trouble> = None;
         for result in results {
@@ -262,7 +313,8 @@ impl Team {
     /// Devices refuse, and are lost, where this says.
     pub fn rehearse(&mut self, asked: &[Arc<Asked>], seed: u64) {
         for (rank, worker) in (0..).zip(&mut self.workers) {
-            worker.engine.rehearse(Rehearsal::new(asked, seed, rank, &worker.device.name));
+            let pulse = worker.heart.as_ref().map(Heart::pulse);
+            worker.engine.rehearse(Rehearsal::new(asked, seed, rank, &worker.device.name, pulse));
         }
     }
 
@@ -570,6 +622,7 @@ impl Team {
 
     /// A device that is gone leaves; the others are told their new places by the next plan.
     pub fn leave(&mut self, rank: usize) -> Worker {
+        self.watch = None;
         let worker = self.workers.remove(rank);
         self.transport = transport(&self.workers);
         worker

@@ -35,7 +35,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// A run that has been planned and can start, or go on.
 pub struct Run {
@@ -732,7 +732,7 @@ fn open_team(
         }
         workers.push(worker);
     }
-    let team = Team::new(workers)?;
+    let team = Team::new(workers, Duration::from_secs_f64(run.run.heartbeat_seconds))?;
     if let [only] = team.workers() {
         let Plan { of, learned, disturbed, .. } = plan;
         plan = Plan { of, learned, disturbed, ..only.plan.clone() };

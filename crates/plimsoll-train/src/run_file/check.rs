@@ -53,6 +53,7 @@ fn ranges(file: &RunFile) -> Result<(), Fault> {
         ("recipe.micro_batch", recipe.micro_batch != Some(0)),
         ("run.dir", !run.dir.trim().is_empty()),
         ("run.max_temperature", run.max_temperature.is_none_or(|celsius| (30.0..=120.0).contains(&celsius))),
+        ("run.heartbeat_seconds", (1.0..=3600.0).contains(&run.heartbeat_seconds)),
         ("run.threads", run.threads.asked().is_none_or(|count| (1..=1024).contains(&count))),
     ];
     match rules.into_iter().find(|(_, holds)| !holds) {

@@ -55,6 +55,7 @@ pub(super) const KEYS: &[(&str, &str)] = &[
     ("run.dir", "the path of a folder"),
     ("run.devices", "\"auto\", or devices such as \"cpu=6GiB\" or \"virtual:a=600MiB@1.0,virtual:b=200MiB@0.5\""),
     ("run.max_temperature", "degrees Celsius, from 30 to 120"),
+    ("run.heartbeat_seconds", "seconds, from 1 to 3600"),
     ("run.threads", "\"auto\" or a whole number from 1 to 1024"),
     ("run.fallback", "\"cpu\" or \"none\""),
     ("run.team", "\"auto\" or \"all\""),

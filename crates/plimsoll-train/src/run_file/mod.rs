@@ -335,6 +335,8 @@ pub struct RunSection {
     /// A device that is as warm as that, in degrees Celsius, rests between two steps.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_temperature: Option<f64>,
+    /// A device of a team that gives no sign of life for so long is lost, however long its work takes.
+    pub heartbeat_seconds: f64,
     /// What does the work where a device cannot hold it by any rung that may be taken.
     pub fallback: FallbackTo,
     /// Which of several devices work on the run.
@@ -348,6 +350,7 @@ impl Default for RunSection {
             devices: "auto".into(),
             threads: Threads::Auto,
             max_temperature: None,
+            heartbeat_seconds: 30.0,
             fallback: FallbackTo::Cpu,
             team: TeamOf::Auto,
         }

@@ -346,7 +346,8 @@ fn any_file() -> impl Strategy<Value = RunFile> {
         let max_temperature = flags[2].then_some(30.0 + 90.0 * share);
         let team = if flags[1] { TeamOf::All } else { TeamOf::Auto };
         let fallback = if flags[0] { FallbackTo::Cpu } else { FallbackTo::None };
-        file.run = RunSection { dir, devices, threads, max_temperature, fallback, team };
+        let heartbeat_seconds = 1.0 + share;
+        file.run = RunSection { dir, devices, threads, max_temperature, heartbeat_seconds, fallback, team };
         file
     })
 }

@@ -1,0 +1,215 @@
+//! Signs of life: each device of a team has a thread that asks it for one again and again, however long its work takes, and
+//! a watch that counts how often none came. So a slow step is never a failure, and a device that is silent for too long is
+//! lost to the team: those who wait for it are told so.
+//!
+//! What is counted are the watch's own looks, not seconds of a clock: a process that was stopped for a while, or a machine
+//! that slept, has not missed any.
+
+use plimsoll_core::Failure;
+use plimsoll_device::transport::Transport;
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread;
+use std::time::Duration;
+
+/// Looks in the time after which a silent device is lost.
+const LOOKS: u32 = 20;
+
+/// What is known of a device's life, shared by its heart, the watch and a rehearsal.
+#[derive(Debug, Default)]
+pub struct Pulse {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Looks since the last beat.
+    missed: u32,
+    /// A rehearsal: the heart beats no more.
+    stopped: bool,
+    /// The team goes on without it.
+    lost: bool,
+    /// Its thread is inside some work.
+    at_work: bool,
+}
+
+impl Pulse {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    fn beat(&self) {
+        let mut state = self.state();
+        if !state.stopped {
+            state.missed = 0;
+        }
+    }
+
+    /// Whether it has been silent for too long.
+    pub fn is_lost(&self) -> bool {
+        self.state().lost
+    }
+
+    /// Its thread begins some work, or is back from it.
+    pub fn at_work(&self, at_work: bool) {
+        self.state().at_work = at_work;
+    }
+
+    /// A rehearsal: from now on there is no beat, and the device's thread comes back when it has been missed, or never.
+    pub fn stop(&self, for_good: bool) {
+        let mut state = self.state();
+        state.stopped = true;
+        while for_good || !state.lost {
+            state = self.changed.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner());
+        }
+    }
+
+    /// A look of the watch.
+    fn look(&self) -> Seen {
+        let mut state = self.state();
+        state.missed += 1;
+        match (state.lost, state.missed) {
+            (false, missed) if missed > LOOKS => {
+                (state.lost, state.missed) = (true, 0);
+                self.changed.notify_all();
+                Seen::Lost
+            }
+            (true, missed) if missed > LOOKS && state.at_work => Seen::Stuck,
+            _ => Seen::Nothing,
+        }
+    }
+}
+
+enum Seen {
+    Nothing,
+    /// It is silent for too long, from now on.
+    Lost,
+    /// And its thread, which others have to wait for, has not come back in as long a time again.
+    Stuck,
+}
+
+/// The thread that asks a device for signs of life.
+#[derive(Debug)]
+pub struct Heart {
+    pulse: Arc<Pulse>,
+    /// Dropped, it ends the thread; who hangs in a driver is not waited for.
+    _end: Sender<()>,
+}
+
+impl Heart {
+    /// Begins to beat, often enough for a silence of this length to be told; `answers` asks the device. Nothing where the
+    /// system gives no thread: such a device is never missed.
+    pub fn start(device: &str, silence: Duration, answers: impl Fn() -> bool + Send + 'static) -> Option<Heart> {
+        let (end, ended) = channel::<()>();
+        let pulse = Arc::new(Pulse::default());
+        let beating = Arc::clone(&pulse);
+        let beats = move || {
+            loop {
+                if answers() {
+                    beating.beat();
+                }
+                if ended.recv_timeout(silence / LOOKS / 2) != Err(RecvTimeoutError::Timeout) {
+                    return;
+                }
+            }
+        };
+        thread::Builder::new().name(format!("plimsoll-heart-{device}")).spawn(beats).ok()?;
+        Some(Heart { pulse, _end: end })
+    }
+
+    /// What is known of the device's life.
+    pub fn pulse(&self) -> Arc<Pulse> {
+        Arc::clone(&self.pulse)
+    }
+}
+
+/// The thread that misses signs of life.
+#[derive(Debug)]
+pub struct Watch {
+    _end: Sender<()>,
+}
+
+impl Watch {
+    /// Watches the devices of a team, by name and rank. Who is silent for longer than `silence` is lost, and all who wait
+    /// for it are told; where its thread does not come back then, the process ends, because the others cannot go on beside
+    /// it. Nothing where the system gives no thread: then nobody is missed.
+    pub fn start(
+        team: Vec<(u32, String, Arc<Pulse>)>,
+        transport: Arc<dyn Transport>,
+        silence: Duration,
+    ) -> Option<Watch> {
+        let (end, ended) = channel::<()>();
+        let looks = move || {
+            while ended.recv_timeout(silence / LOOKS) == Err(RecvTimeoutError::Timeout) {
+                for (rank, device, pulse) in &team {
+                    match pulse.look() {
+                        Seen::Nothing => {}
+                        Seen::Lost => transport.give_up(*rank, &silent(device, silence)),
+                        Seen::Stuck => end_process(device, silence),
+                    }
+                }
+            }
+        };
+        thread::Builder::new().name("plimsoll-watch".into()).spawn(looks).ok()?;
+        Some(Watch { _end: end })
+    }
+}
+
+/// What is said of a device that was silent for so long.
+pub fn silent(device: &str, silence: Duration) -> String {
+    format!("{device} gave no sign of life for {} s", silence.as_secs())
+}
+
+/// Ends the process from beside the run, which cannot say it: its thread waits for one that hangs. Files are whole at every
+/// moment.
+fn end_process(device: &str, silence: Duration) -> ! {
+    let failure = Failure::stopped(format!("{}, and what it was doing does not end", silent(device, silence)))
+        .hint("start the run again with --resume: it goes on from its newest checkpoint");
+    eprintln!("stopped: {failure}");
+    std::process::exit(failure.exit as i32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use plimsoll_device::transport::memory::Memory;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    #[test]
+    fn looks_are_missed_beats_and_lost_is_for_good() {
+        let pulse = Pulse::default();
+        for _ in 0..3 * LOOKS {
+            assert!(matches!(pulse.look(), Seen::Nothing), "a device that beats between looks");
+            pulse.beat();
+        }
+        for _ in 0..LOOKS {
+            assert!(matches!(pulse.look(), Seen::Nothing));
+        }
+        assert!(matches!(pulse.look(), Seen::Lost) && pulse.is_lost());
+        pulse.beat();
+        assert!(pulse.is_lost());
+        // It is nobody's trouble that a device which does nothing is silent.
+        assert!((0..3 * LOOKS).all(|_| matches!(pulse.look(), Seen::Nothing)));
+        pulse.at_work(true);
+        assert!(matches!(pulse.look(), Seen::Stuck));
+    }
+
+    #[test]
+    fn a_device_that_answers_no_more_is_lost_and_others_are_not() {
+        let silence = Duration::from_millis(200);
+        let answers = Arc::new(AtomicBool::new(true));
+        let asked = Arc::clone(&answers);
+        let hearts = [
+            Heart::start("a", silence, || true).expect("a thread"),
+            Heart::start("b", silence, move || asked.load(Ordering::Relaxed)).expect("a thread"),
+        ];
+        let of = |(rank, heart): (u32, &Heart)| (rank, rank.to_string(), heart.pulse());
+        let _watch = Watch::start((0..).zip(&hearts).map(of).collect(), Memory::between(2), silence).expect("a thread");
+        answers.store(false, Ordering::Relaxed);
+        let pulse = hearts[1].pulse();
+        // Comes back when it has been missed; a test that hung here would say so by its time limit.
+        pulse.stop(false);
+        assert!(pulse.is_lost());
+    }
+}
