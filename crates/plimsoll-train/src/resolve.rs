@@ -498,7 +498,7 @@ pub(crate) fn learned(device: &DeviceSpec) -> Option<String> {
 }
 
 /// That rates were measured just now beside other programs, in words.
-pub(crate) fn disturbed() -> Option<String> {
+pub fn disturbed() -> Option<String> {
     calibration::disturbed().map(|share| {
         format!(
             "rates: others took {:.0} % of the processor's time while it was measured, so predicted times are too long, and \

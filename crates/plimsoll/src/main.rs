@@ -12,6 +12,7 @@ mod signals;
 use args::{BenchCommand, Cli, Command};
 use clap::Parser;
 use plimsoll_core::{Exit, Failure};
+use plimsoll_train::resolve::disturbed;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
@@ -25,7 +26,13 @@ fn main() -> ExitCode {
         }
     };
     let (json, words) = (cli.command.json(), cli.command.words());
-    let exit = run(cli.command).unwrap_or_else(|failure| {
+    // A plan says it by itself.
+    let shows_plan = matches!(cli.command, Command::Train(_) | Command::Plan(_));
+    let ended = run(cli.command);
+    if let Some(disturbed) = disturbed().filter(|_| !shows_plan && ended.is_ok()) {
+        say::note(&disturbed);
+    }
+    let exit = ended.unwrap_or_else(|failure| {
         say::failure(&flags::in_flags_of(words, failure.clone()), json);
         failure.exit
     });

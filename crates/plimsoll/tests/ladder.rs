@@ -282,6 +282,8 @@ fn rates_that_were_measured_beside_other_programs_are_called_so() {
     let table = place.succeed(&["plan", "run.toml"]).stdout.replace('\n', " ").replace("  ", " ");
     assert!(table.contains("rates: others took ") && table.contains("plimsoll bench devices"), "{table}");
     place.succeed(&["train", "run.toml", "--quiet"]);
+    let text = place.succeed(&["generate", "run/model", "--prompt", "abc", "--max-tokens", "3"]);
+    assert!(text.stderr.starts_with("note: rates: others took "), "{}", text.stderr);
     drop(others);
     let said = place.json("run/plan.json")["disturbed"].clone();
     assert!(said.as_str().is_some_and(|said| said.contains("every start measures again")), "{said}");

@@ -168,7 +168,10 @@ fn a_refusal_in_one_worker_does_not_touch_the_others_and_one_that_gives_up_is_st
     let place = Place::new(&QUICK);
     let grid = ["run.toml", "--set", "train.seed=1,2,3", "--set", "recipe.micro_batch=2"];
     let stubborn = [["--inject-oom", "run-seed=3=6:update"]; 12].concat();
-    place.succeed(&[&words(&grid)[..], &["--inject-oom", "run-seed=2=3:backward"], &stubborn].concat());
+    let never = ["--inject-oom", "run-seed=1=3:evaluate"];
+    let done =
+        place.succeed(&[&words(&grid)[..], &["--inject-oom", "run-seed=2=3:backward"], &never, &stubborn].concat());
+    assert!(done.stderr.contains("run-seed=1: --inject-oom 3:evaluate was never reached"), "{}", done.stderr);
     let report = report(&place);
     let of = |name: &str, key: &str| row(&report, name)[key].as_u64().unwrap();
     assert_eq!([1, 2, 3].map(|seed| of(&format!("run-seed={seed}"), "steps")), [12, 12, 12]);

@@ -10,7 +10,7 @@ use crate::args::SweepArgs;
 use crate::{say, signals};
 use folder::{Folder, Known};
 use places::{Needs, Places};
-use plimsoll_core::{Bytes, Exit, Failure, SweepReport, SweepState};
+use plimsoll_core::{Bytes, Exit, Failure, RunStatus, SweepReport, SweepState};
 use plimsoll_plan::sweep::{Job, Sweep, bound, makespan, simulate};
 use plimsoll_train::run::demand::{MORE_BYTES, demand, run_seconds};
 use plimsoll_train::run_file::RunFile;
@@ -247,6 +247,10 @@ impl<'a> Going<'a> {
         (row.loss, row.eval_loss, row.retreats) = (known.loss, known.eval_loss, known.retreats);
         row.measured_bytes =
             known.result.as_ref().and_then(|result| result.memory.first()).and_then(|m| m.measured_bytes);
+        let done = known.result.iter().filter(|result| result.status == RunStatus::Done);
+        for never in done.flat_map(|result| &result.not_rehearsed) {
+            say::note(&format!("{}: {never} was never reached, so nothing was rehearsed", row.name));
+        }
         row.why = ended_how.why.clone();
         row.state = match ended_how.code {
             Some(0) => SweepState::Done,
