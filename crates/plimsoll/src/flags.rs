@@ -31,15 +31,33 @@ pub fn in_flags_of(command: &[&str], failure: Failure) -> Failure {
         return failure;
     }
     let known = FLAGS.into_iter().filter(|(_, flag)| has(flag));
-    let said = |text: String| {
-        known.clone().fold(text, |text, (key, flag)| {
-            // Written as a setting, as in a run file, and by name.
-            let text = text.replace(&format!("--set {key}="), &format!("--{flag} "));
-            text.replace(&format!("{key} = "), &format!("--{flag} ")).replace(key, &format!("--{flag}"))
-        })
-    };
+    let said = |text: String| known.clone().fold(text, |text, (key, flag)| with_flag(&text, key, flag));
     let hints = failure.hints.into_iter().map(&said).filter(|hint| !sets_a_key(hint)).collect();
     Failure { message: said(failure.message), hints, ..failure }
+}
+
+/// A text with a flag in the place of a key, also where the key is set to something. Names of files are left alone.
+fn with_flag(text: &str, key: &str, flag: &str) -> String {
+    let of_a_word = |letter: char| letter.is_ascii_alphanumeric() || "_/-".contains(letter);
+    let (mut said, mut rest) = (String::new(), text);
+    while let Some((before, behind)) = rest.split_once(key) {
+        let begins = !before.ends_with(|letter| of_a_word(letter) || letter == '.');
+        // A dot ends a sentence, or goes on to a file's ending.
+        let ends = !behind.strip_prefix('.').unwrap_or(behind).starts_with(of_a_word);
+        rest = behind;
+        if !(begins && ends) {
+            said += before;
+            said += key;
+            continue;
+        }
+        said += before.strip_suffix("--set ").unwrap_or(before);
+        said += &format!("--{flag}");
+        if let Some(value) = behind.strip_prefix(" = ").or_else(|| behind.strip_prefix('=')) {
+            said.push(' ');
+            rest = value;
+        }
+    }
+    said + rest
 }
 
 /// Whether a text says to set a key of the run file.
@@ -53,6 +71,20 @@ fn sets_a_key(text: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_key_is_a_word_and_no_part_of_a_name() {
+        let said = |text| with_flag(text, "data.eval", "data");
+        assert_eq!(said("data.eval: no file matches data.eval.jsonl"), "--data: no file matches data.eval.jsonl");
+        assert_eq!(
+            said("my-data.eval, /data.eval, data.evaluated, data.eval/x"),
+            "my-data.eval, /data.eval, data.evaluated, data.eval/x"
+        );
+        assert_eq!(
+            said("--set data.eval=a, or data.eval = b. Look at data.eval."),
+            "--data a, or --data b. Look at --data."
+        );
+    }
 
     #[test]
     fn a_command_speaks_of_its_own_flags_and_of_no_key_that_it_cannot_set() {
