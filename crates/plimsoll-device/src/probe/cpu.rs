@@ -115,7 +115,7 @@ pub struct TooManyThreads {
 
 impl From<TooManyThreads> for Failure {
     fn from(error: TooManyThreads) -> Failure {
-        Failure::input(error.to_string()).hint("leave run.threads at \"auto\": 80% of the physical cores")
+        Failure::input(error.to_string()).hint("leave run.threads out: 80% of the physical cores")
     }
 }
 
