@@ -524,6 +524,9 @@ pub struct Member {
     pub busy_seconds: f64,
     /// Seconds of a step in which it does nothing but exchange with the others, or waits for them.
     pub idle_seconds: f64,
+    /// What each rung frees and costs on it, where somebody asked (`--explain`).
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub ladder: Vec<RungPrice>,
 }
 
 /// A device that was named, or found, and takes no part.

@@ -16,7 +16,7 @@ use plimsoll_device::probe::{Cpu, Memory, auto_pace};
 use plimsoll_plan::paper;
 use plimsoll_plan::request::{DeviceRequest, LinkRequest};
 use plimsoll_plan::search::{Answer, Lossy, Pins, Question, search, under};
-use plimsoll_plan::team::{TeamAnswer, TeamQuestion, alternatives, share_out};
+use plimsoll_plan::team::{TeamAnswer, TeamQuestion, alternatives, ladders, share_out};
 use plimsoll_program::Share;
 use plimsoll_program::models::decoder::{self, Base, Generation, Lora, Source};
 use plimsoll_program::models::{ModelConfig, Target, closest_preset, preset, preset_names, supported};
@@ -717,7 +717,8 @@ pub struct Planned {
 }
 
 /// Plans a training run on the devices that the run file names; where none can hold it, for the one that lacks the least,
-/// or for the processor in its place. With `explain` the other ways to share out are named.
+/// or for the processor in its place. With `explain` the other ways to share out are named,
+/// and what each rung frees and costs each member.
 ///
 /// # Errors
 /// As [`Resolved::new`].
@@ -726,10 +727,12 @@ pub fn plan(file: &RunFile, explain: bool) -> Result<Planned, Failure> {
     let mut devices = vec![resolved.device.clone()];
     devices.append(&mut resolved.others);
     let team = team_question(file, &resolved.model, &devices)?;
-    let TeamAnswer { parts, mut plan } = share_out(&team);
+    let mut answer = share_out(&team);
     if explain && devices.len() > 1 {
-        plan.alternatives = alternatives(&team, &plan);
+        answer.plan.alternatives = alternatives(&team, &answer.plan);
+        ladders(&team, &mut answer);
     }
+    let TeamAnswer { parts, plan } = answer;
     let part: Vec<usize> = parts.iter().map(|part| part.device).collect();
     let first = parts.into_iter().next().expect("somebody takes part");
     let answer = Answer { plan, ..first.answer };

@@ -234,12 +234,14 @@ fn rungs_taken(view: &PlanView) -> Option<String> {
 /// Ends with a line break.
 pub fn explain(view: &PlanView) -> String {
     let ways = team::alternatives(view.plan);
-    if view.plan.team.is_empty() { ways + &rungs(view) + &recipes_tried(view) } else { ways }
+    if view.plan.team.is_empty() {
+        return ways + &rungs(&view.plan.ladder, "") + &recipes_tried(view);
+    }
+    ways + &team::ladders(view.plan)
 }
 
-/// Each rung alone, and those that the plan takes. Ends with an empty line where there are any.
-fn rungs(view: &PlanView) -> String {
-    let ladder = &view.plan.ladder;
+/// Each rung alone, and those that the plan takes; `of` says on what. Ends with an empty line where there are any.
+fn rungs(ladder: &[RungPrice], of: &str) -> String {
     if ladder.is_empty() {
         return String::new();
     }
@@ -263,9 +265,10 @@ fn rungs(view: &PlanView) -> String {
     let (mut alone, mut taken) = (header(), header());
     alone.extend(ladder.iter().map(|rung| row(rung, &rung.alone)));
     taken.extend(ladder.iter().filter_map(|rung| Some(row(rung, rung.in_plan.as_ref()?))));
-    let mut text = wrapped("each rung alone, as far as it goes, against the plain recipe (predicted)", WIDTH, "  ");
-    text += &columns(&alone, "");
-    text += "\nthose that this plan takes, each against the same plan without it (predicted)\n";
+    let title = |text: &str| wrapped(&format!("{of}{text} (predicted)"), WIDTH, "  ");
+    let mut text = title("each rung alone, as far as it goes, against the plain recipe") + &columns(&alone, "");
+    text += "\n";
+    text += &title("those that this plan takes, each against the same plan without it");
     text += &if taken.len() > 1 { columns(&taken, "") } else { "none: this is the plain recipe\n".to_owned() };
     text + "\n"
 }

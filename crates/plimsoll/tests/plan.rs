@@ -32,6 +32,18 @@ fn a_plan_on_paper_is_a_table_that_fits_a_terminal() {
 }
 
 #[test]
+fn every_member_of_a_team_has_a_ladder_of_its_own_and_those_that_are_alike_one() {
+    let team = |devices| plan(&["--model", "smollm2-135m", "--sequence", "512", "--devices", devices, "--explain"]);
+    let unequal = text(&team("rtx3090,rtx3070,host=16GiB").stdout);
+    for words in ["rtx3090: each rung alone", "rtx3070: each rung alone", "rtx3070: those that this plan takes"] {
+        assert!(unequal.contains(words), "{words}: {unequal}");
+    }
+    assert!(unequal.lines().all(|line| line.chars().count() <= 80), "{unequal}");
+    let equal = text(&team("rtx3090,rtx3090,host=16GiB").stdout);
+    assert_eq!(equal.matches("each: each rung alone").count(), 1, "{equal}");
+}
+
+#[test]
 fn a_program_gets_the_plan_as_json() {
     let output = plan(&[&SMALL[..], &["--json"]].concat());
     let plan: Value = serde_json::from_slice(&output.stdout).unwrap();

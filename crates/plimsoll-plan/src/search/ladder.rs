@@ -2,7 +2,7 @@
 
 use super::measure::{Candidate, Measurer};
 use super::{Question, rungs};
-use plimsoll_core::{Class, Effect, InFile, Offload, Recipe, RecomputeLevel, Rung, RungPrice};
+use plimsoll_core::{Class, Effect, InFile, Offload, Recipe, RecomputeLevel, Rung, RungPrice, Sharing};
 
 /// A choice of a recipe that changes no arithmetic.
 struct Knob {
@@ -45,7 +45,8 @@ fn ends(question: &Question) -> (Recipe, Recipe) {
     let micro_batches = question.micro_batches();
     let (least, most) = (micro_batches[0], *micro_batches.last().expect("there is one at least"));
     let layers = question.layers() as u32;
-    let waits = question.host.budget.0 > 0;
+    // Nothing of a pipeline waits there but its messages.
+    let waits = question.host.budget.0 > 0 && question.share.sharing != Some(Sharing::Layers);
     let has_file = question.host.file.budget.0 > 0 && question.optimizer.is_some();
     let trained = if waits && question.optimizer.is_some() { layers } else { 0 };
     let offload = Offload {

@@ -1,11 +1,12 @@
-//! Ways to share out beside the one that is taken, for who asks, and what a team is worth beside its devices alone.
+//! Ways to share out beside the one that is taken, and the ladder of each member, for who asks; and what a team is worth
+//! beside its devices alone.
 
 use super::batch::{Crew, Split};
 use super::layers::Layers;
 use super::state::State;
-use super::{ShareOut, TeamQuestion, Way};
-use crate::search::{leanest, under};
-use plimsoll_core::{Alternative, Bytes, Plan, Predicted, Recipe, Rung, Sharing, Worth};
+use super::{Part, ShareOut, TeamAnswer, TeamQuestion, Way, slowest};
+use crate::search::{Question, ladder, leanest, under};
+use plimsoll_core::{Alternative, Bytes, DeviceSpec, Plan, Predicted, Recipe, Rung, Sharing, Worth};
 use plimsoll_program::Share;
 
 /// What the devices of a team do, beside what they do alone.
@@ -56,6 +57,28 @@ pub fn alternatives(team: &TeamQuestion, plan: &Plan) -> Vec<Alternative> {
     list.push(taken);
     list.sort_by(|a, b| b.fits.cmp(&a.fits).then(a.predicted.step_seconds.total_cmp(&b.predicted.step_seconds)));
     list
+}
+
+/// Writes down what each rung frees and costs on each member. Those that do the same have the same ladder.
+pub fn ladders(team: &TeamQuestion, answer: &mut TeamAnswer) {
+    let TeamAnswer { parts, plan } = answer;
+    let team_link = slowest(parts.iter().map(|part| team.devices[part.device].device.team_link));
+    let same = |one: &Part, other: &Part| {
+        let what = |part: &Part| (team.first_alike(part.device), part.sequences, part.share.own_part());
+        let staged = one.share.sharing == Some(Sharing::Layers);
+        !staged && what(one) == what(other) && one.answer.plan.recipe == other.answer.plan.recipe
+    };
+    for rank in 0..plan.team.len() {
+        let part = &parts[rank];
+        plan.team[rank].ladder = match (0..rank).find(|&before| same(&parts[before], part)) {
+            Some(before) => plan.team[before].ladder.clone(),
+            None => {
+                let question = team.of(part.device, &part.share, part.sequences, team.host);
+                let device = &DeviceSpec { team_link, ..question.device.clone() };
+                ladder(&Question { device, ..question }, &part.answer.plan.recipe).2
+            }
+        };
+    }
 }
 
 fn first_word(text: &str) -> String {

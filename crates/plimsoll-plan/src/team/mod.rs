@@ -15,7 +15,7 @@ mod whole;
 
 use crate::paper;
 use crate::search::{Answer, Pins, Question, can_hold, leanest, plan_like, plan_of, search, sets, under};
-pub use alternatives::alternatives;
+pub use alternatives::{alternatives, ladders};
 use layers::Layers;
 use plimsoll_core::{Bytes, HostSpec, LeftOut, Link, Member, Need, Plan, Recipe, Rung, Sharing, Worth};
 use plimsoll_program::Share;
@@ -242,7 +242,7 @@ fn under_rungs(team: &TeamQuestion, rungs: &[Rung]) -> Option<TeamAnswer> {
         let way = if asked(sharing) { ways.fastest() } else { None };
         way.map_or(0.0, |way| team.tokens() / way.seconds)
     };
-    // A pipeline draws no samples, and nothing of it waits on the host: it has to be worth that.
+    // Nothing of a pipeline waits on the host: it has to be worth that.
     let mut others: [(f64, f64, &mut dyn ShareOut); 2] = [
         (promised(Sharing::State, &state), 1.0, &mut state),
         (promised(Sharing::Layers, &layers) * WORTH, WORTH, &mut layers),

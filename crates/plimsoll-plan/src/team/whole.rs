@@ -39,6 +39,7 @@ pub(super) fn plan(team: &TeamQuestion, parts: &mut [Part]) -> Plan {
         algorithms: None,
         busy_seconds: *busy,
         idle_seconds: step_seconds - busy,
+        ladder: vec![],
     };
     Plan {
         fits: on_host && parts.iter().all(|part| part.answer.plan.fits),

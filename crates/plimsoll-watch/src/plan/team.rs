@@ -1,7 +1,7 @@
 //! The part of a plan that several devices bring: who takes part with which share, who does not and why, and the other ways
 //! to share out.
 
-use super::{PlanView, WIDTH, class};
+use super::{PlanView, WIDTH, class, rungs};
 use crate::text::{columns, count, percent, seconds, wrapped};
 use plimsoll_core::{Alternative, DeviceKind, DeviceSpec, LeftOut, Member, Plan, Sharing, Worth};
 
@@ -115,6 +115,23 @@ pub(super) fn alternatives(plan: &Plan) -> String {
         ]);
     }
     wrapped("ways to share out; bytes and seconds are predicted", WIDTH, "  ") + &columns(&rows, "") + "\n"
+}
+
+/// What each rung frees and costs each member; those with the same figures together. Ends with an empty line where there
+/// are any.
+pub(super) fn ladders(plan: &Plan) -> String {
+    let mut groups: Vec<(Vec<&str>, &Member)> = Vec::new();
+    for member in &plan.team {
+        match groups.iter_mut().find(|(_, first)| first.ladder == member.ladder) {
+            Some((names, _)) => names.push(&member.device),
+            None => groups.push((vec![&member.device], member)),
+        }
+    }
+    let name = |names: &[&str]| match names {
+        names if names.len() == plan.team.len() => "each".to_owned(),
+        names => names.join(", "),
+    };
+    groups.iter().map(|(names, first)| rungs(&first.ladder, &format!("{}: ", name(names)))).collect()
 }
 
 fn is_taken(plan: &Plan, way: &Alternative) -> bool {
