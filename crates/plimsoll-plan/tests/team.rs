@@ -1,9 +1,11 @@
 //! Shares of a batch: whole sequences that make the slowest as fast as it can be, everybody under its own load line, and
 //! nobody in the team who slows it.
 
-use plimsoll_core::{Budget, Bytes, Class, DType, DeviceKind, DeviceSpec, HostSpec, Link, Plan, Rates, Rung, Sharing};
+use plimsoll_core::{
+    Budget, Bytes, Class, DType, DeviceKind, DeviceSpec, FileSpec, HostSpec, Link, Plan, Rates, Rung, Sharing,
+};
 use plimsoll_plan::paper;
-use plimsoll_plan::search::{Lossy, Pins, Question};
+use plimsoll_plan::search::{Lossy, Pins, Question, search};
 use plimsoll_plan::team::{TeamAnswer, TeamQuestion, alternatives, plan_again, plan_of_team, share_out};
 use plimsoll_program::models::decoder::{AdamState, Optimizer, Source};
 use plimsoll_program::models::{ModelConfig, preset};
@@ -145,6 +147,22 @@ fn only_the_squeezed_device_changes_its_recipe() {
     let sequences = |plan: &Plan| plan.team.iter().map(|member| member.sequences).collect::<Vec<_>>();
     assert_eq!(sequences(&after), sequences(&before));
     assert_ne!(after.team[1].recipe, before.team[1].recipe);
+}
+
+#[test]
+fn a_member_of_a_team_takes_no_scratch_file_and_is_offered_none() {
+    let config = preset("smollm2-135m").expect("listed");
+    let devices = [device("a", Bytes::gib(24), 1.0, Link::MEMORY), device("b", Bytes::gib(24), 1.0, Link::MEMORY)];
+    let answer = share_out(&team(&config, &devices, 8));
+    assert_eq!(answer.plan.sharing, Some(Sharing::Batch));
+    let room = Bytes::gib(100);
+    let file = FileSpec { room, ..FileSpec::NONE };
+    let squeezed = DeviceSpec { budget: Bytes::gib(1), ..devices[0].clone() };
+    let host = HostSpec { budget: Bytes::mib(512), file, ..HostSpec::NONE };
+    let question = Question { host, ..question(&config, &squeezed, 8) };
+    assert!(search(&question).plan.needs.iter().any(|need| need.file_bytes.is_some()), "alone it may have one");
+    let refused = search(&question.of_share(&answer.parts[0].share, answer.parts[0].sequences)).plan;
+    assert!(!refused.fits && refused.needs.iter().all(|need| need.file_bytes.is_none()), "{:?}", refused.needs);
 }
 
 #[test]

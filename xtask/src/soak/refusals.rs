@@ -13,6 +13,8 @@ use plimsoll_train::run::training::Run;
 use plimsoll_train::run_file::RunFile;
 use std::collections::BTreeMap;
 use std::fs;
+use std::hash::{DefaultHasher, Hasher};
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
@@ -131,12 +133,13 @@ impl Asked {
     }
 }
 
-/// What a run did, step by step (the last time that it was done), and the tensors that it left.
+/// What a run did, step by step (the last time that it was done), and what tells apart the tensors that it left: they
+/// themselves would be in this process while the next run measures what it holds.
 pub(super) struct Left {
     /// Labelled tokens, loss, norm.
     pub steps: BTreeMap<u64, (u64, f64, f64)>,
     pub classes: Vec<Class>,
-    tensors: Vec<(String, Vec<u8>)>,
+    tensors: Vec<(String, u64)>,
 }
 
 impl Left {
@@ -156,12 +159,26 @@ impl Left {
             let path = entry?.path();
             if path.extension().is_some_and(|extension| extension == "safetensors") {
                 let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-                tensors.push((name, fs::read(path)?));
+                tensors.push((name, hash(&path)?));
             }
         }
         tensors.sort();
         ensure!(!tensors.is_empty(), "no tensors in the last checkpoint");
         Ok(Left { steps, classes, tensors })
+    }
+}
+
+/// What tells the contents of a file from others.
+fn hash(path: &Path) -> anyhow::Result<u64> {
+    let (mut file, mut hasher) = (BufReader::new(fs::File::open(path)?), DefaultHasher::new());
+    loop {
+        let bytes = file.fill_buf()?;
+        if bytes.is_empty() {
+            return Ok(hasher.finish());
+        }
+        hasher.write(bytes);
+        let read = bytes.len();
+        file.consume(read);
     }
 }
 

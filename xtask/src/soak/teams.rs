@@ -26,10 +26,50 @@ fn devices(draw: &mut Draw) -> String {
     format!("{}{host}", list.join(","))
 }
 
+/// A model that takes about as much as such devices have beside what this process holds.
+fn large(draw: &mut Draw) -> [u64; 6] {
+    let hidden = draw.of(&[128, 192]);
+    [hidden, draw.from(8, 14), 4, 2, 2 * hidden, draw.of(&[500, 900])]
+}
+
+/// One that holds nothing.
+fn none(_: &mut Draw) -> String {
+    "virtual:none=1MiB@0.4,host=1MiB".to_owned()
+}
+
+/// Two or three devices, none of which holds what a run takes on one, and whose host holds next to nothing.
+fn too_small(asked: &mut Asked, draw: &mut Draw) -> anyhow::Result<()> {
+    let refused = Run::new(asked.file(&asked.folder.join("none"))?)?;
+    let plan = &refused.prepared().planned.plan;
+    let alone = plan.needs.first().context("a refusal says what would do")?.budget_bytes;
+    let charges = plan.devices[0].charges_bytes;
+    let arena_mib = (alone.saturating_sub(charges).0 as f64) / f64::from(1 << 20);
+    let device = |number: u64, draw: &mut Draw| {
+        let share = draw.of(&[0.5, 0.6, 0.7, 0.8, 0.9]);
+        // Of several, each is charged with rows of its own, too.
+        let budget = (charges.0 >> 20) + 4 + (arena_mib * share) as u64;
+        let pace = draw.of(&["0.4", "0.3", "0.2"]);
+        let link = draw.of(&["16GB/s", "1GB/s", "125MB/s+100us"]);
+        format!("virtual:d{number}={budget}MiB@{pace}:16GB/s:{link}")
+    };
+    let list: Vec<String> = (0..draw.from(2, 3)).map(|number| device(number, draw)).collect();
+    let devices = format!("{},host=1MiB", list.join(","));
+    asked.label = asked.label.replace(&none(draw), &devices);
+    asked.settings.push(format!("run.devices={devices}"));
+    Ok(())
+}
+
 /// One team, undisturbed and disturbed.
 pub fn run_team(seed: u64, number: u64) -> Tally {
     let mut tally = Tally::default();
-    let asked = Asked::on(seed ^ 11, number, &small, &devices);
+    let mut draw = Draw::new(seed ^ 13, number);
+    let asked = match draw.chance(0.4) {
+        true => Asked::on(seed ^ 11, number, &large, &none).and_then(|mut asked| {
+            too_small(&mut asked, &mut draw)?;
+            Ok(asked)
+        }),
+        false => Asked::on(seed ^ 11, number, &small, &devices),
+    };
     let label = asked.as_ref().map_or_else(|_| number.to_string(), |asked| asked.label.clone());
     let result = asked.and_then(|asked| show(asked, seed, number, &mut tally));
     tally.check("teams end done or resumable", result.is_ok(), || format!("{label}: {:#}", result.unwrap_err()));

@@ -19,7 +19,7 @@ use crate::layout::{ArenaLayout, Layout, lay_out};
 use crate::price::Prices;
 use measure::Measurer;
 use plimsoll_core::{
-    Bytes, Class, DType, DeviceKind, DevicePlan, DeviceSpec, HostSpec, Need, Offload, Plan, Predicted, Recipe,
+    Bytes, Class, DType, DeviceKind, DevicePlan, DeviceSpec, FileSpec, HostSpec, Need, Offload, Plan, Predicted, Recipe,
     RecomputeLevel, Rung, Sharing, Space, WorkName,
 };
 use plimsoll_program::models::decoder::{Base, Build, Generation, Lora, Method, Optimizer, Source, Training, build};
@@ -148,6 +148,10 @@ impl<'a> Question<'a> {
     #[must_use]
     pub fn of_share(mut self, share: &Share, sequences: u64) -> Question<'a> {
         (self.share, self.sequences) = (share.clone(), sequences);
+        if share.sharing.is_some() {
+            // Teams take no scratch file.
+            self.host.file = FileSpec::NONE;
+        }
         if share.sharing == Some(Sharing::Layers) {
             let own = share.own_layers(self.config.layers);
             let of_stage = |levels: Vec<RecomputeLevel>| levels[own.start as usize..own.end as usize].to_vec();
