@@ -16,6 +16,7 @@ use plimsoll_program::models::config::{ModelConfig, ModelType, RopeScaling};
 use plimsoll_program::models::decoder::{
     AdamState, Base, Build, Generation, Lora, Method, Optimizer, Source, Training, build,
 };
+use plimsoll_program::passes::mail::by_way_of_host;
 use plimsoll_program::passes::share::share;
 use plimsoll_program::scalars::{METRIC_COUNT, Metric, SCALAR_COUNT, Scalar};
 use plimsoll_program::workspace::Kernels;
@@ -82,9 +83,23 @@ fn programs(precision: DType, kernels: Kernels) -> ProgramSet {
 }
 
 fn programs_of(form: &Form, precision: DType, kernels: Kernels) -> ProgramSet {
+    let generation = Some(Generation { capacity: 16, chunk: CHUNK });
+    stage_of(form, precision, kernels, 0..model().layers, generation)
+}
+
+/// Those of some of the layers.
+fn stage_of(
+    form: &Form,
+    precision: DType,
+    kernels: Kernels,
+    layers: Range<u64>,
+    generation: Option<Generation>,
+) -> ProgramSet {
+    let levels = [RecomputeLevel::Nothing, RecomputeLevel::Block];
+    let recompute = levels[layers.start as usize..layers.end as usize].to_vec();
     build(&Build {
         config: &model(),
-        layers: 0..model().layers,
+        layers,
         precision,
         kernels,
         sequence: SEQUENCE,
@@ -96,10 +111,10 @@ fn programs_of(form: &Form, precision: DType, kernels: Kernels) -> ProgramSet {
         training: Some(Training {
             // An epsilon above the rounding of gradients: else a step magnifies it where they are nearly 0.
             optimizer: Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-3, decay: 0.1, state: form.state },
-            recompute: vec![RecomputeLevel::Nothing, RecomputeLevel::Block],
+            recompute,
         }),
         evaluate: true,
-        generation: Some(Generation { capacity: 16, chunk: CHUNK }),
+        generation,
         files: true,
     })
 }
@@ -220,7 +235,19 @@ impl Run {
         let first_sequence = u64::from(rank) * BATCH;
         let own =
             Share { sharing: Some(sharing), rank, ranks: 2, first_sequence, state: vec![700, 324], ..Share::ALONE };
-        let set = share(programs(DType::F32, kernels), &own, &Offload::NOTHING, 1, true);
+        Run::opened(share(programs(DType::F32, kernels), &own, &Offload::NOTHING, 1, true), on_cpu)
+    }
+
+    /// A stage of a pipeline of two, in a step of so many micro-batches.
+    fn of_stage(own: &Share, micro_batches: u32, on_cpu: bool) -> Run {
+        let kernels = if on_cpu { Kernels::Cpu { threads: 1 } } else { Kernels::Cuda };
+        let layers = own.own_layers(model().layers);
+        let set = stage_of(&Form::FULL, DType::F32, kernels, layers, None);
+        let set = share(set, own, &Offload::NOTHING, micro_batches, true);
+        Run::opened(if on_cpu { set } else { by_way_of_host(set) }, on_cpu)
+    }
+
+    fn opened(set: ProgramSet, on_cpu: bool) -> Run {
         let placement = side_by_side(&set);
         let device = match on_cpu {
             true => executor::open(set.clone(), placement, DType::F32, 1, None).unwrap(),
@@ -270,16 +297,27 @@ impl Run {
     }
 
     fn batch(&mut self, prefix: &str, seed: usize) {
+        self.batch_of(prefix, seed, 0);
+    }
+
+    /// What of a micro-batch the Programs read, which may be some of it.
+    fn batch_of(&mut self, prefix: &str, seed: usize, micro_batch: u32) {
         let rows = (BATCH * SEQUENCE) as usize;
         let draw = |i: usize, of: i32| ((i * 7919 + seed * 104_729 + i * i) % of as usize) as f64;
         let at = |i: usize| i % SEQUENCE as usize;
         let start = |i: usize| if at(i) < 11 { 0.0 } else { 11.0 };
         let all = |f: &dyn Fn(usize) -> f64| (0..rows).map(f).collect::<Vec<_>>();
-        self.put(&format!("{prefix}tokens"), &all(&|i| draw(i, VOCAB)));
-        self.put(&format!("{prefix}labels"), &all(&|i| if i == 3 { -100.0 } else { draw(i + 1, VOCAB) }));
-        self.put(&format!("{prefix}positions"), &all(&|i| at(i) as f64 - start(i)));
-        self.put(&format!("{prefix}document_start"), &all(&start));
-        self.put(&format!("{prefix}token_weights"), &vec![1.0; rows]);
+        let mut put = |name: &str, values: &[f64]| {
+            if let Some(tensor) = self.set.find(&format!("{prefix}{name}")) {
+                let known = self.set.tensor(tensor);
+                self.device.write(tensor, micro_batch % known.slots, &bytes_of(known.dtype, values));
+            }
+        };
+        put("tokens", &all(&|i| draw(i, VOCAB)));
+        put("labels", &all(&|i| if i == 3 { -100.0 } else { draw(i + 1, VOCAB) }));
+        put("positions", &all(&|i| at(i) as f64 - start(i)));
+        put("document_start", &all(&start));
+        put("token_weights", &vec![1.0; rows]);
     }
 
     /// The same weights as another device has, by way of its files.
@@ -472,6 +510,77 @@ fn a_team_trains_what_one_device_trains_whether_batch_or_state_is_shared_out() {
         for run in &mut team {
             assert!(!run.device.memory().strayed(Space::Device), "{what}");
         }
+    }
+    done.store(true, Ordering::Relaxed);
+}
+
+#[test]
+#[ignore = "needs g++: cargo xtask cuda-check"]
+fn a_pipeline_trains_what_one_device_trains() {
+    const STEPS: usize = 3;
+    let done = watchdog();
+    let mut alone = Run::on_stand_in(DType::F32);
+    alone.run("load");
+    alone.run("fresh");
+    let losses = alone.train(STEPS);
+    let (evaluated, _) = alone.evaluate();
+    alone.run("save");
+    // GPUs below and above the processor, and with another GPU; messages of several rounds.
+    for (on_cpu, round_bytes) in [([false, false], ROUND_BYTES), ([false, true], 1000), ([true, false], 3000)] {
+        let what = format!("beside the processor: {on_cpu:?}, {round_bytes}");
+        let transport = InProcess::in_rounds(2, round_bytes);
+        let share = |rank| {
+            let (sharing, layers) = (Some(Sharing::Layers), vec![0, 1, 2]);
+            Share { sharing, rank, ranks: 2, layers, ..Share::ALONE }
+        };
+        let mut team = [0, 1].map(|rank| Run::of_stage(&share(rank), 2, on_cpu[rank as usize]));
+        let found: Vec<(Vec<f64>, f64)> = std::thread::scope(|scope| {
+            let ranks = (0..).zip(&mut team).map(|(rank, run)| {
+                let seat = Seat { rank, transport: transport.clone() };
+                let calls = share(rank).schedule(2).calls;
+                scope.spawn(move || {
+                    run.device.join(seat).unwrap();
+                    run.run("load");
+                    run.run("fresh");
+                    let step = |step| {
+                        run.begin(step);
+                        for call in calls.iter().filter(|call| call.program != "begin") {
+                            let micro_batch = call.micro_batch;
+                            if call.program == "forward" {
+                                run.batch_of("train.", 2 * step + micro_batch as usize, micro_batch);
+                            }
+                            let call = Call { micro_batch, last: call.last, ..Call::of(&call.program) };
+                            run.device.run_observed(call, &mut NoFiles, &mut Unobserved).unwrap();
+                        }
+                        run.metric(Metric::LossSum) / 148.0
+                    };
+                    let losses = (0..STEPS).map(step).collect();
+                    run.put("metrics", &[0.0; METRIC_COUNT as usize]);
+                    run.batch("evaluate.", 77);
+                    run.run("evaluate");
+                    let evaluated = run.metric(Metric::LossSum);
+                    run.run("save");
+                    (losses, evaluated)
+                })
+            });
+            let ranks: Vec<_> = ranks.collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        });
+        assert_eq!(found[0].0, found[1].0, "{what}");
+        close(&found[0].0, &losses, 1e-5, &what);
+        close(&[found[1].1], &[evaluated], 1e-5, &what);
+        let mut saved = 0;
+        for run in &mut team {
+            for (name, bytes) in &run.files.0 {
+                let dtype = run.set.tensor(run.set.find(name).unwrap()).dtype;
+                close(&numbers(dtype, bytes), &numbers(dtype, &alone.files.0[name]), 2e-4, name);
+                saved += 1;
+            }
+            for space in [Space::Device, Space::Host] {
+                assert!(!run.device.memory().strayed(space), "{what}");
+            }
+        }
+        assert_eq!(saved, alone.files.0.len(), "{what}");
     }
     done.store(true, Ordering::Relaxed);
 }

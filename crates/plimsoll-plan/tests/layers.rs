@@ -150,6 +150,32 @@ fn eight_devices_hold_what_one_of_them_never_could() {
 }
 
 #[test]
+fn messages_of_gpus_stand_on_the_host_and_without_one_there_is_no_pipeline() {
+    // A tied table would go over the host, too.
+    let config = ModelConfig { tied: false, ..preset("smollm2-135m").expect("listed") };
+    let devices = [("a", 2400, 1.0), ("b", 1400, 0.5)]
+        .map(|(name, budget, pace)| DeviceSpec { kind: DeviceKind::Paper, ..device(name, Bytes::mib(budget), pace) });
+    let with = |host: Bytes| {
+        let team = TeamQuestion { only: Some(Sharing::Layers), host, ..team(&config, &devices, 16) };
+        let spec = HostSpec { budget: host, memory_bytes_per_second: 1e10, ..HostSpec::NONE };
+        let questions = team.devices.iter().map(|question| Question { host: spec, ..question.clone() });
+        share_out(&TeamQuestion { devices: questions.collect(), ..team })
+    };
+    let answer = with(Bytes::mib(64));
+    assert_eq!((answer.plan.fits, answer.plan.sharing), (true, Some(Sharing::Layers)));
+    // What the first stage shows stays until its gradient is back, of two micro-batches, beside one that comes; what comes to the last
+    // and what goes from it stand in one place.
+    let member = &answer.plan.team[0];
+    let message = u64::from(member.recipe.micro_batch) * 256 * config.hidden * 4;
+    let held: Vec<u64> = answer.parts.iter().map(|part| part.answer.plan.host.arena_bytes.0).collect();
+    assert_eq!(held, [3 * message, message]);
+    answer.parts.iter().for_each(|part| check(&part.answer.set).expect("it is well formed"));
+    assert_ne!(with(Bytes::ZERO).plan.sharing, Some(Sharing::Layers));
+    // And where there is less of it than they take.
+    assert_ne!(with(Bytes(message)).plan.sharing, Some(Sharing::Layers));
+}
+
+#[test]
 fn a_model_that_fits_everywhere_is_not_cut() {
     let config = preset("smollm2-135m").expect("listed");
     let devices: Vec<DeviceSpec> = (0..2).map(|n| device(&format!("virtual:{n}"), Bytes::gib(24), 1.0)).collect();

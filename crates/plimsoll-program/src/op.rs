@@ -129,6 +129,11 @@ pub struct Exchange {
 }
 
 impl Exchange {
+    /// Whether it goes from one rank to another, and the others have no part in it.
+    pub fn is_message(&self) -> bool {
+        matches!(self.collective, Collective::Send | Collective::Receive)
+    }
+
     /// Elements of a piece that this rank reads, and those that it writes.
     pub fn elements(&self, piece: &Piece) -> (u64, u64) {
         let (total, own) = (piece.counts.iter().sum(), piece.counts[self.rank as usize]);

@@ -12,7 +12,7 @@ use plimsoll_device::transport::memory::Memory as InProcess;
 use plimsoll_device::transport::{Seat, Transport};
 use plimsoll_device::virtual_device::{self, Virtual};
 use plimsoll_plan::search::{Answer, Lossy, Pins, Question, plan_of};
-use plimsoll_program::models::decoder::{AdamState, Base, Lora, Method, Optimizer, Source};
+use plimsoll_program::models::decoder::{AdamState, Base, Generation, Lora, Method, Optimizer, Source};
 use plimsoll_program::models::{ModelConfig, preset};
 use plimsoll_program::passes::check::check;
 use plimsoll_program::passes::collectives::agree;
@@ -198,7 +198,7 @@ impl Case {
             source: Source::Random { seed: 3 },
             optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state }),
             evaluate: true,
-            generation: None,
+            generation: Some(Generation { capacity: 8, chunk: 3 }),
             device: &device,
             host: HostSpec { budget: Bytes::gib(2), memory_bytes_per_second: 1e10, file: FileSpec::NONE },
             lossy: self.lossy.clone(),
@@ -395,6 +395,20 @@ impl Team {
     }
 }
 
+impl Team {
+    /// Logits after a prompt, and after one token more.
+    fn generated(&mut self) -> Vec<f64> {
+        let extend = |team: &mut Team, tokens: &[i32], length| {
+            let all = team.each(|_, engine| engine.extend(tokens, length).expect("nobody gives up"));
+            let found: Vec<Vec<f64>> = all.into_iter().filter(|logits| !logits.is_empty()).collect();
+            assert!(found.iter().all(|logits| *logits == found[0]));
+            found[0].clone()
+        };
+        let prompt = extend(self, &[5, 3, 1, 4, 2], 0);
+        [prompt, extend(self, &[7], 5)].concat()
+    }
+}
+
 /// The numbers in files, by the name of the tensor; codes of 8-bit state are left out, which small differences turn over.
 fn stored(set: &ProgramSet, files: &Files) -> BTreeMap<String, Vec<f64>> {
     let values = files.0.iter().filter_map(|(name, bytes)| {
@@ -427,6 +441,9 @@ fn is_one_run_in_parts(case: &Case) {
     }
     let (one, many) = (alone.evaluated(), team.evaluated());
     assert!(((one - many) / one).abs() < tolerance, "{one} {many}: {what}");
+    for (one, many) in alone.generated().into_iter().zip(team.generated()) {
+        assert!((one - many).abs() <= tolerance * one.abs().max(1.0), "logits {one} {many}: {what}");
+    }
     let (one, many) = (alone.files(), team.files());
     let sizes = |files: &Files| files.0.iter().map(|(name, bytes)| (name.clone(), bytes.len())).collect::<Vec<_>>();
     assert_eq!(sizes(&one), sizes(&many), "{what}");

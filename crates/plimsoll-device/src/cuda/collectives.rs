@@ -1,8 +1,8 @@
 //! Collectives of a GPU: its bytes come to the others, and theirs to it, through the pinned slots of staging, a slot a
 //! round. While a round is met for, the next is on its way out, and the one before on its way in.
 //!
-//! A message is shown by its sender where that waits for it to have been taken: a slot cannot be lent any longer. So a
-//! message whose sender waits in another Program cannot be sent.
+//! A message is shown by its sender where that waits for it to have been taken: a slot cannot be lent any longer. A message
+//! whose sender waits in another Program stands in the host's arena instead, and has no part in this.
 //!
 //! NCCL would be another way, with a transport of its own.
 

@@ -13,6 +13,7 @@
 //!
 //! **Collectives** are the host's to take part in, with bytes that the device brings (`collectives`). They are put off until
 //! something waits for them, or the Program has nothing else: by then the device has the rest of the pass to work on.
+//! Messages of a pipeline stand in the host's arena, and are the host's alone.
 //!
 //! **What memory there is.** The arena of the device; the pinned arena of the host; [`STAGING_BYTES`] of pinned
 //! staging; what contexts, modules and libraries hold ([`Charges`]). That is measured when the device is opened, after
@@ -241,6 +242,39 @@ impl Plan {
         ends.max().unwrap_or(0)
     }
 
+    /// Whether an op is about a message that stands in the host's arena.
+    fn is_mail(&self, op: &Op) -> bool {
+        match &op.kind {
+            OpKind::CollectiveStart(exchange) | OpKind::CollectiveWait(exchange) => {
+                let on_host = |piece: &Piece| self.set.tensor(piece.input.tensor).space == Space::Host;
+                exchange.is_message() && exchange.pieces.iter().all(on_host)
+            }
+            _ => false,
+        }
+    }
+
+    /// That messages in the device's memory have been taken when the Program that shows them ends: a slot of staging cannot
+    /// be lent any longer.
+    fn check_messages(&self, program: &Program) -> Result<(), DeviceError> {
+        let late = DeviceError::NoTeam { device: "a GPU that waits late for messages out of its memory" };
+        let mut shown: Vec<(Option<u32>, Index)> = Vec::new();
+        for op in program.blocks.iter().flat_map(|block| &block.ops).filter(|op| !self.is_mail(op)) {
+            match &op.kind {
+                OpKind::CollectiveStart(message) if message.collective == Collective::Send => {
+                    shown.push((message.peer, message.sequence));
+                }
+                OpKind::CollectiveWait(message) if message.collective == Collective::Send => {
+                    let place = shown.iter().position(|other| *other == (message.peer, message.sequence));
+                    // Else it was shown by a Program before this one.
+                    let Some(place) = place else { return Err(late) };
+                    shown.remove(place);
+                }
+                _ => {}
+            }
+        }
+        if shown.is_empty() { Ok(()) } else { Err(late) }
+    }
+
     /// Threads for the ops of the host's processor, where there are any.
     fn pool(&self, threads: usize) -> Result<Option<Pool>, DeviceError> {
         let is_on_host = |program: &Program| program.trace().any(|(op, _)| op.queue.is_hosts());
@@ -409,10 +443,15 @@ impl Frame<'_> {
     fn check(&self, op: &Op) -> Result<(), DeviceError> {
         let copies = matches!(op.kind, OpKind::TransferStart { .. } | OpKind::TransferWait { .. });
         let on_device = |operand: &Operand| self.space(operand) == Space::Device;
-        if copies || op.queue.is_hosts() || op.accesses(&|_| 1).iter().all(|access| on_device(&access.operand)) {
+        if copies || self.is_hosts(op) || op.accesses(&|_| 1).iter().all(|access| on_device(&access.operand)) {
             return Ok(());
         }
         Err(DeviceError::Unsupported { op: op.name(), device: "a gpu on memory of the host" })
+    }
+
+    /// Whether the host does it: ops of its processor, and messages that stand in its arena.
+    fn is_hosts(&self, op: &Op) -> bool {
+        op.queue.is_hosts() || self.plan.is_mail(op)
     }
 
     /// Every kernel that the op may start; see [`Frame::check`].
@@ -485,7 +524,7 @@ enum Work {
         to: Place,
         bytes: u64,
     },
-    /// An op of the host's processor.
+    /// An op of the host's processor, or a message that stands in its arena.
     OnHost {
         op: Box<Op>,
         variable: i64,
@@ -575,25 +614,6 @@ impl Together {
     }
 }
 
-/// That messages have been taken when the Program that shows them ends.
-fn check_messages(program: &Program) -> Result<(), DeviceError> {
-    let mut shown: Vec<(Option<u32>, Index)> = Vec::new();
-    for op in program.blocks.iter().flat_map(|block| &block.ops) {
-        match &op.kind {
-            OpKind::CollectiveStart(message) if message.collective == Collective::Send => {
-                shown.push((message.peer, message.sequence));
-            }
-            OpKind::CollectiveWait(message) if message.collective == Collective::Send => {
-                let place = shown.iter().position(|other| *other == (message.peer, message.sequence));
-                // Else it was shown by a Program before this one.
-                shown.remove(place.ok_or(DeviceError::NoTeam { device: "a GPU with some of the layers" })?);
-            }
-            _ => {}
-        }
-    }
-    if shown.is_empty() { Ok(()) } else { Err(DeviceError::NoTeam { device: "a GPU with some of the layers" }) }
-}
-
 /// By op: the number of the op that it is started with, which is its own or that of the first of its group.
 fn leaders(together: &[Option<Together>]) -> Vec<u32> {
     let mut leaders: Vec<u32> = Vec::with_capacity(together.len());
@@ -643,7 +663,7 @@ impl CudaDevice {
     fn load_kernels(&mut self) -> Result<(), DeviceError> {
         let mut shared_bytes: BTreeMap<(Unit, &'static str), u32> = BTreeMap::new();
         for program in &self.plan.set.programs {
-            check_messages(program)?;
+            self.plan.check_messages(program)?;
             for (op, variable) in program.trace() {
                 let frame = self.frame(variable, 0);
                 frame.check(op)?;
@@ -800,7 +820,7 @@ impl CudaDevice {
 
     /// What an op is on this device.
     fn works(&self, frame: &Frame, op: &Op) -> Result<Vec<Work>, DeviceError> {
-        if op.queue.is_hosts() {
+        if frame.is_hosts(op) {
             return Ok(vec![Work::OnHost { op: Box::new(op.clone()), variable: frame.variable }]);
         }
         let kernel = |launch: Launch| Work::Kernel(self.kernels.function(&launch), launch);
@@ -962,12 +982,23 @@ impl CudaDevice {
             // SAFETY: as above.
             Work::Product(shape, operands) => unsafe { self.products.run(shape, operands, stream) }?,
             Work::OnHost { op, variable } => {
-                let pool = self.pool.as_ref().expect("there is a pool where there are ops of the host");
                 let Plan { set, placement, real } = &*self.plan;
-                let run: RunOp = runner(if *real == Real::Bf16 { DType::Bf16 } else { DType::F32 });
                 let (spaces, micro_batch) = (self.machine.spaces(), i64::from(micro_batch));
-                let site = Site { spaces, pool, set, placement, variable: *variable, micro_batch };
-                pool.enter(|| run(site, op, files))?;
+                let site = |pool| Site { spaces, pool, set, placement, variable: *variable, micro_batch };
+                let (seat, nobody) = (self.seat.as_ref(), Pool::new(1)?);
+                match &op.kind {
+                    OpKind::CollectiveStart(message) => {
+                        transport::exchange(site(&nobody), seat, message, 0.0, 0.0)?;
+                    }
+                    OpKind::CollectiveWait(message) => {
+                        transport::ended(site(&nobody), seat, message, 0.0)?;
+                    }
+                    _ => {
+                        let pool = self.pool.as_ref().expect("there is a pool where there are ops of the host");
+                        let run: RunOp = runner(if *real == Real::Bf16 { DType::Bf16 } else { DType::F32 });
+                        pool.enter(|| run(site(pool), op, files))?;
+                    }
+                }
             }
             Work::Copy { from, to, bytes } => self.copy(*from, *to, *bytes, queue, files)?,
             Work::Collective(ready) => {
@@ -981,11 +1012,16 @@ impl CudaDevice {
     }
 
     /// Puts a step on its queue whose turn has come.
-    fn go_on_with(&mut self, off: &PutOff, files: &mut dyn FileSpace) -> Result<(), DeviceError> {
+    fn go_on_with(&mut self, off: &PutOff, micro_batch: u32, files: &mut dyn FileSpace) -> Result<(), DeviceError> {
         self.machine.queues.pass_gate(off.gate)?;
         if off.runs {
+            if let (true, Some(stream)) =
+                (off.step.works.iter().any(Work::is_done_by_host), self.machine.queues.stream(off.step.queue))
+            {
+                stream.synchronize()?;
+            }
             for work in &off.step.works {
-                self.start(work, off.step.queue, 0, files)?;
+                self.start(work, off.step.queue, micro_batch, files)?;
             }
         }
         Ok(off.step.gives.map_or(Ok(()), |event| self.machine.queues.signal(off.step.queue, event))?)
@@ -1078,7 +1114,7 @@ impl CudaDevice {
         }
         let mut put_off = VecDeque::new();
         let started = self.start_steps(prepared, program, call, files, observer, &mut put_off);
-        let met = put_off.iter().try_for_each(|off| self.go_on_with(off, files));
+        let met = put_off.iter().try_for_each(|off| self.go_on_with(off, call.micro_batch, files));
         started.and(met)?;
         if prepared.forks {
             self.machine.queues.join()?;
@@ -1127,7 +1163,7 @@ impl CudaDevice {
             let awaited = |off: &PutOff| off.step.gives.is_some_and(|event| step.awaits.contains(&event));
             while put_off.iter().any(awaited) {
                 let first = put_off.pop_front().expect("there is one that is awaited");
-                self.go_on_with(&first, files)?;
+                self.go_on_with(&first, call.micro_batch, files)?;
             }
             if step.queue == Queue::Communication {
                 self.put_off(step, &mut gate, true, put_off)?;
@@ -1243,6 +1279,7 @@ impl Device for CudaDevice {
         if seat.transport.round_bytes().is_none_or(|bytes| bytes > ROUND_BYTES) {
             return Err(DeviceError::NoTeam { device: "a GPU whose bytes go through staging" });
         }
+        self.machine.join(seat.clone());
         self.seat = Some(seat);
         Ok(())
     }
@@ -1274,6 +1311,7 @@ impl Device for CudaDevice {
         self.machine.check()?;
         self.machine.context.enter()?;
         self.machine.context.synchronize()?;
+        self.seat.iter().for_each(Seat::withdraw);
         let before = self.machine.bytes(Space::Device).0;
         // Addresses of the new plan need not lie in the arena as it is.
         if placement.arena_bytes > before {

@@ -7,6 +7,7 @@ use super::queues::Queues;
 use super::staging::Staging;
 use crate::device::{DeviceError, Memory, NoFiles};
 use crate::spaces::{Arenas, Spaces};
+use crate::transport::Seat;
 use plimsoll_core::{Bytes, Space};
 use plimsoll_program::Placement;
 use std::borrow::Cow;
@@ -154,6 +155,11 @@ impl Machine {
     /// The arena of the host, for copies.
     pub fn host(&self) -> HostRange {
         HostRange { base: self.host.spaces.of(Space::Host).base(), bytes: self.host.bytes() }
+    }
+
+    /// From now on others may read what is shown to them from the host's arena.
+    pub fn join(&mut self, seat: Seat) {
+        self.host.spaces.join(seat);
     }
 
     /// The arena of the host, for ops of the processor.

@@ -147,7 +147,7 @@ impl<'q> Measurer<'q> {
         let one_micro_batch = question.micro_batches_of(&recipe) == 1;
         let part = |set: ProgramSet, wanted: &dyn Fn(&Program) -> bool| {
             let set = offload_only(set, self.layers(), &recipe.offload, one_micro_batch, wanted);
-            question.with_file(set, recipe.offload)
+            question.mailed(question.with_file(set, recipe.offload))
         };
         // Inputs of layers do not come into it.
         let key = (Offload { inputs: 0, ..recipe.offload }, one_micro_batch);

@@ -19,8 +19,8 @@ use crate::layout::{ArenaLayout, Layout, lay_out};
 use crate::price::Prices;
 use measure::Measurer;
 use plimsoll_core::{
-    Bytes, Class, DType, DeviceKind, DevicePlan, DeviceSpec, FileSpec, HostSpec, Need, Offload, Plan, Predicted, Recipe,
-    RecomputeLevel, Rung, Sharing, Space, WorkName,
+    Bytes, Class, DType, DeviceKind, DevicePlan, DeviceSpec, FileSpec, HostSpec, Need, Offload, Plan, Predicted,
+    Recipe, RecomputeLevel, Rung, Sharing, Space, WorkName,
 };
 use plimsoll_program::models::decoder::{Base, Build, Generation, Lora, Method, Optimizer, Source, Training, build};
 use plimsoll_program::models::{ModelConfig, Target};
@@ -143,13 +143,12 @@ pub struct Answer {
 }
 
 impl<'a> Question<'a> {
-    /// The same about a share of the step in which a device computes so many sequences. A stage of a pipeline keeps what it
-    /// has on the device, and generates no tokens.
+    /// The same about a share of the step in which a device computes so many sequences. Teams take no scratch file; a stage
+    /// of a pipeline keeps what it has on the device.
     #[must_use]
     pub fn of_share(mut self, share: &Share, sequences: u64) -> Question<'a> {
         (self.share, self.sequences) = (share.clone(), sequences);
         if share.sharing.is_some() {
-            // Teams take no scratch file.
             self.host.file = FileSpec::NONE;
         }
         if share.sharing == Some(Sharing::Layers) {
@@ -157,7 +156,6 @@ impl<'a> Question<'a> {
             let of_stage = |levels: Vec<RecomputeLevel>| levels[own.start as usize..own.end as usize].to_vec();
             self.pins.recompute = self.pins.recompute.map(of_stage);
             self.pins.offload = Some(Offload::NOTHING);
-            self.generation = None;
         }
         self
     }
@@ -190,7 +188,13 @@ impl Question<'_> {
         let plain = self.build(self.config, recipe, true);
         let one = self.micro_batches_of(recipe) == 1;
         let waits = passes::offload::offload(plain, self.layers() as u32, &recipe.offload, one);
-        passes::trim::trim(self.with_file(waits, recipe.offload))
+        passes::trim::trim(self.mailed(self.with_file(waits, recipe.offload)))
+    }
+
+    /// Messages between the stages of a pipeline stand on the host, where a device's memory is its own.
+    fn mailed(&self, set: ProgramSet) -> ProgramSet {
+        let by_mail = self.share.sharing == Some(Sharing::Layers) && Kernels::of(self.device) == Kernels::Cuda;
+        if by_mail { passes::mail::by_way_of_host(set) } else { set }
     }
 
     /// What of that which waits does so in the scratch file is moved there.
@@ -246,7 +250,7 @@ impl Question<'_> {
 
     /// Programs that compute, of a recipe that keeps everything on the device.
     pub(crate) fn computing(&self, recipe: &Recipe) -> ProgramSet {
-        self.build(self.config, recipe, false)
+        self.mailed(self.build(self.config, recipe, false))
     }
 
     pub(crate) fn prices(&self) -> Prices<'_> {

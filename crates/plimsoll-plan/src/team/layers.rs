@@ -1,7 +1,7 @@
 //! The layers stand one after another on the devices, each with a run of them that its memory and its speed allow, and
 //! micro-batches go through them like through a pipeline. Only hidden states go from device to device, so slow links matter
 //! little; what is lost is the time in which the pipeline fills and empties, and what its slowest stage takes longer than the
-//! others.
+//! others. Messages of GPUs stand on the host: where nothing of it may be used there is no pipeline over them.
 //!
 //! Where stages begin is found by dynamic programming over (stage, layers below): a stage of so many layers takes and holds
 //! what was measured of stages of few, where nothing is computed again and where everything is, and what lies between is in
@@ -13,6 +13,7 @@ use crate::layout::lower_bound;
 use crate::price::Prices;
 use crate::search::{Pins, Question, fastest_by_bounds, side_by_side, under};
 use plimsoll_core::{Bytes, DeviceSpec, Link, Recipe, RecomputeLevel, Rung, Sharing, Space, Worth};
+use plimsoll_program::workspace::Kernels;
 use plimsoll_program::{Program, ProgramSet, Schedule, Share};
 use std::cell::{OnceCell, RefCell};
 use std::collections::HashMap;
@@ -213,12 +214,23 @@ impl<'t, 'q> Layers<'t, 'q> {
         DeviceSpec { team_link, budget, ..spec.clone() }
     }
 
+    /// Whether the messages of a device stand on the host.
+    fn by_mail(&self, device: usize) -> bool {
+        Kernels::of(self.team.devices[device].device) == Kernels::Cuda
+    }
+
+    /// What one of so many stages may have of the host.
+    fn host(&self, device: usize, stages: usize) -> Bytes {
+        if self.by_mail(device) { Bytes(self.team.host.0 / stages as u64) } else { Bytes::ZERO }
+    }
+
     /// A question about a device of a team with this link, that has such layers.
     fn question<'s>(&self, spec: &'s DeviceSpec, device: usize, share: &Share, micro_batch: u32) -> Question<'s>
     where
         'q: 's,
     {
-        let question = under(&self.team.of(device, share, self.team.total(), Bytes::ZERO), self.rungs);
+        let host = self.host(device, share.ranks as usize);
+        let question = under(&self.team.of(device, share, self.team.total(), host), self.rungs);
         let pins = Pins { micro_batch: Some(micro_batch), ..question.pins.clone() };
         Question { device: spec, pins, ..question }
     }
@@ -359,7 +371,7 @@ impl<'t, 'q> Layers<'t, 'q> {
                         share,
                         sequences: self.team.total(),
                         recipe: candidate.recipe.clone(),
-                        host: Bytes::ZERO,
+                        host: self.host(device, devices.len()),
                         device_bytes: candidate.device,
                         host_bytes: candidate.host,
                     };
@@ -384,6 +396,9 @@ impl Layers<'_, '_> {
         }
         let speed = |device: usize| self.team.devices[device].device.rates.f32_flops;
         let mut devices: Vec<usize> = (0..self.team.devices.len()).collect();
+        if self.team.host == Bytes::ZERO && devices.iter().any(|&device| self.by_mail(device)) {
+            return None;
+        }
         let slowest_of = |devices: &[usize]| devices.iter().copied().min_by(|&a, &b| speed(a).total_cmp(&speed(b)));
         while devices.len() as u64 > self.depth() && !self.team.all {
             let out = slowest_of(&devices)?;

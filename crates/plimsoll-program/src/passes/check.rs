@@ -208,8 +208,9 @@ fn reaches(op: &Op, space: Space) -> bool {
             let disk = matches!(op.queue, Queue::FileRead | Queue::FileWrite);
             disk || matches!(op.queue, Queue::CopyIn | Queue::CopyOut) && space != Space::Scratch
         }
-        OpKind::CollectiveStart(_) | OpKind::CollectiveWait(_) => {
-            op.queue == Queue::Communication && space == Space::Device
+        OpKind::CollectiveStart(exchange) | OpKind::CollectiveWait(exchange) => {
+            let shown = exchange.is_message() && space == Space::Host;
+            op.queue == Queue::Communication && (space == Space::Device || shown)
         }
         _ => match op.queue {
             Queue::Host => space == Space::Host,

@@ -2,6 +2,7 @@
 
 pub mod check;
 pub mod collectives;
+pub mod mail;
 pub mod offload;
 pub mod recompute;
 pub mod scratch;

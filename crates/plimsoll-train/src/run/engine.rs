@@ -95,6 +95,17 @@ struct Input {
     slots: u32,
 }
 
+/// What a pass of generation is given and gives: of the stages of a pipeline only the first takes tokens, and only the last
+/// has logits.
+#[derive(Clone, Copy)]
+struct Generating {
+    tokens: Option<TensorId>,
+    positions: TensorId,
+    logits: Option<TensorId>,
+    /// Tokens at once.
+    room: usize,
+}
+
 /// The tensors of a set of Programs that the host fills and reads.
 struct Names {
     scalars: TensorId,
@@ -104,8 +115,8 @@ struct Names {
     in_flight: u32,
     /// The hits are where the loss is.
     evaluate: Option<(Inputs, Option<TensorId>)>,
-    prefill: Option<(TensorId, TensorId, TensorId, usize)>,
-    decode: Option<(TensorId, TensorId, TensorId, usize)>,
+    prefill: Option<Generating>,
+    decode: Option<Generating>,
     capacity: usize,
     /// Ops of each Program.
     lengths: HashMap<String, u32>,
@@ -126,9 +137,9 @@ impl Names {
         };
         let generation = |name: &str| {
             set.program(name).map(|_| {
-                let tokens = find(&format!("{name}.tokens"));
-                let rows = set.tensor(tokens).elements() as usize;
-                (tokens, find(&format!("{name}.positions")), find(&format!("{name}.logits")), rows)
+                let positions = find(&format!("{name}.positions"));
+                let (tokens, logits) = (set.find(&format!("{name}.tokens")), set.find(&format!("{name}.logits")));
+                Generating { tokens, positions, logits, room: set.tensor(positions).elements() as usize }
             })
         };
         Names {
@@ -488,13 +499,13 @@ impl Engine {
     }
 
     /// Puts tokens behind the `length` tokens that the cache holds, and gives the logits of the one
-    /// that follows the last.
+    /// that follows the last; none on a stage of a pipeline that is not the last.
     pub fn extend(&mut self, tokens: &[i32], mut length: usize) -> Result<Vec<f64>, DeviceError> {
         let mut rest = tokens;
         let mut logits_of = None;
         while !rest.is_empty() {
             let prefill = self.names.prefill.expect("the plan generates");
-            let (program, (ids, positions, logits, room)) = if rest.len() == 1 {
+            let (program, Generating { tokens, positions, logits, room }) = if rest.len() == 1 {
                 ("decode", self.names.decode.expect("the plan generates"))
             } else {
                 ("prefill", prefill)
@@ -504,15 +515,18 @@ impl Engine {
             padded[..count].copy_from_slice(&rest[..count]);
             let places: Vec<i32> = (0..room).map(|i| (length + i) as i32).collect();
             self.set_scalars(&[(Scalar::CacheLength, length as f64), (Scalar::LastRow, (count - 1) as f64)]);
-            self.device.write(ids, 0, cast_slice(&padded));
+            if let Some(tokens) = tokens {
+                self.device.write(tokens, 0, cast_slice(&padded));
+            }
             self.device.write(positions, 0, cast_slice(&places));
             self.run(program)?;
             length += count;
             rest = &rest[count..];
-            logits_of = Some(logits);
+            logits_of = logits;
         }
         self.device.settle()?;
-        let logits = logits_of.expect("there are tokens to go on from");
+        assert!(length > 0, "there are tokens to go on from");
+        let Some(logits) = logits_of else { return Ok(Vec::new()) };
         let mut bytes = vec![0; self.vocab * self.precision.bytes() as usize];
         self.device.read(logits, 0, &mut bytes);
         Ok(real_values(self.precision, &bytes))

@@ -162,9 +162,9 @@ impl Continues for Team {
         if !self.holds_parts() {
             return Ok(self.workers[0].engine.extend(tokens, length)?);
         }
-        // All have the same tokens and the same cache; what the first makes of them counts.
+        // All have the same tokens; those that come to logits, which of a pipeline is the last stage, come to the same.
         let all = self.all(|worker| Ok(worker.engine.extend(tokens, length)?))?;
-        Ok(all.into_iter().next().expect("a team has a device"))
+        Ok(all.into_iter().find(|logits| !logits.is_empty()).expect("somebody has the head"))
     }
 
     fn capacity(&self) -> usize {

@@ -61,25 +61,28 @@ impl Decoder<'_> {
             };
             let forward = self.forward(&prefix, rows, &inputs, false, &mut attention);
             let (d, v) = (self.what.config.hidden, self.what.config.vocab);
-            let (normed, head) = forward.top.expect("the whole model is here");
-            let picked = self.builder.activation(&format!("{prefix}picked"), &[1, d], 1);
-            let logits = self.builder.activation(&format!("{prefix}logits"), &[1, v], 1);
             let mut blocks = self.forward_blocks(&forward);
-            let pick =
-                OpKind::PickRow { x: Operand::whole(normed), scalars, out: Operand::whole(picked), rows, columns: d };
-            blocks.push(Block::once("pick", vec![pick.into()]));
-            for block in head_blocks(v) {
-                let (columns, first) = (block.end - block.start, block.start as i64);
-                let head = Operand::whole(head).from(Index::fixed(first * d as i64));
-                let out = Operand::whole(logits).from(Index::fixed(first));
-                let product = Product::linear(Operand::whole(picked), head, out, 1, d, columns);
-                blocks.push(Block::once("logits", vec![self.builder.product(product)]));
+            let mut outputs = vec![];
+            // The stages of a pipeline but the last only pass on what they are given.
+            if let Some((normed, head)) = forward.top {
+                let picked = self.builder.activation(&format!("{prefix}picked"), &[1, d], 1);
+                let logits = self.builder.activation(&format!("{prefix}logits"), &[1, v], 1);
+                let (x, out) = (Operand::whole(normed), Operand::whole(picked));
+                blocks.push(Block::once("pick", vec![OpKind::PickRow { x, scalars, out, rows, columns: d }.into()]));
+                for block in head_blocks(v) {
+                    let (columns, first) = (block.end - block.start, block.start as i64);
+                    let head = Operand::whole(head).from(Index::fixed(first * d as i64));
+                    let out = Operand::whole(logits).from(Index::fixed(first));
+                    let product = Product::linear(Operand::whole(picked), head, out, 1, d, columns);
+                    blocks.push(Block::once("logits", vec![self.builder.product(product)]));
+                }
+                outputs.push(logits);
             }
             programs.push(self.push(
                 WorkName::Generate,
                 name,
                 inputs.tokens.into_iter().chain([inputs.positions]).collect(),
-                vec![logits],
+                outputs,
                 blocks,
             ));
         }

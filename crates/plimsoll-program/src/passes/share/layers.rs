@@ -43,7 +43,9 @@ pub(super) fn share(set: ProgramSet, share: &Share, micro_batches: u32, tied: bo
     let mut stage = Stage { share, set };
     stage.forward("forward", "train.hidden");
     stage.backward();
-    stage.forward("evaluate", "evaluate.hidden");
+    for program in ["evaluate", "prefill", "decode"] {
+        stage.forward(program, &format!("{program}.hidden"));
+    }
     stage.norm(tied);
     stage.ring(share.in_flight(micro_batches));
     stage.set
@@ -86,8 +88,8 @@ impl Stage<'_> {
         }
         if let Some([show, wait]) = shown {
             let mut ops = vec![show];
-            // Nothing comes back from an evaluation.
-            ops.extend((program == "evaluate").then_some(wait));
+            // Nothing comes back from a pass without a backward pass.
+            ops.extend((program != "forward").then_some(wait));
             blocks.push(Block::once("to the next stage", ops));
         }
     }
