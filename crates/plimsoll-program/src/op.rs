@@ -535,12 +535,17 @@ impl Op {
         }
     }
 
-    /// Every place the op touches. The elements of workspaces are the whole tensor's, so they are
-    /// found by `workspace_elements`.
+    /// Every place the op touches. The elements of workspaces are the whole tensor's: `elements_of` knows them.
     pub fn accesses(&self, elements_of: &dyn Fn(TensorId) -> u64) -> Vec<Access> {
-        use Mode::{Read, Update, Write};
         let mut list = Vec::with_capacity(8);
-        let mut touch = |operand: Operand, elements: u64, mode: Mode| list.push(Access { operand, elements, mode });
+        self.each_access(elements_of, &mut |access| list.push(access));
+        list
+    }
+
+    /// Tells `each` of them, in the same order.
+    pub fn each_access(&self, elements_of: &dyn Fn(TensorId) -> u64, each: &mut dyn FnMut(Access)) {
+        use Mode::{Read, Update, Write};
+        let mut touch = |operand: Operand, elements: u64, mode: Mode| each(Access { operand, elements, mode });
         let scratch = |operand: &Operand| elements_of(operand.tensor);
         match &self.kind {
             OpKind::Product {
@@ -791,7 +796,6 @@ impl Op {
                 }
             }
         }
-        list
     }
 
     /// (read, written) operands that may stand in the same bytes when the read one dies here and
@@ -886,9 +890,11 @@ impl Op {
             OpKind::Product { out, m, n, .. } if access.operand == *out => m * n,
             _ => access.elements,
         };
-        self.accesses(elements_of)
-            .iter()
-            .map(|a| gathered(a) * dtype_of(a.operand.tensor).bytes() * if a.mode == Mode::Update { 2 } else { 1 })
-            .sum()
+        let mut bytes = 0;
+        self.each_access(elements_of, &mut |access| {
+            let times = if access.mode == Mode::Update { 2 } else { 1 };
+            bytes += gathered(&access) * dtype_of(access.operand.tensor).bytes() * times;
+        });
+        bytes
     }
 }

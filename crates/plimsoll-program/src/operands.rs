@@ -1,6 +1,6 @@
 //! Every operand of an op, to be renamed by passes.
 
-use crate::op::{Op, OpKind, Quantised};
+use crate::op::{Op, OpKind, Piece, Quantised};
 use crate::tensor::{Index, Operand, TensorId};
 
 impl Op {
@@ -37,8 +37,7 @@ impl Op {
 
     /// Whether it is another op in another micro-batch: its operands stand elsewhere, or it draws other numbers.
     pub fn differs_by_micro_batch(&self) -> bool {
-        let mut kind = self.kind.clone();
-        let moved = operands_mut(&mut kind).iter().any(|at| at.slot.micro_batch != 0 || at.offset.micro_batch != 0);
+        let moved = operands(self).any(|at| at.slot.micro_batch != 0 || at.offset.micro_batch != 0);
         let draws = match &self.kind {
             OpKind::Dropout { first_sample, layer, .. } => first_sample.micro_batch != 0 || layer.micro_batch != 0,
             OpKind::InitNormal { first, .. } | OpKind::InitUniform { first, .. } => first.micro_batch != 0,
@@ -51,91 +50,96 @@ impl Op {
     }
 }
 
+/// Every operand of an op's kind, as the kind is borrowed; `pieces` goes through those of a collective alike.
+macro_rules! listed {
+    ($kind:expr, $pieces:ident) => {
+        match $kind {
+            OpKind::Product { a, b, out, bias, residual, workspace, .. } => {
+                let mut list = vec![a, b, out, workspace];
+                list.extend(bias);
+                list.extend(residual);
+                list
+            }
+            OpKind::Embed { tokens, table, out, .. } => vec![tokens, table, out],
+            OpKind::EmbedGrad { tokens, dout, dtable, workspace, .. } => vec![tokens, dout, dtable, workspace],
+            OpKind::RmsNorm { x, weight, out, rstd, .. } => vec![x, weight, out, rstd],
+            OpKind::RmsNormGrad { x, weight, rstd, dout, dx, dweight, workspace, .. } => {
+                let mut list = vec![x, weight, rstd, dout, dx, workspace];
+                list.extend(dweight);
+                list
+            }
+            OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, .. } => vec![x, q_weight, k_weight, out, rstd],
+            OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dweights, workspace, .. } => {
+                let mut list = vec![x, q_weight, k_weight, rstd, dx, workspace];
+                list.extend(dweights.into_iter().flatten());
+                list
+            }
+            OpKind::Rope { qkv, table, positions, .. } => vec![qkv, table, positions],
+            OpKind::RopeTable { table, .. } => vec![table],
+            OpKind::Attention { qkv, document_start, out, stats, workspace, .. } => {
+                vec![qkv, document_start, out, stats, workspace]
+            }
+            OpKind::AttentionGrad { qkv, out, dout, stats, document_start, dqkv, workspace, .. } => {
+                vec![qkv, out, dout, stats, document_start, dqkv, workspace]
+            }
+            OpKind::CachedAttention { qkv, keys, values, scalars, out, workspace, .. } => {
+                vec![qkv, keys, values, scalars, out, workspace]
+            }
+            OpKind::AppendCache { qkv, keys, values, scalars, .. } => vec![qkv, keys, values, scalars],
+            OpKind::SwiGlu { gate_up, out, .. } => vec![gate_up, out],
+            OpKind::SwiGluGrad { gate_up, dout, dgate_up, .. } => vec![gate_up, dout, dgate_up],
+            OpKind::SoftmaxStats { logits, labels, weights, stats, .. } => vec![logits, labels, weights, stats],
+            OpKind::CrossEntropy { stats, labels, weights, metrics, correct, .. } => {
+                let mut list = vec![stats, labels, weights, metrics];
+                list.extend(correct);
+                list
+            }
+            OpKind::SoftmaxGrad { logits, labels, weights, stats, scalars, .. } => {
+                vec![logits, labels, weights, stats, scalars]
+            }
+            OpKind::SumRows { x, into, workspace, .. } => vec![x, into, workspace],
+            OpKind::PickRow { x, scalars, out, .. } => vec![x, scalars, out],
+            OpKind::Add { x, into, .. } => vec![x, into],
+            OpKind::Dropout { x, out, scalars, .. } => vec![x, out, scalars],
+            OpKind::Fill { into, .. } | OpKind::InitNormal { into, .. } | OpKind::InitUniform { into, .. } => {
+                vec![into]
+            }
+            OpKind::Quantise { from: plain, into: quantised, .. }
+            | OpKind::Dequantise { into: plain, from: quantised, .. } => match quantised {
+                Quantised::Int8 { codes, scales } => vec![plain, codes, scales],
+                Quantised::Nf4 { codes, scales, groups } => vec![plain, codes, scales, groups],
+            },
+            OpKind::SquaredNorm { x, metrics, workspace, .. } => vec![x, metrics, workspace],
+            OpKind::ClipFactor { metrics, scalars } => vec![metrics, scalars],
+            OpKind::AdamW { weight, gradient, first, second, scalars, .. } => {
+                vec![weight, gradient, first, second, scalars]
+            }
+            OpKind::AdamW8 { weight, gradient, first, first_scale, second, second_scale, scalars, .. } => {
+                vec![weight, gradient, first, first_scale, second, second_scale, scalars]
+            }
+            OpKind::Sgd { weight, gradient, momentum_buffer, scalars, .. } => {
+                let mut list = vec![weight, gradient, scalars];
+                list.extend(momentum_buffer);
+                list
+            }
+            OpKind::Cast { from, to, .. } => vec![from, to],
+            OpKind::TransferStart { from, to, .. } | OpKind::TransferWait { from, to, .. } => vec![from, to],
+            OpKind::CollectiveStart(exchange) | OpKind::CollectiveWait(exchange) => {
+                exchange.pieces.$pieces().flat_map(|Piece { input, output, .. }| [input, output]).collect()
+            }
+        }
+    };
+}
+
 /// The operands of an op.
 pub(crate) fn operands(op: &Op) -> impl Iterator<Item = Operand> {
-    let mut op = op.clone();
-    operands_mut(&mut op.kind).into_iter().map(|operand| *operand).collect::<Vec<_>>().into_iter()
+    let list: Vec<&Operand> = listed!(&op.kind, iter);
+    list.into_iter().copied()
 }
 
 /// The operands of an op, to be changed in place.
 pub(crate) fn operands_mut(kind: &mut OpKind) -> Vec<&mut Operand> {
-    match kind {
-        OpKind::Product { a, b, out, bias, residual, workspace, .. } => {
-            let mut list = vec![a, b, out, workspace];
-            list.extend(bias.as_mut());
-            list.extend(residual.as_mut());
-            list
-        }
-        OpKind::Embed { tokens, table, out, .. } => vec![tokens, table, out],
-        OpKind::EmbedGrad { tokens, dout, dtable, workspace, .. } => vec![tokens, dout, dtable, workspace],
-        OpKind::RmsNorm { x, weight, out, rstd, .. } => vec![x, weight, out, rstd],
-        OpKind::RmsNormGrad { x, weight, rstd, dout, dx, dweight, workspace, .. } => {
-            let mut list = vec![x, weight, rstd, dout, dx, workspace];
-            list.extend(dweight.as_mut());
-            list
-        }
-        OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, .. } => vec![x, q_weight, k_weight, out, rstd],
-        OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dweights, workspace, .. } => {
-            let mut list = vec![x, q_weight, k_weight, rstd, dx, workspace];
-            list.extend(dweights.iter_mut().flatten());
-            list
-        }
-        OpKind::Rope { qkv, table, positions, .. } => vec![qkv, table, positions],
-        OpKind::RopeTable { table, .. } => vec![table],
-        OpKind::Attention { qkv, document_start, out, stats, workspace, .. } => {
-            vec![qkv, document_start, out, stats, workspace]
-        }
-        OpKind::AttentionGrad { qkv, out, dout, stats, document_start, dqkv, workspace, .. } => {
-            vec![qkv, out, dout, stats, document_start, dqkv, workspace]
-        }
-        OpKind::CachedAttention { qkv, keys, values, scalars, out, workspace, .. } => {
-            vec![qkv, keys, values, scalars, out, workspace]
-        }
-        OpKind::AppendCache { qkv, keys, values, scalars, .. } => vec![qkv, keys, values, scalars],
-        OpKind::SwiGlu { gate_up, out, .. } => vec![gate_up, out],
-        OpKind::SwiGluGrad { gate_up, dout, dgate_up, .. } => vec![gate_up, dout, dgate_up],
-        OpKind::SoftmaxStats { logits, labels, weights, stats, .. } => vec![logits, labels, weights, stats],
-        OpKind::CrossEntropy { stats, labels, weights, metrics, correct, .. } => {
-            let mut list = vec![stats, labels, weights, metrics];
-            list.extend(correct.as_mut());
-            list
-        }
-        OpKind::SoftmaxGrad { logits, labels, weights, stats, scalars, .. } => {
-            vec![logits, labels, weights, stats, scalars]
-        }
-        OpKind::SumRows { x, into, workspace, .. } => vec![x, into, workspace],
-        OpKind::PickRow { x, scalars, out, .. } => vec![x, scalars, out],
-        OpKind::Add { x, into, .. } => vec![x, into],
-        OpKind::Dropout { x, out, scalars, .. } => vec![x, out, scalars],
-        OpKind::Fill { into, .. } | OpKind::InitNormal { into, .. } | OpKind::InitUniform { into, .. } => vec![into],
-        OpKind::Quantise { from, into, .. } => with_quantised(from, into),
-        OpKind::Dequantise { from, into, .. } => with_quantised(into, from),
-        OpKind::SquaredNorm { x, metrics, workspace, .. } => vec![x, metrics, workspace],
-        OpKind::ClipFactor { metrics, scalars } => vec![metrics, scalars],
-        OpKind::AdamW { weight, gradient, first, second, scalars, .. } => {
-            vec![weight, gradient, first, second, scalars]
-        }
-        OpKind::AdamW8 { weight, gradient, first, first_scale, second, second_scale, scalars, .. } => {
-            vec![weight, gradient, first, first_scale, second, second_scale, scalars]
-        }
-        OpKind::Sgd { weight, gradient, momentum_buffer, scalars, .. } => {
-            let mut list = vec![weight, gradient, scalars];
-            list.extend(momentum_buffer.as_mut());
-            list
-        }
-        OpKind::Cast { from, to, .. } => vec![from, to],
-        OpKind::TransferStart { from, to, .. } | OpKind::TransferWait { from, to, .. } => vec![from, to],
-        OpKind::CollectiveStart(exchange) | OpKind::CollectiveWait(exchange) => {
-            exchange.pieces.iter_mut().flat_map(|piece| [&mut piece.input, &mut piece.output]).collect()
-        }
-    }
-}
-
-fn with_quantised<'a>(plain: &'a mut Operand, quantised: &'a mut Quantised) -> Vec<&'a mut Operand> {
-    match quantised {
-        Quantised::Int8 { codes, scales } => vec![plain, codes, scales],
-        Quantised::Nf4 { codes, scales, groups } => vec![plain, codes, scales, groups],
-    }
+    listed!(kind, iter_mut)
 }
 
 /// How many elements an op works on, where it works on each by itself.

@@ -13,7 +13,8 @@
 //! the embedding's gradient, which the host adds up in the order of its own kernel. An update is element by element: it
 //! has the same bits wherever it is done by kernels that round alike.
 //!
-//! The pass unrolls the Programs that it changes: which slot of which tensor is where, is then plain.
+//! The pass unrolls the Programs that it changes: which slot of which tensor is where, is then plain. Blocks that only
+//! move files, or take rows of the loss after each other, stay as they are.
 
 use crate::formats::STATE_BLOCK;
 use crate::op::{Access, Mode, Op, OpKind, Queue};
@@ -411,7 +412,10 @@ struct Rewrite<'a> {
     pass: &'a mut Pass,
     program: String,
     work: WorkName,
-    rings: BTreeMap<String, Ring>,
+    /// By the names of their buffers.
+    rings: Vec<Ring>,
+    /// The ring in which what has its home in a tensor stands.
+    ring_of: HashMap<TensorId, usize>,
     /// What the device has, and the host a fresh copy of.
     copies: HashMap<Region, TensorId>,
     /// Gradients that have been begun.
@@ -427,9 +431,9 @@ impl Rewrite<'_> {
     fn program(pass: &mut Pass, number: usize) -> Vec<Block> {
         let Program { name, work, .. } = &pass.set.programs[number];
         let (program, work) = (name.clone(), *work);
-        let (rings, copies) = (BTreeMap::new(), HashMap::new());
+        let (rings, ring_of, copies) = (Vec::new(), HashMap::new(), HashMap::new());
         let (begun, blocks, ops) = (HashSet::new(), Vec::new(), Vec::new());
-        let mut rewrite = Rewrite { pass, program, work, rings, copies, begun, sequence: 0, blocks, ops };
+        let mut rewrite = Rewrite { pass, program, work, rings, ring_of, copies, begun, sequence: 0, blocks, ops };
         let units = rewrite.units(number);
         rewrite.make_rings(&units);
         for at in 0..units.len() {
@@ -455,9 +459,13 @@ impl Rewrite<'_> {
     // ---- units ----
 
     fn units(&mut self, number: usize) -> Vec<Unit> {
-        let program = self.pass.set.programs[number].clone();
+        let blocks = std::mem::take(&mut self.pass.set.programs[number].blocks);
         let mut units: Vec<Unit> = Vec::new();
-        for block in &program.blocks {
+        for block in &blocks {
+            if let Some(rolled) = self.rolled_on_host(block) {
+                units.push(rolled);
+                continue;
+            }
             if let Some(rolled) = self.rolled(block) {
                 let before =
                     units.last_mut().filter(|before| before.blocks[0].repeat > 1 && rolled.uses_the_same(before));
@@ -499,6 +507,34 @@ impl Rewrite<'_> {
         by_device.then(|| Unit { name: block.name.clone(), blocks: vec![rolled], by: By::Device, uses })
     }
 
+    /// A block that brings a file to where a tensor waits, or back, piece after piece: the host does it alone, and no
+    /// ring has to do with it.
+    fn rolled_on_host(&mut self, block: &Block) -> Option<Unit> {
+        let of_files = matches!(self.work, WorkName::Load | WorkName::Save);
+        if !of_files || block.repeat == 1 || !block.keeps_its_slots() {
+            return None;
+        }
+        let mut rolled = block.clone();
+        for operand in rolled.ops.iter_mut().flat_map(|op| operands_mut(&mut op.kind)) {
+            *operand = self.pass.at_home(*operand);
+        }
+        rolled.ops = self.staged_on_host(rolled.ops);
+        if rolled.ops.iter().any(|op| self.done_by(op) != By::Host) {
+            return None;
+        }
+        rolled.ops.iter_mut().filter(|op| op.queue == Queue::Compute).for_each(|op| op.queue = Queue::Host);
+        Some(Unit { name: block.name.clone(), blocks: vec![rolled], by: By::Host, uses: vec![] })
+    }
+
+    /// What is moved between files and the host passes through a buffer of the host.
+    fn staged_on_host(&mut self, ops: Vec<Op>) -> Vec<Op> {
+        let staged: Vec<TensorId> = ops.iter().filter_map(|op| self.staging_of_host(op)).collect();
+        staged.into_iter().fold(ops, |ops, staging| {
+            let twin = self.pass.twin(staging);
+            ops.iter().map(|op| op.with_tensors(&|id| if id == staging { twin } else { id })).collect()
+        })
+    }
+
     /// What works element by element on a large tensor that waits is done a piece at a time.
     fn in_pieces(&self, ops: Vec<Op>) -> Vec<Vec<Op>> {
         let whole = ops.first().and_then(by_element).unwrap_or(0);
@@ -519,12 +555,8 @@ impl Rewrite<'_> {
     }
 
     /// Sorts ops, in their order, into those that the host does and those of the device.
-    fn split(&mut self, name: &str, mut ops: Vec<Op>, units: &mut Vec<Unit>) {
-        let staged: Vec<TensorId> = ops.iter().filter_map(|op| self.staging_of_host(op)).collect();
-        for staging in staged {
-            let twin = self.pass.twin(staging);
-            ops = ops.iter().map(|op| op.with_tensors(&|id| if id == staging { twin } else { id })).collect();
-        }
+    fn split(&mut self, name: &str, ops: Vec<Op>, units: &mut Vec<Unit>) {
+        let mut ops = self.staged_on_host(ops);
         ops.retain(|op| !self.begun_elsewhere(op));
         for ops in ops.chunk_by(|a, b| self.done_by(a) == self.done_by(b)) {
             let (mut ops, by) = (ops.to_vec(), self.done_by(&ops[0]));
@@ -600,10 +632,10 @@ impl Rewrite<'_> {
 
     // ---- rings ----
 
-    /// Buffers for a region: those of an update are shared by all that has the same type, but for the few numbers that
-    /// every piece needs.
-    fn kind(&self, region: Region) -> String {
-        let tensor = self.pass.set.tensor(region.tensor);
+    /// The name of the buffers for what has its home in a tensor: those of an update are shared by all that has the same
+    /// type, but for the few numbers that every piece needs.
+    fn kind(&self, home: TensorId) -> String {
+        let tensor = self.pass.set.tensor(home);
         let ring = if tensor.space == Space::Host { "ring" } else { "host_ring" };
         match self.work {
             WorkName::Update if tensor.lifetime == Lifetime::Persistent && tensor.category != Category::Staging => {
@@ -615,50 +647,63 @@ impl Rewrite<'_> {
 
     /// As many slots as two units after one another need.
     fn make_rings(&mut self, units: &[Unit]) {
-        let mut needs: BTreeMap<String, (Region, usize)> = BTreeMap::new();
+        let homes: HashSet<TensorId> = units.iter().flat_map(|unit| &unit.uses).map(|u| u.region.tensor).collect();
+        let mut kinds: BTreeMap<String, Vec<TensorId>> = BTreeMap::new();
+        homes.into_iter().for_each(|home| kinds.entry(self.kind(home)).or_default().push(home));
+        let of =
+            |(ring, homes): (usize, &Vec<TensorId>)| homes.iter().map(move |&home| (home, ring)).collect::<Vec<_>>();
+        self.ring_of = kinds.values().enumerate().flat_map(of).collect();
+        // The largest region of each, and how many there are at once.
+        let mut needs: Vec<Option<(Region, usize)>> = vec![None; kinds.len()];
         for at in 0..units.len() {
             let mut regions: Vec<Region> = Vec::new();
-            for unit in units.iter().skip(at).take(2) {
-                regions.extend(unit.uses.iter().map(|u| u.region).filter(|r| !regions.contains(r)).collect::<Vec<_>>());
-            }
-            let mut counts: BTreeMap<String, (Region, usize)> = BTreeMap::new();
-            for region in regions {
-                let (largest, count) = counts.entry(self.kind(region)).or_insert((region, 0));
-                *count += 1;
-                if region.elements > largest.elements {
-                    *largest = region;
+            let mut counts: Vec<(usize, usize)> = Vec::new();
+            for region in units.iter().skip(at).take(2).flat_map(|unit| &unit.uses).map(|u| u.region) {
+                if regions.contains(&region) {
+                    continue;
                 }
-            }
-            for (kind, (region, count)) in counts {
-                let (largest, most) = needs.entry(kind).or_insert((region, 0));
+                regions.push(region);
+                let ring = self.ring_of[&region.tensor];
+                let count = match counts.iter_mut().find(|(other, _)| *other == ring) {
+                    Some((_, count)) => {
+                        *count += 1;
+                        *count
+                    }
+                    None => {
+                        counts.push((ring, 1));
+                        1
+                    }
+                };
+                let (largest, most) = needs[ring].get_or_insert((region, 0));
                 *most = count.max(*most);
                 if region.elements > largest.elements {
                     *largest = region;
                 }
             }
         }
-        for (kind, (largest, count)) in needs {
-            let (name, elements) = (kind.clone(), largest.elements);
+        for (name, need) in kinds.into_keys().zip(needs) {
+            let (largest, count) = need.expect("a ring has what stands in it");
             let elsewhere = match self.pass.set.tensor(largest.tensor).space {
                 Space::Host => Space::Device,
                 _ => Space::Host,
             };
-            let tensor = self.pass.buffer(name, largest.tensor, elements, elsewhere, count as u32);
-            self.rings.insert(kind, Ring { tensor, slots: vec![None; count] });
+            let tensor = self.pass.buffer(name, largest.tensor, largest.elements, elsewhere, count as u32);
+            self.rings.push(Ring { tensor, slots: vec![None; count] });
         }
     }
 
     fn slots(&mut self) -> impl Iterator<Item = &mut Slot> {
-        self.rings.values_mut().flat_map(|ring| ring.slots.iter_mut().flatten())
+        self.rings.iter_mut().flat_map(|ring| ring.slots.iter_mut().flatten())
     }
 
     fn holds(&mut self, region: Region) -> Option<&mut Slot> {
-        self.slots().find(|slot| slot.region == region)
+        let &ring = self.ring_of.get(&region.tensor)?;
+        self.rings[ring].slots.iter_mut().flatten().find(|slot| slot.region == region)
     }
 
     /// The place of a region in its ring.
     fn buffer_of(&self, region: Region) -> Operand {
-        let ring = &self.rings[&self.kind(region)];
+        let ring = &self.rings[self.ring_of[&region.tensor]];
         let holds = |slot: &Option<Slot>| slot.is_some_and(|slot| slot.region == region);
         let slot = ring.slots.iter().position(holds).expect("a unit's regions are in their rings");
         Operand::slot(ring.tensor, slot as i64)
@@ -668,7 +713,8 @@ impl Rewrite<'_> {
     fn bring(&mut self, wanted: Use, used: usize, now: usize) {
         let region = wanted.region;
         self.forget(|other| other.overlaps(region));
-        let ring = self.rings.get_mut(&self.kind(region)).expect("every region has its ring");
+        let own = self.ring_of[&region.tensor];
+        let ring = &mut self.rings[own];
         let free = |slot: &Option<Slot>| slot.is_none_or(|slot| slot.used < now);
         let slots = ring.slots.iter().enumerate().filter(|(_, slot)| free(slot));
         let (slot, _) =
@@ -688,8 +734,7 @@ impl Rewrite<'_> {
             let (from_home, _) = self.queues(region);
             self.transfer(true, region.at(), place, region.elements, self.sequence, from_home);
         }
-        let ring = self.rings.get_mut(&self.kind(region)).expect("every region has its ring");
-        ring.slots[slot] = Some(Slot { region, used, coming, leaving: None });
+        self.rings[own].slots[slot] = Some(Slot { region, used, coming, leaving: None });
     }
 
     /// Whether a gradient is summed up from zero here.
@@ -701,7 +746,7 @@ impl Rewrite<'_> {
     /// Empties the slots whose regions are no longer what is at home.
     fn forget(&mut self, gone: impl Fn(Region) -> bool) {
         let mut emptied = Vec::new();
-        for ring in self.rings.values_mut() {
+        for ring in &mut self.rings {
             for (number, slot) in ring.slots.iter_mut().enumerate() {
                 if let Some(held) = slot.take_if(|slot| gone(slot.region)) {
                     emptied.push((held, Operand::slot(ring.tensor, number as i64)));
@@ -853,6 +898,12 @@ impl Rewrite<'_> {
 
     /// What the host does is done at home; the little that it shares with the device is copied for it.
     fn by_host(&mut self, unit: &Unit) {
+        if unit.blocks[0].repeat > 1 {
+            self.await_all();
+            self.flush(&unit.name);
+            self.blocks.extend(unit.blocks.iter().cloned());
+            return;
+        }
         for op in unit.ops() {
             let mut op = op.clone();
             let accesses = self.pass.accesses(&op);

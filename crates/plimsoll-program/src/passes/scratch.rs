@@ -113,7 +113,7 @@ impl Pass {
         let mut op = op.clone();
         for operand in operands_mut(&mut op.kind) {
             let Some(home) = self.homes.get(&operand.tensor) else { continue };
-            assert!(operand.slot.scale == 0 && operand.offset.scale == 0, "what waits is used in unrolled programs");
+            assert!(operand.slot.scale == 0, "what waits is used slot by slot");
             let slot = operand.slot.base.rem_euclid(i64::from(home.slots));
             if slot < i64::from(home.in_file) {
                 (operand.tensor, operand.slot) = (home.tensor, Index::fixed(slot));
@@ -170,9 +170,13 @@ impl Rewrite<'_> {
                 blocks.push(Block { ops: moved, ..block.clone() });
                 continue;
             }
-            let together: Vec<&[Op]> = moved.chunk_by(|a, b| rewrite.together(a, b)).collect();
-            together.into_iter().for_each(|ops| rewrite.rewrite(ops));
-            blocks.push(Block { ops: std::mem::take(&mut rewrite.ops), ..block.clone() });
+            // What is in the file passes through one window after the other.
+            for variable in block.variables() {
+                let once: Vec<Op> = moved.iter().map(|op| op.iteration(variable)).collect();
+                let together: Vec<&[Op]> = once.chunk_by(|a, b| rewrite.together(a, b)).collect();
+                together.into_iter().for_each(|ops| rewrite.rewrite(ops));
+                blocks.push(Block::once(&block.name, std::mem::take(&mut rewrite.ops)));
+            }
         }
         blocks
     }
