@@ -252,7 +252,7 @@ impl fmt::Display for Offload {
 
 /// The planner's choices. They never change the experiment (tokens per step, order, rates, seeds,
 /// precision, method).
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Recipe {
     /// Sequences in one forward and backward pass.
     pub micro_batch: u32,

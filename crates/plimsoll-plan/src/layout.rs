@@ -3,7 +3,7 @@
 //! Persistent tensors stand lowest, those that would leave first (optimizer state) highest among
 //! them. Above, every phase packs its own buffers: phases share those bytes.
 
-use crate::lifetimes::{Lifetimes, lifetimes};
+use crate::lifetimes::{Lifetimes, lifetimes, lifetimes_in};
 use crate::packing::{self, Packing};
 use plimsoll_core::{Bytes, Category, Space, WorkName};
 use plimsoll_program::{Lifetime, Placement, ProgramSet, TensorId};
@@ -71,18 +71,21 @@ fn persistent(set: &ProgramSet, space: Space) -> (Vec<(TensorId, u32, u64)>, u64
     (places, next, end)
 }
 
-/// The least that any layout of these Programs can take in a space, without packing them.
-pub fn lower_bound(set: &ProgramSet, space: Space) -> u64 {
-    let (_, start, end) = persistent(set, space);
-    if space != Space::Device && set.tensors.iter().all(|tensor| tensor.space != space) {
-        return 0;
+/// The least that any layout of these Programs can take in the device's arena, in that of its host side, and in the
+/// scratch file, without packing them.
+pub fn lower_bounds(set: &ProgramSet) -> [u64; 3] {
+    let spaces = [Space::Device, Space::Host, Space::Scratch];
+    let stays = spaces.map(|space| persistent(set, space));
+    let mut bounds = [0, 1, 2].map(|number| stays[number].2);
+    for phase in &set.phases {
+        let found = lifetimes_in(set, phase, spaces);
+        for ((bound, (_, start, _)), Lifetimes { buffers, .. }) in bounds.iter_mut().zip(&stays).zip(&found) {
+            if !buffers.is_empty() {
+                *bound = (*bound).max(start + packing::lower_bound(buffers, ALIGNMENT));
+            }
+        }
     }
-    set.phases
-        .iter()
-        .map(|phase| lifetimes(set, phase, space))
-        .filter(|l| !l.buffers.is_empty())
-        .map(|l| start + packing::lower_bound(&l.buffers, ALIGNMENT))
-        .fold(end, u64::max)
+    bounds
 }
 
 /// Lays out all Programs of a device.

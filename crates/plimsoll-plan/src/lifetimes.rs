@@ -22,6 +22,7 @@ pub struct Lifetimes {
     pub programs: Vec<(WorkName, u32, u32)>,
 }
 
+/// The ticks at which a slot is first and last touched.
 #[derive(Clone, Copy)]
 struct Span {
     first: u32,
@@ -30,21 +31,36 @@ struct Span {
 
 /// Unrolls a phase, and looks at one space.
 pub fn lifetimes(set: &ProgramSet, phase: &Phase, space: Space) -> Lifetimes {
-    let elements_of = |id: TensorId| set.tensor(id).elements();
-    let in_arena = |id: TensorId| {
-        let tensor = set.tensor(id);
-        tensor.space == space && tensor.lifetime != Lifetime::Persistent
-    };
+    let [lifetimes] = lifetimes_in(set, phase, [space]);
+    lifetimes
+}
+
+/// Unrolls a phase once, and looks at several spaces.
+pub fn lifetimes_in<const N: usize>(set: &ProgramSet, phase: &Phase, spaces: [Space; N]) -> [Lifetimes; N] {
+    // Slots of what passes are numbered, tensor after tensor.
+    let mut slots = 0;
+    let first_slots: Vec<Option<usize>> = set
+        .tensors
+        .iter()
+        .map(|tensor| {
+            let passes = tensor.lifetime != Lifetime::Persistent && spaces.contains(&tensor.space);
+            let first = passes.then_some(slots);
+            slots += if passes { tensor.slots as usize } else { 0 };
+            first
+        })
+        .collect();
+    let number_of = |(id, slot): Slot| first_slots[id.0 as usize].map(|first| first + slot as usize);
     let slots_of = |operand: Operand, variable: i64| {
         // Which micro-batch is in flight is known only while running: all that may be count.
         operand.slots_at(variable, set.tensor(operand.tensor).slots).map(move |slot| (operand.tensor, slot))
     };
 
-    let mut spans: HashMap<Slot, Span> = HashMap::new();
-    let mut order: Vec<Slot> = Vec::new();
+    let mut spans: Vec<Option<Span>> = vec![None; slots];
+    let mut order: Vec<(Slot, usize)> = Vec::new();
     let mut touch = |slot: Slot, tick: u32| {
-        let span = spans.entry(slot).or_insert_with(|| {
-            order.push(slot);
+        let Some(number) = number_of(slot) else { return };
+        let span = spans[number].get_or_insert_with(|| {
+            order.push((slot, number));
             Span { first: tick, last: tick }
         });
         span.first = span.first.min(tick);
@@ -57,9 +73,7 @@ pub fn lifetimes(set: &ProgramSet, phase: &Phase, space: Space) -> Lifetimes {
     for &number in &phase.programs {
         let program = &set.programs[number];
         let start = tick;
-        for &input in program.inputs.iter().filter(|&&id| in_arena(id)) {
-            touch((input, 0), 0);
-        }
+        program.inputs.iter().for_each(|&input| touch((input, 0), 0));
         for block in &program.blocks {
             // Between its first and its last iteration, a block that keeps its slots touches nothing new.
             let skips = block.repeat > 2 && block.keeps_its_slots();
@@ -70,11 +84,11 @@ pub fn lifetimes(set: &ProgramSet, phase: &Phase, space: Space) -> Lifetimes {
                 }
                 for op in &block.ops {
                     tick += 1;
-                    for access in op.accesses(&elements_of) {
-                        if in_arena(access.operand.tensor) {
+                    op.each_access(&|_| 0, &mut |access| {
+                        if first_slots[access.operand.tensor.0 as usize].is_some() {
                             slots_of(access.operand, variable).for_each(|slot| touch(slot, tick));
                         }
-                    }
+                    });
                     if let Some((read, written)) = op.in_place() {
                         let (mut a, mut b) = (slots_of(read, variable), slots_of(written, variable));
                         if let (Some(a), Some(b), None) = (a.next(), b.next(), a.next()) {
@@ -84,43 +98,43 @@ pub fn lifetimes(set: &ProgramSet, phase: &Phase, space: Space) -> Lifetimes {
                 }
             }
         }
-        for &output in program.outputs.iter().filter(|&&id| in_arena(id)) {
-            touch((output, 0), end);
-        }
+        program.outputs.iter().for_each(|&output| touch((output, 0), end));
         programs.push((program.work, start, tick + u32::from(!program.outputs.is_empty())));
     }
-    for (slot, span) in &mut spans {
-        if set.tensor(slot.0).lifetime == Lifetime::Phase {
-            *span = Span { first: 0, last: end };
-        }
-    }
 
-    // Where an op may work in place and its input dies there, both stand in one buffer.
-    let mut buffer_of: HashMap<Slot, usize> = HashMap::new();
-    let mut result = Lifetimes { programs, ..Lifetimes::default() };
-    for slot in order {
-        let span = spans[&slot];
-        buffer_of.insert(slot, result.buffers.len());
-        result.buffers.push(Buffer { bytes: set.tensor(slot.0).bytes(), first: span.first, last: span.last });
-        result.slots.push(vec![slot]);
-    }
-    for (read, written, tick) in pairs {
-        let (Some(&a), Some(&b)) = (buffer_of.get(&read), buffer_of.get(&written)) else { continue };
-        let (from, to) = (result.buffers[a], result.buffers[b]);
-        if a == b || from.last != tick || to.first != tick || from.bytes != to.bytes {
-            continue;
+    spaces.map(|space| {
+        // Where an op may work in place and its input dies there, both stand in one buffer.
+        let mut buffer_of: Vec<Option<usize>> = vec![None; slots];
+        let mut result = Lifetimes { programs: programs.clone(), ..Lifetimes::default() };
+        for &(slot, number) in order.iter().filter(|((id, _), _)| set.tensor(*id).space == space) {
+            let tensor = set.tensor(slot.0);
+            let span = match tensor.lifetime {
+                Lifetime::Phase => Span { first: 0, last: end },
+                _ => spans[number].expect("it is in the order of those that were touched"),
+            };
+            buffer_of[number] = Some(result.buffers.len());
+            result.buffers.push(Buffer { bytes: tensor.bytes(), first: span.first, last: span.last });
+            result.slots.push(vec![slot]);
         }
-        result.buffers[a].last = to.last;
-        let moved = std::mem::take(&mut result.slots[b]);
-        for slot in &moved {
-            buffer_of.insert(*slot, a);
+        for &(read, written, tick) in &pairs {
+            let buffer = |slot: Slot| number_of(slot).and_then(|number| buffer_of[number]);
+            let (Some(a), Some(b)) = (buffer(read), buffer(written)) else { continue };
+            let (from, to) = (result.buffers[a], result.buffers[b]);
+            if a == b || from.last != tick || to.first != tick || from.bytes != to.bytes {
+                continue;
+            }
+            result.buffers[a].last = to.last;
+            let moved = std::mem::take(&mut result.slots[b]);
+            for &slot in &moved {
+                buffer_of[number_of(slot).expect("it stands in a buffer")] = Some(a);
+            }
+            result.slots[a].extend(moved);
         }
-        result.slots[a].extend(moved);
-    }
-    let mut keep = result.slots.iter().map(|s| !s.is_empty());
-    result.buffers.retain(|_| keep.next().unwrap_or(false));
-    result.slots.retain(|s| !s.is_empty());
-    result
+        let mut keep = result.slots.iter().map(|s| !s.is_empty());
+        result.buffers.retain(|_| keep.next().unwrap_or(false));
+        result.slots.retain(|s| !s.is_empty());
+        result
+    })
 }
 
 /// For each tick of a phase, the tensors whose last use it is (they may be poisoned after it).

@@ -11,9 +11,9 @@
 //! other as far as the ops on them do not touch the same tensors: a Program's price is found by running it on a clock.
 
 use plimsoll_core::{DType, HostSpec, Link, OpRates, Rates, Space};
-use plimsoll_program::op::{Collective, Exchange, Piece, Queue};
+use plimsoll_program::op::{Access, Collective, Exchange, Piece, Queue};
 use plimsoll_program::{Block, Call, Mode, Op, OpKind, Program, ProgramSet, TensorId};
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 
 /// On paper, other arithmetic runs at this part of the product rate: vector units, no reuse of registers.
 const OTHER_RATE: f64 = 0.1;
@@ -186,44 +186,64 @@ fn wire_bytes(set: &ProgramSet, exchange: &Exchange) -> f64 {
     exchange.pieces.iter().map(bytes).sum()
 }
 
-/// Part of a tensor's slot: its first element tells pieces apart.
-type Part = (TensorId, i64, i64);
+/// When a part of a slot was last written and read. Its first element tells it from others.
+#[derive(Clone, Copy, Default)]
+struct Touched {
+    first: i64,
+    written: f64,
+    read: f64,
+}
 
 /// When each queue is free, and when what several of them touch was last written and read.
 struct Clock {
     queues: [f64; 7],
-    /// Tensors that others than the compute queue touch.
-    shared: HashSet<TensorId>,
-    touched: HashMap<Part, (f64, f64)>,
+    /// The number of the first slot of each tensor that others than the compute queue touch.
+    shared: Vec<Option<usize>>,
+    /// By the number of the slot.
+    touched: Vec<Vec<Touched>>,
+    /// What the present op touches of it: the slot, the part's place there, whether it is written.
+    parts: Vec<(usize, usize, bool)>,
 }
 
 impl Clock {
     fn new(set: &ProgramSet, program: &Program) -> Clock {
-        let elements_of = |id: TensorId| set.tensor(id).elements();
+        let (mut shared, mut slots) = (vec![None; set.tensors.len()], 0);
         let ops = program.blocks.iter().flat_map(|block| &block.ops).filter(|op| op.queue != Queue::Compute);
-        let shared = ops.flat_map(|op| op.accesses(&elements_of)).map(|access| access.operand.tensor).collect();
-        Clock { queues: [0.0; 7], shared, touched: HashMap::new() }
+        for op in ops {
+            op.each_access(&|_| 0, &mut |access| {
+                let id = access.operand.tensor;
+                shared[id.0 as usize].get_or_insert_with(|| {
+                    slots += set.tensor(id).slots as usize;
+                    slots - set.tensor(id).slots as usize
+                });
+            });
+        }
+        Clock { queues: [0.0; 7], shared, touched: vec![Vec::new(); slots], parts: Vec::new() }
     }
 
     fn run(&mut self, set: &ProgramSet, op: &Op, variable: i64, seconds: f64) {
-        let elements_of = |id: TensorId| set.tensor(id).elements();
-        let queue = op.queue as usize;
-        let mut parts: Vec<(Part, bool)> = Vec::new();
-        for access in op.accesses(&elements_of).iter().filter(|access| self.shared.contains(&access.operand.tensor)) {
-            let (operand, slots) = (access.operand, i64::from(set.tensor(access.operand.tensor).slots));
-            let part = (operand.tensor, operand.slot.at(variable, 0).rem_euclid(slots), operand.offset.at(variable, 0));
-            parts.push((part, access.mode != Mode::Read));
-        }
-        let ready = parts.iter().map(|(part, writes)| {
-            let (written, read) = self.touched.get(part).copied().unwrap_or_default();
-            if *writes { written.max(read) } else { written }
+        let Clock { queues, shared, touched, parts } = self;
+        let queue = &mut queues[op.queue as usize];
+        let mut ready = *queue;
+        parts.clear();
+        op.each_access(&|_| 0, &mut |Access { operand, mode, .. }| {
+            let Some(first_slot) = shared[operand.tensor.0 as usize] else { return };
+            let slots = i64::from(set.tensor(operand.tensor).slots);
+            let slot = first_slot + operand.slot.at(variable, 0).rem_euclid(slots) as usize;
+            let (first, writes) = (operand.offset.at(variable, 0), mode != Mode::Read);
+            let known = touched[slot].iter().position(|part| part.first == first).unwrap_or_else(|| {
+                touched[slot].push(Touched { first, ..Touched::default() });
+                touched[slot].len() - 1
+            });
+            let part = touched[slot][known];
+            ready = ready.max(part.written).max(if writes { part.read } else { 0.0 });
+            parts.push((slot, known, writes));
         });
-        let end = ready.fold(self.queues[queue], f64::max) + seconds;
-        self.queues[queue] = end;
-        for (part, writes) in parts {
-            let (written, read) = self.touched.entry(part).or_default();
+        *queue = ready + seconds;
+        for &(slot, known, writes) in &*parts {
+            let Touched { written, read, .. } = &mut touched[slot][known];
             let last = if writes { written } else { read };
-            *last = last.max(end);
+            *last = last.max(*queue);
         }
     }
 }

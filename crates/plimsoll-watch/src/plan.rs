@@ -100,17 +100,22 @@ fn why(view: &PlanView) -> String {
     let Some(place) = tried.iter().position(|tried| tried.recipe == plan.recipe) else {
         return "it is pinned, or stored with the run".to_owned();
     };
-    let faster = &tried[..place];
-    match faster.first() {
-        None => format!("the fastest of {}, by prediction, and it fits", recipes(tried.len())),
+    // Those that lose less come first, and then none of them fits.
+    let (alike, less): (Vec<&Tried>, Vec<&Tried>) =
+        tried[..place].iter().partition(|tried| tried.recipe.rungs == plan.rungs);
+    let less = if less.is_empty() { String::new() } else { format!("; of {} that lose less none fits", less.len()) };
+    let all = tried.iter().filter(|tried| tried.recipe.rungs == plan.rungs).count();
+    let why = match alike.first() {
+        None => format!("the fastest of {}, by prediction, and it fits", recipes(all)),
         Some(fastest) => format!(
             "{} would be faster by prediction, but {} not fit: the fastest ({}) would hold {}",
-            recipes(place),
-            if place == 1 { "does" } else { "do" },
+            recipes(alike.len()),
+            if alike.len() == 1 { "does" } else { "do" },
             fastest.recipe,
             fastest.peak_bytes,
         ),
-    }
+    };
+    why + &less
 }
 
 fn recipes(number: usize) -> String {
@@ -284,8 +289,16 @@ fn signed_seconds(number: f64) -> String {
 }
 
 fn recipes_tried(view: &PlanView) -> String {
-    let header = ["recipe", "peak", "step", "verdict"].map(str::to_owned).to_vec();
-    let mut rows = vec![header];
+    let lossy = view.tried.iter().any(|tried| !tried.recipe.rungs.is_empty());
+    let row = |recipe: String, rungs: String, others: [String; 3]| {
+        std::iter::once(recipe).chain(lossy.then_some(rungs)).chain(others).collect::<Vec<_>>()
+    };
+    let rungs = |recipe: &Recipe| match recipe.rungs.as_slice() {
+        [] => "none".to_owned(),
+        rungs => rungs.iter().map(Rung::to_string).collect::<Vec<_>>().join(", "),
+    };
+    let longest = if lossy { 28 } else { 40 };
+    let mut rows = vec![row("recipe".into(), "rungs".into(), ["peak", "step", "verdict"].map(str::to_owned))];
     let mut found = false;
     for tried in view.tried {
         let taken = view.plan.fits && tried.recipe == view.plan.recipe;
@@ -298,16 +311,16 @@ fn recipes_tried(view: &PlanView) -> String {
             _ => "fits".to_owned(),
         };
         found |= taken;
-        rows.push(vec![short(&tried.recipe), tried.peak_bytes.to_string(), seconds(tried.step_seconds), verdict]);
+        let figures = [tried.peak_bytes.to_string(), seconds(tried.step_seconds), verdict];
+        rows.push(row(short(&tried.recipe, longest), rungs(&tried.recipe), figures));
     }
     format!("{} tried; bytes and seconds are predicted\n{}", recipes(view.tried.len()), columns(&rows, ""))
 }
 
-/// A recipe in few letters: `32: 2 × nothing, 1 × block`.
-fn short(recipe: &Recipe) -> String {
+/// A recipe in so many letters: `32: 2 × nothing, 1 × block`.
+fn short(recipe: &Recipe, longest: usize) -> String {
     let text = format!("{}: {}", recipe.micro_batch, plimsoll_core::describe_levels(&recipe.recompute));
-    const LONGEST: usize = 40;
-    match text.char_indices().nth(LONGEST) {
+    match text.char_indices().nth(longest) {
         Some((end, _)) => format!("{}…", &text[..end]),
         None => text,
     }

@@ -1,13 +1,14 @@
 //! What a recipe holds and costs, before it is packed.
 
-use super::{Profile, Question, choose};
-use crate::layout::{ALIGNMENT, lay_out, lower_bound};
-use plimsoll_core::{Category, Offload, Recipe, RecomputeLevel, Sharing, Space};
+use super::{Laid, Profile, Question, Tried, choose, profile};
+use crate::layout::{ALIGNMENT, lower_bounds};
+use plimsoll_core::{Bytes, Category, InFile, Offload, Recipe, RecomputeLevel, Sharing, Space};
 use plimsoll_program::models::decoder::{Method, head_blocks, streams_head};
 use plimsoll_program::passes::offload::offload_only;
 use plimsoll_program::{Block, Op, OpKind, Program, ProgramSet};
-use std::cell::{OnceCell, RefCell};
 use std::collections::HashMap;
+use std::hash::Hash;
+use std::sync::{Arc, Mutex, OnceLock};
 
 /// A recipe with its bounds and its time.
 #[derive(Clone, Debug)]
@@ -25,31 +26,32 @@ pub(crate) struct Candidate {
     pub once: f64,
     /// Of the passes of one micro-batch.
     pub passes: f64,
-    /// Bytes of all spaces, where it has been packed.
-    packed: OnceCell<Packed>,
-}
-
-/// Bytes of all spaces, with the Programs that move files.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Packed {
-    pub device: u64,
-    pub host: u64,
-    pub file: u64,
+    /// The whole of it, where it has been packed.
+    laid: Arc<OnceLock<Arc<Laid>>>,
 }
 
 impl Candidate {
-    /// Packs the recipe. That takes long where much waits, so it is done once.
-    pub fn packed(&self, question: &Question) -> Packed {
-        *self.packed.get_or_init(|| {
-            let layout = lay_out(&question.programs(&self.recipe));
-            Packed { device: layout.device.bytes, host: layout.host.bytes, file: layout.file.bytes }
-        })
+    /// As a recipe that was looked at, on a device with these charges.
+    pub fn tried(&self, charges: Bytes, fits: bool) -> Tried {
+        Tried {
+            recipe: self.recipe.clone(),
+            peak_bytes: Bytes(self.device) + charges,
+            host_bytes: Bytes(self.host),
+            file_bytes: Bytes(self.file),
+            step_seconds: self.seconds,
+            fits,
+        }
+    }
+
+    /// The recipe with its Programs, packed. That takes long where much waits, so it is done once.
+    pub fn laid(&self, question: &Question) -> Arc<Laid> {
+        Arc::clone(self.laid.get_or_init(|| Arc::new(Laid::new(question, self.recipe.clone()))))
     }
 }
 
 /// Bounds of all spaces, and seconds.
 #[derive(Clone, Copy, Debug, Default)]
-struct Measured {
+pub(super) struct Measured {
     device: u64,
     host: u64,
     file: u64,
@@ -61,14 +63,47 @@ struct Measured {
 /// Measures recipes. What happens once a step depends on what waits and on nothing else of a recipe: it is measured once.
 pub(super) struct Measurer<'q> {
     pub question: &'q Question<'q>,
-    once_a_step: RefCell<HashMap<(Offload, bool), Measured>>,
-    plain: RefCell<HashMap<u32, Plain>>,
+    known: Arc<Known>,
+}
+
+/// What has been measured. It does not depend on load lines, so questions that differ in nothing else share it.
+#[derive(Debug, Default)]
+pub(super) struct Known {
+    candidates: Mutex<HashMap<Recipe, Candidate>>,
+    once_a_step: Mutex<HashMap<(Offload, bool), Measured>>,
+    plain: Mutex<HashMap<u32, Plain>>,
+    profiles: Mutex<HashMap<u32, Arc<Profile>>>,
+    stays: OnceLock<StaysOfAll>,
+    /// Bytes of all spaces above what stays, where every layer is computed again, by micro-batch and kind of choice.
+    above: Mutex<HashMap<(u32, Offload), [u64; 3]>>,
+    tightest: Mutex<HashMap<u32, Option<Vec<RecomputeLevel>>>>,
     /// Tensors without Programs.
-    bare: OnceCell<ProgramSet>,
+    bare: OnceLock<ProgramSet>,
+}
+
+/// What choices have in common that need the same above what stays: rings have room for two layers, however many wait.
+fn kind(offload: Offload, layers: u32) -> Offload {
+    let few = |count: u32| count.min(2);
+    let state = |count: u32| if count >= layers { 3 } else { few(count) };
+    let InFile { optimizer, gradients, weights } = offload.file;
+    let file = InFile { optimizer: state(optimizer), gradients: few(gradients), weights: few(weights) };
+    let Offload { optimizer, gradients, weights, .. } = offload;
+    Offload { optimizer: state(optimizer), gradients: few(gradients), weights: few(weights), file, ..offload }
+}
+
+/// What is known of a key, or found out now.
+fn known<K: Eq + Hash, V: Clone>(map: &Mutex<HashMap<K, V>>, key: K, find: impl FnOnce() -> V) -> V {
+    let lock = || map.lock().expect("nobody panics while holding it");
+    if let Some(value) = lock().get(&key) {
+        return value.clone();
+    }
+    let value = find();
+    lock().insert(key, value.clone());
+    value
 }
 
 /// What stays for the whole run, in bytes.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Stays {
     /// On the device.
     pub device: u64,
@@ -83,11 +118,101 @@ pub(super) struct Stays {
 }
 
 /// Bytes of what waits, by what it is.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Waiting {
     weights: f64,
     gradients: f64,
     state: f64,
+}
+
+/// What stays where, for any choice: everything waits by itself, so what a choice comes to is a sum.
+#[derive(Clone, Debug)]
+struct StaysOfAll {
+    nothing: Stays,
+    /// What one of each makes of it.
+    parts: [[f64; 9]; PARTS],
+}
+
+/// What a choice has of all that can wait.
+const PARTS: usize = 10;
+
+/// How much of each can wait: layers, but for ends, and for what goes where all layers' state has gone.
+fn parts_of(offload: Offload, layers: u32) -> [u32; PARTS] {
+    let Offload { optimizer, gradients, weights, embedding, head, file, .. } = offload;
+    let rest = |optimizer: u32| u32::from(optimizer >= layers);
+    [
+        optimizer,
+        rest(optimizer),
+        gradients,
+        weights,
+        u32::from(embedding),
+        u32::from(head),
+        file.optimizer,
+        rest(file.optimizer),
+        file.gradients,
+        file.weights,
+    ]
+}
+
+impl Stays {
+    fn numbers(self) -> [f64; 9] {
+        let Stays { device, host, file, waits, in_file } = self;
+        let of = |waiting: Waiting| [waiting.weights, waiting.gradients, waiting.state];
+        let ([a, b, c], [d, e, f]) = (of(waits), of(in_file));
+        [device as f64, host as f64, file as f64, a, b, c, d, e, f]
+    }
+
+    fn of(numbers: [f64; 9]) -> Stays {
+        let [device, host, file, a, b, c, d, e, f] = numbers;
+        let waiting = |weights, gradients, state| Waiting { weights, gradients, state };
+        let [device, host, file] = [device, host, file].map(|bytes| bytes as u64);
+        Stays { device, host, file, waits: waiting(a, b, c), in_file: waiting(d, e, f) }
+    }
+}
+
+impl StaysOfAll {
+    fn of(measurer: &Measurer) -> StaysOfAll {
+        let layers = measurer.layers();
+        let of = |offload: Offload| measurer.measured_stays(offload).numbers();
+        let nothing = Offload::NOTHING;
+        let with_file = |offload: Offload, file: InFile| Offload { file, ..offload };
+        let (state, gradients, weights) = (
+            |optimizer: u32| Offload { optimizer, ..nothing },
+            |gradients: u32| Offload { gradients, ..nothing },
+            |weights: u32| Offload { weights, ..nothing },
+        );
+        let in_file = |optimizer: u32| InFile { optimizer, ..InFile::NOTHING };
+        // One more of each than in another choice.
+        let steps = [
+            (state(1), nothing),
+            (state(layers), state(layers)),
+            (gradients(1), nothing),
+            (weights(1), nothing),
+            (Offload { embedding: true, ..nothing }, nothing),
+            (Offload { head: true, ..nothing }, nothing),
+            (with_file(state(layers), in_file(1)), state(layers)),
+            (with_file(state(layers), in_file(layers)), with_file(state(layers), in_file(layers))),
+            (with_file(gradients(1), InFile { gradients: 1, ..InFile::NOTHING }), gradients(1)),
+            (with_file(weights(1), InFile { weights: 1, ..InFile::NOTHING }), weights(1)),
+        ];
+        let nothing = of(nothing);
+        let mut parts = [[0.0; 9]; PARTS];
+        for (part, (with, without)) in steps.into_iter().enumerate() {
+            // What comes with the last layer is what is left of all when the layers are taken off.
+            let less = match part {
+                1 => sum(nothing, &[(f64::from(layers), parts[0])]),
+                7 => sum(of(state(layers)), &[(f64::from(layers), parts[6])]),
+                _ => of(without),
+            };
+            parts[part] = sum(of(with), &[(-1.0, less)]);
+        }
+        StaysOfAll { nothing: Stays::of(nothing), parts }
+    }
+}
+
+/// A sum of numbers with factors.
+fn sum(first: [f64; 9], others: &[(f64, [f64; 9])]) -> [f64; 9] {
+    others.iter().fold(first, |sum, (factor, numbers)| std::array::from_fn(|at| sum[at] + factor * numbers[at]))
 }
 
 /// A micro-batch while everything stays on the device.
@@ -103,6 +228,8 @@ struct Plain {
     logits_bytes: u64,
     /// Seconds of the product that makes all logits once.
     logits_seconds: f64,
+    /// The part of the head that is one block.
+    head_block: f64,
 }
 
 /// Programs that run for every micro-batch, or beside the steps: recipes differ in them.
@@ -119,14 +246,17 @@ pub(crate) fn bare(question: &Question) -> ProgramSet {
 
 impl<'q> Measurer<'q> {
     pub fn new(question: &'q Question<'q>) -> Measurer<'q> {
-        Measurer { question, once_a_step: RefCell::default(), plain: RefCell::default(), bare: OnceCell::new() }
+        Measurer::knowing(question, Arc::default())
+    }
+
+    /// One that shares what is known with others, whose questions differ in load lines alone.
+    pub fn knowing(question: &'q Question<'q>, known: Arc<Known>) -> Measurer<'q> {
+        Measurer { question, known }
     }
 
     /// Whether a candidate is under both load lines, as far as its bounds say.
     pub fn fits(&self, candidate: &Candidate) -> bool {
-        let host = &self.question.host;
-        let waits = candidate.host <= host.budget.0 && candidate.file <= host.file.budget.0;
-        candidate.device <= self.question.device.arena_budget().0 && waits
+        self.holds([candidate.device, candidate.host, candidate.file])
     }
 
     /// Whether a candidate is under the load lines of host and file once it is packed.
@@ -134,14 +264,66 @@ impl<'q> Measurer<'q> {
         let host = &self.question.host;
         let fits = |on_host: u64, in_file: u64| on_host <= host.budget.0 && in_file <= host.file.budget.0;
         let within = || {
-            let packed = candidate.packed(self.question);
-            fits(packed.host, packed.file)
+            let laid = candidate.laid(self.question);
+            fits(laid.layout.host.bytes, laid.layout.file.bytes)
         };
         fits(candidate.host, candidate.file) && (candidate.recipe.offload.is_nothing() || within())
     }
 
     /// Measures a recipe.
     pub fn candidate(&self, recipe: Recipe) -> Candidate {
+        known(&self.known.candidates, recipe.clone(), || {
+            let (micro_batch, offload) = (recipe.micro_batch, recipe.offload);
+            let whole = recipe.recompute.iter().all(|level| *level == self.most_again());
+            let found = self.measure(recipe);
+            if whole {
+                let Stays { device, host, file, .. } = self.persistent(offload);
+                let above = [(found.device, device), (found.host, host), (found.file, file)];
+                let above = above.map(|(all, stays)| all.saturating_sub(stays));
+                let mut known = self.known.above.lock().expect("nobody panics while holding it");
+                known.insert((micro_batch, kind(offload, self.layers())), above);
+            }
+            found
+        })
+    }
+
+    /// What choices have in common that need the same above what stays.
+    pub fn kind(&self, offload: Offload) -> Offload {
+        kind(offload, self.layers())
+    }
+
+    /// The level that needs the least.
+    pub fn most_again(&self) -> RecomputeLevel {
+        if self.question.optimizer.is_some() { RecomputeLevel::Block } else { RecomputeLevel::Nothing }
+    }
+
+    /// Bytes of all spaces where every layer is computed again, if a choice of its kind has been measured.
+    pub fn where_all_is_made_again(&self, micro_batch: u32, offload: Offload) -> Option<[u64; 3]> {
+        let key = (micro_batch, kind(offload, self.layers()));
+        let [device, host, file] = *self.known.above.lock().expect("nobody panics while holding it").get(&key)?;
+        let stays = self.persistent(offload);
+        Some([stays.device + device, stays.host + host, stays.file + file])
+    }
+
+    /// Whether so many bytes of all spaces are under the load lines.
+    pub fn holds(&self, [device, host, file]: [u64; 3]) -> bool {
+        let lines = &self.question.host;
+        let waits = host <= lines.budget.0 && file <= lines.file.budget.0;
+        device <= self.question.device.arena_budget().0 && waits
+    }
+
+    /// Whether a choice can come under the load lines, as far as is known.
+    pub fn may_fit(&self, micro_batch: u32, offload: Offload) -> bool {
+        let known = self.where_all_is_made_again(micro_batch, offload);
+        self.holds(known.unwrap_or_else(|| {
+            let inputs = u64::from(offload.inputs) * self.plain(micro_batch).input_bytes;
+            let stays = self.persistent(offload);
+            // All of them are there when the backward pass begins.
+            [0, stays.host + inputs, stays.file]
+        }))
+    }
+
+    fn measure(&self, recipe: Recipe) -> Candidate {
         let question = self.question;
         let plain = question.build(question.config, &recipe, false);
         let one_micro_batch = question.micro_batches_of(&recipe) == 1;
@@ -151,12 +333,9 @@ impl<'q> Measurer<'q> {
         };
         // Inputs of layers do not come into it.
         let key = (Offload { inputs: 0, ..recipe.offload }, one_micro_batch);
-        let known = self.once_a_step.borrow().get(&key).copied();
-        let update = known.unwrap_or_else(|| {
+        let update = known(&self.known.once_a_step, key, || {
             let set = part(plain.clone(), &|program| !depends_on_all(program));
-            let measured = self.measured(&set, &["begin", "norm", "update"]);
-            self.once_a_step.borrow_mut().insert(key, measured);
-            measured
+            self.measured(&set, &["begin", "norm", "update"])
         });
         let set = part(plain, &depends_on_all);
         let passes = match question.optimizer {
@@ -172,7 +351,7 @@ impl<'q> Measurer<'q> {
                 + passes.last_seconds,
             once: update.seconds,
             passes: passes.seconds,
-            packed: OnceCell::new(),
+            laid: Arc::default(),
             recipe,
         }
     }
@@ -184,10 +363,11 @@ impl<'q> Measurer<'q> {
             programs.map(|program| prices.program_seconds(set, program, last)).sum()
         };
         let every = seconds(false);
+        let [device, host, file] = lower_bounds(set);
         Measured {
-            device: lower_bound(set, Space::Device),
-            host: lower_bound(set, Space::Host),
-            file: lower_bound(set, Space::Scratch),
+            device,
+            host,
+            file,
             seconds: every,
             last_seconds: if self.question.share.sharing == Some(Sharing::Batch) { seconds(true) } else { every },
         }
@@ -195,7 +375,15 @@ impl<'q> Measurer<'q> {
 
     /// What stays for the whole run, and where.
     pub fn persistent(&self, offload: Offload) -> Stays {
-        let set = self.bare.get_or_init(|| bare(self.question));
+        let all = self.known.stays.get_or_init(|| StaysOfAll::of(self));
+        let parts = parts_of(offload, self.layers()).map(f64::from).into_iter().zip(all.parts);
+        let there = parts.filter(|(count, _)| *count > 0.0);
+        Stays::of(there.fold(all.nothing.numbers(), |stays, part| sum(stays, &[part])))
+    }
+
+    /// The same, found by moving all tensors.
+    fn measured_stays(&self, offload: Offload) -> Stays {
+        let set = self.known.bare.get_or_init(|| bare(self.question));
         let bare = offload_only(set.clone(), self.layers(), &offload, false, &|_| false);
         let bare = self.question.with_file(bare, offload);
         let bytes = |spaces: &[Space], category: Category| {
@@ -207,17 +395,22 @@ impl<'q> Measurer<'q> {
             gradients: bytes(spaces, Category::Gradient),
             state: bytes(spaces, Category::Optimizer),
         };
+        let [device, host, file] = lower_bounds(&bare);
         Stays {
-            device: lower_bound(&bare, Space::Device).next_multiple_of(ALIGNMENT),
-            host: lower_bound(&bare, Space::Host),
-            file: lower_bound(&bare, Space::Scratch),
+            device: device.next_multiple_of(ALIGNMENT),
+            host,
+            file,
             waits: waiting(&[Space::Host, Space::Scratch]),
             in_file: waiting(&[Space::Scratch]),
         }
     }
 
-    /// The least bytes on the device that a choice can come to, found without writing Programs down.
+    /// The least bytes on the device that a choice comes to where every layer is computed again, found without writing
+    /// Programs down.
     pub fn least_bytes(&self, micro_batch: u32, offload: Offload) -> u64 {
+        if let Some([device, ..]) = self.where_all_is_made_again(micro_batch, offload) {
+            return device;
+        }
         let plain = self.plain(micro_batch);
         let inputs = u64::from(offload.inputs) * plain.input_bytes;
         // Where the head comes in blocks, so do the logits.
@@ -229,6 +422,9 @@ impl<'q> Measurer<'q> {
     /// `None` where none does. Found without writing Programs down: what has to be computed, what has to be copied,
     /// what stays.
     pub fn about(&self, profile: &Profile, micro_batch: u32, offload: Offload) -> Option<f64> {
+        if !self.may_fit(micro_batch, offload) {
+            return None;
+        }
         let question = self.question;
         let plain = self.plain(micro_batch);
         let stays = self.persistent(offload);
@@ -271,10 +467,9 @@ impl<'q> Measurer<'q> {
         let once = if question.optimizer.is_some() { (gradients / rate).max(normed) + update } else { 0.0 };
         // Two slots in each ring, of a layer each.
         let of_layer = |bytes: f64, layers: u32| if layers > 0 { 2.0 * bytes / f64::from(layers) } else { 0.0 };
-        let block = head_blocks(question.config.vocab)[0].end as f64 / question.config.vocab as f64;
         let rings = of_layer(weights, offload.weights)
             + of_layer(gradients, offload.gradients)
-            + 2.0 * block * (head + head_gradient);
+            + 2.0 * plain.head_block * (head + head_gradient);
         let budget = (question.device.arena_budget().0 + inputs).checked_sub(stays.device + rings as u64)?;
         let more = profile.lightest(question.layers(), budget)?;
         let logits = if streamed { plain.logits_seconds } else { 0.0 };
@@ -287,14 +482,20 @@ impl<'q> Measurer<'q> {
     }
 
     fn layers(&self) -> u32 {
-        self.question.config.layers as u32
+        self.question.layers() as u32
     }
 
     /// What a micro-batch takes while everything stays on the device.
     fn plain(&self, micro_batch: u32) -> Plain {
-        if let Some(plain) = self.plain.borrow().get(&micro_batch) {
-            return *plain;
-        }
+        known(&self.known.plain, micro_batch, || self.measure_plain(micro_batch))
+    }
+
+    /// What recompute frees and costs in a layer.
+    pub fn profile(&self, micro_batch: u32) -> Arc<Profile> {
+        known(&self.known.profiles, micro_batch, || Arc::new(profile(self.question, micro_batch)))
+    }
+
+    fn measure_plain(&self, micro_batch: u32) -> Plain {
         let question = self.question;
         let set = question.build(question.config, &question.uniform(micro_batch, RecomputeLevel::Nothing), false);
         let prices = question.prices();
@@ -309,22 +510,27 @@ impl<'q> Measurer<'q> {
             let ops = block.ops.iter().filter(|op| makes(op));
             f64::from(block.repeat) * ops.map(|op| prices.op_seconds(&set, op)).sum::<f64>()
         };
-        let plain = Plain {
+        Plain {
             pass_seconds: programs.map(|program| prices.program_seconds(&set, program, false)).sum(),
             least_above: block.device.saturating_sub(self.persistent(Offload::NOTHING).device),
             logits_bytes: logits.map_or(0, |logits| set.tensor(logits).bytes()),
             logits_seconds: loss.map(seconds).sum(),
+            head_block: head_blocks(question.config.vocab)[0].end as f64 / question.config.vocab as f64,
             input_bytes: set.find("train.hidden").map_or(0, |hidden| set.tensor(hidden).bytes()),
-        };
-        self.plain.borrow_mut().insert(micro_batch, plain);
-        plain
+        }
+    }
+
+    /// The levels that need the least, as far as the profile sees.
+    pub fn tightest(&self, micro_batch: u32) -> Option<Vec<RecomputeLevel>> {
+        let find = || self.profile(micro_batch).tightest(self.question.layers());
+        known(&self.known.tightest, micro_batch, find)
     }
 
     /// Recipes that recompute as little as the load lines allow, tightened until one fits or none can.
     pub fn recomputed(&self, profile: &Profile, micro_batch: u32, offload: Offload) -> Vec<Candidate> {
         let question = self.question;
         let arena_budget = question.device.arena_budget().0;
-        let block = |offload: Offload| {
+        let block = || {
             let recipe = Recipe { offload, ..question.uniform(micro_batch, RecomputeLevel::Block) };
             self.candidate(recipe)
         };
@@ -333,14 +539,16 @@ impl<'q> Measurer<'q> {
             arena_budget.saturating_sub(self.persistent(offload).device)
         } else {
             // What waiting frees is measured where everything is recomputed, and is as much elsewhere.
-            let (plain, waiting) = (self.plain(micro_batch).least_above, block(offload));
-            let budget = (arena_budget + plain).saturating_sub(waiting.device);
-            let too_much = !self.fits(&waiting);
-            list.push(waiting);
-            if too_much {
+            let plain = self.plain(micro_batch).least_above;
+            let waiting = self.where_all_is_made_again(micro_batch, offload).unwrap_or_else(|| {
+                let waiting = block();
+                list.push(waiting.clone());
+                [waiting.device, waiting.host, waiting.file]
+            });
+            if !self.holds(waiting) {
                 return list;
             }
-            budget
+            (arena_budget + plain).saturating_sub(waiting[0])
         };
         // The profile sees three layers; where the whole is a little larger, aim lower.
         for _ in 0..4 {
@@ -357,6 +565,66 @@ impl<'q> Measurer<'q> {
             }
             budget = budget.saturating_sub(over);
         }
+        if !offload.is_nothing() && list.iter().all(|candidate| !self.fits(candidate)) {
+            list.push(block());
+        }
         list
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::paper::paper;
+    use crate::search::{Lossy, Pins};
+    use plimsoll_core::{Budget, DType, HostSpec};
+    use plimsoll_program::Share;
+    use plimsoll_program::models::decoder::{AdamState, Base, Optimizer, Source};
+    use plimsoll_program::models::preset;
+
+    #[test]
+    fn what_stays_is_the_sum_of_what_waits() {
+        let device = paper("rtx3090", Budget::DEVICE).unwrap();
+        let state = AdamState::Full;
+        let lossy = Lossy::default();
+        let adapters = Lossy { method: Method::Lora(lossy.lora.clone()), base: Base::Nf4, ..lossy.clone() };
+        for (model, lossy) in [("smollm2-135m", &lossy), ("llama-3.2-1b", &adapters), ("qwen2.5-7b", &lossy)] {
+            let config = preset(model).unwrap();
+            let question = Question {
+                config: &config,
+                precision: DType::Bf16,
+                sequence: 512,
+                sequences: 4,
+                source: Source::Random { seed: 1 },
+                optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state }),
+                evaluate: false,
+                generation: None,
+                device: &device,
+                host: HostSpec::NONE,
+                lossy: lossy.clone(),
+                pins: Pins::default(),
+                rungs: vec![],
+                share: Share::ALONE,
+            };
+            let (measurer, layers) = (Measurer::new(&question), config.layers as u32);
+            for number in 0..64u32 {
+                // Each of the counts goes through its range at another pace.
+                let count = |pace: u32, most: u32| (number * pace) % (most + 1);
+                let optimizer = if number % 3 == 0 { layers } else { count(7, layers) };
+                let (gradients, weights) = (count(5, optimizer), count(11, optimizer));
+                let file = InFile {
+                    optimizer: if number % 2 == 0 { optimizer } else { count(3, optimizer) },
+                    gradients: count(13, gradients),
+                    weights: count(17, weights),
+                };
+                let (embedding, head) = (number & 4 > 0, number & 8 > 0 && !config.tied);
+                let offload = Offload { optimizer, gradients, weights, embedding, head, file, ..Offload::NOTHING };
+                let (sum, moved) = (measurer.persistent(offload), measurer.measured_stays(offload));
+                let bytes = |stays: Stays| stays.numbers().map(|number| number as i64);
+                let apart = bytes(sum).into_iter().zip(bytes(moved)).map(|(a, b)| (a - b).abs());
+                // What is last in a space is not rounded up.
+                assert!(apart.max() < Some(ALIGNMENT as i64), "{model}, {offload:?}: {sum:?} {moved:?}");
+            }
+        }
     }
 }

@@ -29,6 +29,7 @@ use plimsoll_program::workspace::Kernels;
 use plimsoll_program::{Op, OpKind, Program, ProgramSet, Share, passes};
 use profile::{Profile, choose, profile};
 use rungs::Sets;
+use std::sync::Arc;
 
 pub use ladder::ladder;
 pub use lean::lean;
@@ -290,7 +291,7 @@ fn candidates(measurer: &Measurer, micro_batches: &[u32]) -> Vec<Candidate> {
 }
 
 /// The recipes of one micro-batch under one choice of what waits, with the profile where levels are open.
-fn candidates_of(measurer: &Measurer, micro_batch: u32, waits: Offload) -> (Vec<Candidate>, Option<Profile>) {
+fn candidates_of(measurer: &Measurer, micro_batch: u32, waits: Offload) -> (Vec<Candidate>, Option<Arc<Profile>>) {
     let question = measurer.question;
     let pinned = match (&question.optimizer, &question.pins.recompute) {
         (None, _) => Some(vec![RecomputeLevel::Nothing; question.layers()]),
@@ -299,7 +300,7 @@ fn candidates_of(measurer: &Measurer, micro_batch: u32, waits: Offload) -> (Vec<
     if let Some(recompute) = pinned {
         return (vec![measurer.candidate(question.recipe(micro_batch, recompute, waits))], None);
     }
-    let profile = profile(question, micro_batch);
+    let profile = measurer.profile(micro_batch);
     let plain = question.uniform(micro_batch, RecomputeLevel::Nothing);
     let plain = measurer.candidate(Recipe { offload: waits, ..plain });
     let plain_fits = measurer.fits(&plain);
@@ -311,7 +312,8 @@ fn candidates_of(measurer: &Measurer, micro_batch: u32, waits: Offload) -> (Vec<
 }
 
 /// A recipe with everything that follows from it.
-struct Laid {
+#[derive(Clone, Debug)]
+pub(crate) struct Laid {
     recipe: Recipe,
     set: ProgramSet,
     layout: Layout,
@@ -338,12 +340,12 @@ pub fn search(question: &Question) -> Answer {
     let known = Sets::new(question);
     for rungs in rungs::sets(question, &question.lossy.allow) {
         if let Some(laid) = known.fastest(&rungs, &mut tried) {
-            return laid.answer(&rungs::under(question, &rungs), tried);
+            return Arc::unwrap_or_clone(laid).answer(&rungs::under(question, &rungs), tried);
         }
     }
-    let recipe = known.leanest(&question.lossy.allow).recipe;
-    let under = rungs::under(question, &recipe.rungs);
-    let mut answer = Laid::new(&under, recipe).answer(&under, tried);
+    let leanest = known.leanest(&question.lossy.allow);
+    let under = rungs::under(question, &leanest.recipe.rungs);
+    let mut answer = Arc::unwrap_or_clone(leanest.laid(&under)).answer(&under, tried);
     if !answer.plan.fits {
         answer.plan.needs = rungs::needs(&known, &answer.plan);
     }
@@ -357,25 +359,16 @@ pub(crate) fn can_hold(question: &Question) -> bool {
 }
 
 /// The fastest recipe that fits, by its packed arenas. What is looked at is added to `tried`, fastest first.
-fn fastest(question: &Question, tried: &mut Vec<Tried>) -> Option<Laid> {
-    let measurer = Measurer::new(question);
-    let mut list = candidates(&measurer, &question.micro_batches());
+fn fastest(measurer: &Measurer, tried: &mut Vec<Tried>) -> Option<Arc<Laid>> {
+    let question = measurer.question;
+    let mut list = candidates(measurer, &question.micro_batches());
     list.sort_by(|a, b| a.seconds.total_cmp(&b.seconds).then(a.device.cmp(&b.device)));
-    let mut looks: Vec<Tried> = list
-        .iter()
-        .map(|candidate| Tried {
-            recipe: candidate.recipe.clone(),
-            peak_bytes: Bytes(candidate.device) + question.device.charges,
-            host_bytes: Bytes(candidate.host),
-            file_bytes: Bytes(candidate.file),
-            step_seconds: candidate.seconds,
-            fits: measurer.fits(candidate),
-        })
-        .collect();
+    let mut looks: Vec<Tried> =
+        list.iter().map(|candidate| candidate.tried(question.device.charges, measurer.fits(candidate))).collect();
     let mut found = None;
     let fitting = list.iter().zip(&mut looks).filter(|(candidate, _)| measurer.fits(candidate));
     for (candidate, look) in fitting.take(FINALISTS) {
-        let laid = Laid::new(question, candidate.recipe.clone());
+        let laid = candidate.laid(question);
         look.peak_bytes = Bytes(laid.layout.device.bytes) + question.device.charges;
         look.host_bytes = Bytes(laid.layout.host.bytes);
         look.file_bytes = Bytes(laid.layout.file.bytes);

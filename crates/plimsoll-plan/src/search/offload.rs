@@ -1,17 +1,23 @@
 //! What may wait on the host: the choices that are looked at, in the order of the time that each takes about, and the
 //! leanest of all.
 
+use super::Profile;
 use super::measure::{Candidate, Measurer};
-use super::{Profile, choose, profile};
 use plimsoll_core::{InFile, Offload, RecomputeLevel, Sharing};
+use std::collections::HashMap;
+use std::sync::Arc;
 
-/// Choices that are measured, the most promising ones.
-const LOOKS: usize = 24;
+/// Choices that are measured, at most: the most promising ones.
+const LOOKS: usize = 48;
 /// The same of a rank that gathers what it computes with: its Programs go layer for layer, and take long to write down.
 const LOOKS_IN_PARTS: usize = 6;
+/// Of the leanest choices, so many are looked at with mixtures of levels.
+const NEAR: usize = 3;
+/// Nothing more is looked for that would not be faster by more than this part.
+const FASTER: f64 = 0.005;
 
-/// What may wait, from nothing to everything, in quarters of the layers. What the host has no room for waits in the
-/// scratch file, where there is one.
+/// What may wait, from nothing to everything, layer for layer (of ranks that gather, by sixteenths of them). What the host
+/// has no room for waits in the scratch file, where there is one.
 fn choices(measurer: &Measurer) -> Vec<Offload> {
     let question = measurer.question;
     if let Some(pinned) = question.pins.offload {
@@ -22,8 +28,8 @@ fn choices(measurer: &Measurer) -> Vec<Offload> {
         return vec![Offload::NOTHING];
     }
     let (layers, trained) = (question.layers() as u32, question.optimizer.is_some());
-    let mut counts: Vec<u32> = (1..=4).map(|quarter| (layers * quarter).div_ceil(4)).collect();
-    counts.dedup();
+    let step = if in_parts(measurer) { layers.div_ceil(16) } else { 1 };
+    let counts: Vec<u32> = (0..layers).step_by(step as usize).map(|fewer| layers - fewer).collect();
     let with = |optimizer, gradients, weights| Offload { optimizer, gradients, weights, ..Offload::NOTHING };
     let mut list = vec![Offload::NOTHING];
     for &count in &counts {
@@ -92,28 +98,70 @@ fn spilled(measurer: &Measurer, choice: Offload) -> Vec<Offload> {
     [low, low.midpoint(most), most].map(part).into_iter().filter(within).collect()
 }
 
-/// Adds recipes that let something wait, where they could be faster than what is there.
-pub(super) fn add(measurer: &Measurer, profiles: &[(u32, Profile)], list: &mut Vec<Candidate>) {
-    let best = fastest(measurer, list).map_or(f64::INFINITY, |best| best.seconds);
-    let (mut looks, own_host) = (Vec::new(), measurer.question.is_own_host());
-    let choices = choices(measurer).into_iter().filter(|choice| !choice.is_nothing()).flat_map(|choice| {
-        let by_host = (choice.optimizer > 0 && !own_host).then_some(Offload { update: true, ..choice });
-        std::iter::once(choice).chain(by_host)
-    });
-    for choice in choices.filter(|choice| waits_within(measurer, *choice)) {
+/// The same, by whoever does the update.
+fn choices_of_update(measurer: &Measurer) -> impl Iterator<Item = Offload> {
+    let own_host = measurer.question.is_own_host();
+    let pinned = measurer.question.pins.offload.is_some();
+    choices(measurer).into_iter().flat_map(move |choice| {
+        let by_host = (choice.optimizer > 0 && !own_host && !pinned).then_some(Offload { update: true, ..choice });
+        by_host.into_iter().chain([choice])
+    })
+}
+
+/// A choice that could be faster than what is there.
+struct Look<'p> {
+    /// About what a step takes.
+    seconds: f64,
+    /// Bytes that stay on the host.
+    host: u64,
+    micro_batch: u32,
+    profile: &'p Profile,
+    choice: Offload,
+}
+
+/// Adds recipes that let something wait, where they could be faster than what is there. What a choice takes is first only
+/// known about; they are measured in that order, until none can be faster than the best that fits. How much longer one
+/// really takes tells of the others of its kind.
+pub(super) fn add(measurer: &Measurer, profiles: &[(u32, Arc<Profile>)], list: &mut Vec<Candidate>) {
+    let best_of = |list: &[Candidate]| fastest(measurer, list).map(|best| best.seconds);
+    let mut best = best_of(list).unwrap_or(f64::INFINITY);
+    let mut looks = Vec::new();
+    for choice in choices_of_update(measurer).filter(|choice| !choice.is_nothing() && waits_within(measurer, *choice)) {
         for (micro_batch, profile) in profiles {
             match measurer.about(profile, *micro_batch, choice) {
-                Some(seconds) if seconds < best => looks.push((seconds, *micro_batch, profile, choice)),
+                Some(seconds) if seconds < best => {
+                    let (host, micro_batch) = (measurer.persistent(choice).host, *micro_batch);
+                    looks.push(Look { seconds, host, micro_batch, profile, choice });
+                }
                 _ => {}
             }
         }
     }
-    looks.sort_by(|a, b| a.0.total_cmp(&b.0));
-    let most = if in_parts(measurer) { LOOKS_IN_PARTS } else { LOOKS };
-    for &(_, micro_batch, profile, choice) in looks.iter().take(most) {
-        list.extend(measurer.recomputed(profile, micro_batch, choice));
+    looks.sort_by(|a, b| a.seconds.total_cmp(&b.seconds).then(a.host.cmp(&b.host)));
+    let mut left = if in_parts(measurer) { LOOKS_IN_PARTS } else { LOOKS };
+    let mut misses = left;
+    let mut slower: HashMap<(u32, Offload), f64> = HashMap::new();
+    for Look { seconds, micro_batch, profile, choice, .. } in looks {
+        let enough = best * (1.0 - FASTER);
+        if left == 0 || misses == 0 || seconds >= enough {
+            break;
+        }
+        let kind = (micro_batch, measurer.kind(choice));
+        let factor = slower.get(&kind).copied().unwrap_or(1.0);
+        if seconds * factor >= enough || !measurer.may_fit(micro_batch, choice) {
+            continue;
+        }
+        let found = measurer.recomputed(profile, micro_batch, choice);
+        match best_of(&found) {
+            Some(measured) => {
+                slower.insert(kind, measured / seconds);
+                best = best.min(measured);
+                left -= 1;
+            }
+            None => misses -= 1,
+        }
+        list.extend(found);
     }
-    tune(measurer, list);
 }
 
 /// Whether host and file have room for what waits, as far as it stays for the whole run.
@@ -132,109 +180,97 @@ fn fastest<'c>(measurer: &Measurer, list: &'c [Candidate]) -> Option<&'c Candida
     fitting.min_by(|a, b| a.seconds.total_cmp(&b.seconds))
 }
 
-/// From quarters of the layers down to single ones (of ranks that gather, to a sixteenth): of each kind as little waits as
-/// still fits.
-fn tune(measurer: &Measurer, list: &mut Vec<Candidate>) {
-    type Field = (fn(&mut Offload) -> &mut u32, fn(Offload) -> u32);
-    let fields: [Field; 7] = [
-        (|offload| &mut offload.file.weights, |_| 0),
-        (|offload| &mut offload.file.gradients, |_| 0),
-        (|offload| &mut offload.file.optimizer, |_| 0),
-        (|offload| &mut offload.inputs, |_| 0),
-        (|offload| &mut offload.weights, |_| 0),
-        (|offload| &mut offload.gradients, |_| 0),
-        // A trained layer's gradients and weights wait only where its state does.
-        (|offload| &mut offload.optimizer, |offload| offload.gradients.max(offload.weights)),
-    ];
-    let coarse = if in_parts(measurer) { measurer.question.layers() as u32 / 16 } else { 0 };
-    for (field, least) in fields {
-        let Some(mut recipe) = fastest(measurer, list).map(|best| best.recipe.clone()) else { return };
-        let (mut low, mut high) = (least(recipe.offload), *field(&mut recipe.offload));
-        while high - low > coarse {
-            let middle = low + (high - low) / 2;
-            *field(&mut recipe.offload) = middle;
-            settle(measurer, &mut recipe.offload);
-            let found = measurer.candidate(recipe.clone());
-            if measurer.fits(&found) {
-                high = middle
-            } else {
-                low = middle + 1
-            }
-            list.push(found);
-        }
-    }
-}
-
-/// Makes the rest of a choice follow from how much of each kind waits.
-fn settle(measurer: &Measurer, offload: &mut Offload) {
-    let Offload { optimizer, gradients, weights, ref mut file, .. } = *offload;
-    let own_host = measurer.question.is_own_host();
-    let part = |in_file: u32, waits: u32| if own_host { waits } else { in_file.min(waits) };
-    file.optimizer = part(file.optimizer, optimizer);
-    file.gradients = part(file.gradients, gradients);
-    file.weights = part(file.weights, weights);
-    offload.update &= optimizer > 0;
-}
-
-/// The recipe that needs the least memory on the device, within the host's load line; `None` where it does not come
-/// below `bound` bytes.
+/// What needs the least memory on the device, within the load lines of host and file; `None` where it does not come below
+/// `bound` bytes.
 pub(super) fn leanest(measurer: &Measurer, bound: Option<u64>) -> Option<Candidate> {
     let question = measurer.question;
     let micro_batch = question.micro_batches()[0];
-    let nothing = vec![RecomputeLevel::Nothing; question.layers()];
-    let mut choices: Vec<(u64, Offload)> = choices(measurer)
-        .into_iter()
+    let pinned = question.pins.recompute.clone().filter(|_| question.optimizer.is_some());
+    let again = pinned.clone().unwrap_or_else(|| vec![measurer.most_again(); question.layers()]);
+    let mut choices: Vec<(u64, Offload)> = choices_of_update(measurer)
         .filter(|choice| waits_within(measurer, *choice))
         .map(|choice| (measurer.least_bytes(micro_batch, choice), choice))
         .collect();
-    choices.sort_by_key(|(bytes, choice)| (*bytes, choice.optimizer));
-    let levels: Vec<Vec<RecomputeLevel>> = match (&question.pins.recompute, question.optimizer) {
-        (Some(pinned), Some(_)) => vec![pinned.clone()],
-        (_, None) => vec![nothing.clone()],
-        (None, Some(_)) if bound.is_some_and(|bound| choices.iter().all(|(bytes, _)| *bytes >= bound)) => vec![],
-        (None, Some(_)) => {
-            let uniform = RecomputeLevel::ALL.iter().rev().map(|&level| vec![level; question.layers()]);
-            uniform.chain(tightest(&profile(question, micro_batch), question.layers())).collect()
+    // The update by the device needs no less of it: only where the host is short of what its own takes.
+    choices.sort_by_key(|(bytes, choice)| (*bytes, choice.optimizer, !choice.update));
+    let beside = |[_, host, file]: [u64; 3]| measurer.holds([0, host, file]);
+    let may_wait = |offload: Offload| measurer.may_fit(micro_batch, offload);
+    let mut found: Vec<Candidate> = Vec::new();
+    let mut least = bound.unwrap_or(u64::MAX);
+    for &(at_least, offload) in &choices {
+        if at_least >= least {
+            break;
         }
-    };
-    let mut leanest: Option<Candidate> = None;
-    for (at_least, offload) in choices {
-        // Where something waits, two mixtures stand for all: the whole block again, and what the profile calls tightest.
-        let all_but = if offload.is_nothing() || levels.len() < 3 { 0 } else { levels.len() - 2 };
-        let least = |leanest: &Option<Candidate>| leanest.as_ref().map(|c| c.device).or(bound).unwrap_or(u64::MAX);
-        if at_least >= least(&leanest) {
+        let known = measurer.where_all_is_made_again(micro_batch, offload);
+        if known.map_or(!may_wait(offload), |bytes| bytes[0] >= least || !beside(bytes)) {
             continue;
         }
-        // Where the host does the update, its pieces need no room on the device, but some on the host.
-        let by_host = (offload.optimizer > 0 && !question.is_own_host()).then_some(Offload { update: true, ..offload });
-        for recompute in levels.iter().take(1).chain(levels.iter().skip(1 + all_but)) {
-            for offload in by_host.into_iter().chain([offload]) {
-                let found = measurer.candidate(question.recipe(micro_batch, recompute.clone(), offload));
-                let leaner = found.device < least(&leanest);
-                if leaner && measurer.packs_on_host(&found) {
-                    leanest = Some(found);
-                }
-                // The update by the device needs no less of it: only where the host is short of what its own takes.
-                if !leaner || leanest.as_ref().is_some_and(|leanest| leanest.recipe.offload == offload) {
-                    break;
-                }
+        let candidate = measurer.candidate(question.recipe(micro_batch, again.clone(), offload));
+        if beside([0, candidate.host, candidate.file]) {
+            least = least.min(candidate.device);
+            found.push(candidate);
+        }
+    }
+    // Mixtures of levels may need a little less.
+    let mut near: Vec<(u64, Offload)> = Vec::new();
+    if pinned.is_none() && question.optimizer.is_some() {
+        let could = |offload: &Offload| may_wait(*offload) && measurer.persistent(*offload).device < least;
+        let could = choices.iter().map(|(_, choice)| *choice).filter(could);
+        near.extend(could.map(|choice| (measurer.least_bytes(micro_batch, choice), choice)));
+        near.sort_by_key(|(bytes, _)| *bytes);
+    }
+    for (_, offload) in near.into_iter().take(NEAR) {
+        let uniform = RecomputeLevel::ALL.iter().filter(|_| offload.is_nothing());
+        let uniform = uniform.map(|&level| vec![level; question.layers()]);
+        for recompute in measurer.tightest(micro_batch).into_iter().chain(uniform) {
+            let candidate = measurer.candidate(question.recipe(micro_batch, recompute, offload));
+            if beside([0, candidate.host, candidate.file]) {
+                found.push(candidate);
             }
         }
     }
-    if leanest.is_none() && bound.is_none() {
+    found.sort_by_key(|candidate| candidate.device);
+    let leaner = |candidate: &Candidate| bound.is_none_or(|bound| candidate.device < bound);
+    let packs = |candidate: &Candidate| leaner(candidate) && measurer.packs_on_host(candidate);
+    found.into_iter().find(packs).or_else(|| {
         // Nothing within the host's load line: what is refused keeps everything on the device.
-        let recompute = levels.into_iter().next().unwrap_or(nothing);
-        return Some(measurer.candidate(question.recipe(micro_batch, recompute, Offload::NOTHING)));
-    }
-    leanest
+        let nothing = || measurer.candidate(question.recipe(micro_batch, again, Offload::NOTHING));
+        bound.is_none().then(nothing)
+    })
 }
 
-/// The levels that need the least, as far as the profile sees.
-fn tightest(profile: &Profile, layers: usize) -> Option<Vec<RecomputeLevel>> {
-    let (mut low, mut high) = (0u64, 1u64 << 50);
-    while low < high {
-        let middle = low + (high - low) / 2;
-        if choose(profile, layers, middle).is_some() { high = middle } else { low = middle + 1 }
+/// The least bytes of the host, or of the scratch file, beside which the device holds something; `None` where that is not
+/// less than `bound`.
+pub(super) fn least_beside(measurer: &Measurer, in_file: bool, bound: u64) -> Option<u64> {
+    let question = measurer.question;
+    let micro_batch = question.micro_batches()[0];
+    let pinned = question.pins.recompute.clone().filter(|_| question.optimizer.is_some());
+    let again = pinned.unwrap_or_else(|| vec![measurer.most_again(); question.layers()]);
+    let of = |[_, host, file]: [u64; 3]| if in_file { file } else { host };
+    let mut choices: Vec<(u64, Offload)> = choices_of_update(measurer)
+        .filter(|choice| waits_within(measurer, *choice))
+        .map(|choice| (measurer.persistent(choice), choice))
+        .map(|(stays, choice)| (of([0, stays.host, stays.file]), choice))
+        .collect();
+    choices.sort_by_key(|(bytes, _)| *bytes);
+    let (mut least, mut found) = (bound, Vec::new());
+    for (at_least, offload) in choices {
+        if at_least >= least {
+            break;
+        }
+        let known = measurer.where_all_is_made_again(micro_batch, offload);
+        let too_much = |bytes: [u64; 3]| of(bytes) >= least || !measurer.holds(bytes);
+        if known.map_or(measurer.least_bytes(micro_batch, offload) > question.device.arena_budget().0, too_much) {
+            continue;
+        }
+        let candidate = measurer.candidate(question.recipe(micro_batch, again.clone(), offload));
+        let bytes = [candidate.device, candidate.host, candidate.file];
+        if !too_much(bytes) {
+            least = of(bytes);
+            found.push(candidate);
+        }
     }
-    choose(profile, layers, high)
+    let packed = found.into_iter().rev().map(|candidate| candidate.laid(question));
+    let fits = packed.filter(|laid| question.fits(&laid.layout));
+    fits.map(|laid| of([0, laid.layout.host.bytes, laid.layout.file.bytes])).next()
 }

@@ -26,6 +26,7 @@ struct LevelProfile {
 }
 
 /// All levels at one micro-batch.
+#[derive(Debug)]
 pub(super) struct Profile {
     levels: Vec<LevelProfile>,
     /// Live below the first layer.
@@ -44,6 +45,22 @@ impl Profile {
         };
         let more = self.levels.iter().filter(fits).map(|p| layers as f64 * (p.seconds - plain));
         more.min_by(f64::total_cmp)
+    }
+
+    /// The levels that need the least, found by halving.
+    pub(super) fn tightest(&self, layers: usize) -> Option<Vec<RecomputeLevel>> {
+        let below = |p: &LevelProfile| self.base + layers as u64 * p.saved + p.forward.max(p.backward).max(self.top);
+        // Enough for every level by itself.
+        let (mut low, mut high) = (0, self.levels.iter().map(below).min()?);
+        let mut found = choose(self, layers, high)?;
+        while high - low > high / 1024 {
+            let middle = low + (high - low) / 2;
+            match choose(self, layers, middle) {
+                Some(tighter) => (found, high) = (tighter, middle),
+                None => low = middle + 1,
+            }
+        }
+        Some(found)
     }
 }
 

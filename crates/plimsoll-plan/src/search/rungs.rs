@@ -4,13 +4,13 @@
 //! only adapters are trained, then the optimizer's state, then the arithmetic. The first set under which anything fits
 //! is taken, with the fastest recipe that then fits.
 
-use super::measure::{Candidate, Measurer};
+use super::measure::{Candidate, Known, Measurer};
 use super::side_by_side::side_by_side;
 use super::{Laid, Lossy, Question, Tried, fastest, offload};
 use plimsoll_core::{Bytes, DType, DevicePlan, FileSpec, HostSpec, Need, Plan, Rung};
 use plimsoll_program::models::decoder::{AdamState, Base, Method, Optimizer};
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 /// The sets of allowed rungs that change something, least loss first; the first is empty. Matrices that are trained
 /// are never quantised: where all are, `int8` and `nf4` bring `lora` along.
@@ -79,38 +79,45 @@ enum Lean {
     AtLeast(u64),
 }
 
-/// What a search would come to.
-#[derive(Clone, Debug)]
-struct Found {
-    rungs: Vec<Rung>,
-    /// Whole device, charges included.
-    peak: Bytes,
-    host: Bytes,
-    file: Bytes,
-}
-
 /// What is known of the sets of rungs of one question. A refusal asks for most of them several times.
 #[derive(Debug)]
 pub(super) struct Sets<'q> {
     question: &'q Question<'q>,
+    /// What has been measured under each set, whatever the load lines.
+    measured: Arc<Mutex<HashMap<Vec<Rung>, Arc<Known>>>>,
     leanest: Mutex<HashMap<Vec<Rung>, Lean>>,
-    fastest: Mutex<HashMap<Vec<Rung>, Option<Found>>>,
+    /// What the fastest recipe of a set holds on the device, charges included, where one fits.
+    peaks: Mutex<HashMap<Vec<Rung>, Option<Bytes>>>,
 }
 
 impl<'q> Sets<'q> {
     pub fn new(question: &'q Question<'q>) -> Sets<'q> {
-        Sets { question, leanest: Mutex::default(), fastest: Mutex::default() }
+        Sets { question, measured: Arc::default(), leanest: Mutex::default(), peaks: Mutex::default() }
+    }
+
+    /// The same about a question that differs in load lines alone.
+    fn beside<'a>(&self, question: &'a Question<'a>) -> Sets<'a> {
+        Sets { measured: Arc::clone(&self.measured), ..Sets::new(question) }
+    }
+
+    /// What has been measured under a set.
+    fn measured(&self, rungs: &[Rung]) -> Arc<Known> {
+        Arc::clone(lock(&self.measured).entry(rungs.to_vec()).or_default())
     }
 
     /// The fastest recipe that fits under these rungs. Before more is lost, the leanest is given its chance, however
     /// slow; and the scratch file comes after all that memory can do. What is looked at is added to `tried`, fastest
     /// first.
-    pub fn fastest(&self, rungs: &[Rung], tried: &mut Vec<Tried>) -> Option<Laid> {
+    pub fn fastest(&self, rungs: &[Rung], tried: &mut Vec<Tried>) -> Option<Arc<Laid>> {
         let question = under(self.question, rungs);
         let bound = Some(question.device.arena_budget().0.saturating_add(1));
-        let lean = |question: &Question, leanest: Option<Candidate>| {
-            let laid = Laid::new(question, leanest?.recipe);
-            question.fits(&laid.layout).then_some(laid)
+        let lean = |question: &Question, leanest: Option<Candidate>, tried: &mut Vec<Tried>| {
+            let leanest = leanest?;
+            let laid = leanest.laid(question);
+            let fits = question.fits(&laid.layout);
+            tried.retain(|tried| tried.recipe != leanest.recipe);
+            tried.push(leanest.tried(question.device.charges, fits));
+            fits.then_some(laid)
         };
         let file = question.host.file;
         let in_memory = (file.budget > Bytes::ZERO).then(|| {
@@ -119,29 +126,22 @@ impl<'q> Sets<'q> {
         });
         let laid = in_memory
             .and_then(|question| {
-                let leanest = || offload::leanest(&Measurer::new(&question), bound);
-                fastest(&question, tried).or_else(|| lean(&question, leanest()))
+                let measurer = Measurer::knowing(&question, self.measured(rungs));
+                fastest(&measurer, tried).or_else(|| lean(&question, offload::leanest(&measurer, bound), tried))
             })
-            .or_else(|| fastest(&question, tried))
-            .or_else(|| lean(&question, self.leanest_under(rungs, bound)));
-        let found = laid.as_ref().map(|Laid { recipe, layout, .. }| Found {
-            rungs: recipe.rungs.clone(),
-            peak: Bytes(layout.device.bytes) + question.device.charges,
-            host: Bytes(layout.host.bytes),
-            file: Bytes(layout.file.bytes),
-        });
-        lock(&self.fastest).insert(rungs.to_vec(), found);
+            .or_else(|| fastest(&Measurer::knowing(&question, self.measured(rungs)), tried))
+            .or_else(|| lean(&question, self.leanest_under(rungs, bound), tried));
+        let peak = laid.as_ref().map(|laid| Bytes(laid.layout.device.bytes) + question.device.charges);
+        lock(&self.peaks).insert(rungs.to_vec(), peak);
         laid
     }
 
-    /// What a search would find with these rungs.
-    fn found(&self, allow: &[Rung]) -> Option<Found> {
-        sets(self.question, allow).iter().find_map(|rungs| {
-            let known = lock(&self.fastest).get(rungs).cloned();
-            known.unwrap_or_else(|| {
-                self.fastest(rungs, &mut vec![]);
-                lock(&self.fastest)[rungs].clone()
-            })
+    /// What the fastest recipe of a set holds on the device, where one fits.
+    fn peak(&self, rungs: &[Rung]) -> Option<Bytes> {
+        let known = lock(&self.peaks).get(rungs).copied();
+        known.unwrap_or_else(|| {
+            self.fastest(rungs, &mut vec![]);
+            lock(&self.peaks)[rungs]
         })
     }
 
@@ -154,7 +154,8 @@ impl<'q> Sets<'q> {
             (Some(Lean::AtLeast(least)), Some(bound)) if bound <= *least => return None,
             _ => {}
         }
-        let found = offload::leanest(&Measurer::new(&under(self.question, rungs)), bound);
+        let question = under(self.question, rungs);
+        let found = offload::leanest(&Measurer::knowing(&question, self.measured(rungs)), bound);
         if let Some(known) = found.clone().map(Lean::Is).or(bound.map(Lean::AtLeast)) {
             lock(&self.leanest).insert(rungs.to_vec(), known);
         }
@@ -189,19 +190,20 @@ pub(super) fn needs(known: &Sets, refused: &Plan) -> Vec<Need> {
     let alone = further.map(|rung| allow.iter().chain([rung]).copied().collect::<Vec<_>>());
     let rungs = alone.chain([every.clone()]).map(Asked::Rungs);
     let asked: Vec<Asked> = [Asked::Host, Asked::File].into_iter().chain(rungs).collect();
+    // What is named is what is taken: of rungs that are allowed, some exclude each other, and some bring nothing.
+    let taken = |rungs: &[Rung]| rungs.iter().copied().filter(|rung| !question.rungs.contains(rung)).collect();
     let found = side_by_side(&asked, |asked| {
         let allowed = match asked {
-            Asked::Host => return with_more_of_the_host(question, line),
-            Asked::File => return with_more_of_the_file(question, line),
+            Asked::Host => return known.with_more(Beside::Host, line),
+            Asked::File => return known.with_more(Beside::File, line),
             Asked::Rungs(allowed) => allowed,
         };
         let found = known.leanest(allowed);
-        let wanted = every.iter().filter(|rung| allow.contains(rung) || found.recipe.rungs.contains(rung)).copied();
-        let packed = found.packed(&under(question, &found.recipe.rungs));
-        let budget_bytes = Bytes(packed.device) + question.device.charges;
-        Some(need(wanted.collect(), budget_bytes)).filter(|need| need.budget_bytes < as_allowed)
+        let laid = found.laid(&under(question, &found.recipe.rungs));
+        let budget_bytes = Bytes(laid.layout.device.bytes) + question.device.charges;
+        Some(need(taken(&found.recipe.rungs), budget_bytes)).filter(|need| need.budget_bytes < as_allowed)
     });
-    let mut needs = vec![need(allow.clone(), as_allowed)];
+    let mut needs = vec![need(taken(&refused.rungs), as_allowed)];
     for need in found.into_iter().flatten() {
         if !of_rungs(&need) || needs.iter().all(|before| before.allow != need.allow) {
             needs.push(need);
@@ -214,7 +216,8 @@ pub(super) fn needs(known: &Sets, refused: &Plan) -> Vec<Need> {
     };
     let first = |&index: &usize| enough(&needs[index]) && less(&needs, index).is_none();
     let firsts: Vec<usize> = (1..needs.len()).filter(first).collect();
-    let peaks = side_by_side(&firsts, |&index| known.found(&needs[index].allow).map(|found| found.peak));
+    let peaks =
+        side_by_side(&firsts, |&index| sets(question, &needs[index].allow).iter().find_map(|rungs| known.peak(rungs)));
     for (&index, peak) in firsts.iter().zip(peaks) {
         needs[index].peak_bytes = peak;
     }
@@ -246,40 +249,51 @@ fn of_rungs(need: &Need) -> bool {
     need.host_bytes.is_none() && need.file_bytes.is_none()
 }
 
-/// How much of the host would do where that is what is missing, as allowed.
-fn with_more_of_the_host(question: &Question, line: Bytes) -> Option<Need> {
-    if (HostSpec { file: FileSpec::NONE, ..question.host }) == HostSpec::NONE {
-        return None;
-    }
-    let with = |budget: Bytes| found_beside(question, HostSpec { budget, ..question.host });
-    let enough = Bytes::mib(with(Bytes(u64::MAX))?.host.0.div_ceil(1 << 20));
-    // What is then planned under just that much of the host may be another recipe.
-    let found = with(enough)?;
-    Some(Need { host_bytes: Some(enough), ..found.need(question, line) })
+/// Where more could wait.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Beside {
+    Host,
+    File,
 }
 
-/// How much of a scratch file would do, as allowed, where the disk has so much.
-fn with_more_of_the_file(question: &Question, line: Bytes) -> Option<Need> {
-    let file = question.host.file;
-    if file.room <= file.budget {
-        return None;
-    }
-    let with = |budget: Bytes| found_beside(question, HostSpec { file: FileSpec { budget, ..file }, ..question.host });
-    let enough = Bytes::mib(with(file.room)?.file.0.div_ceil(1 << 20));
-    let found = with(enough)?;
-    Some(Need { file_bytes: Some(enough), ..found.need(question, line) })
-}
-
-/// What a search would find beside such a host, as allowed.
-fn found_beside(question: &Question, host: HostSpec) -> Option<Found> {
-    Sets::new(&Question { host, ..question.clone() }).found(&question.lossy.allow)
-}
-
-impl Found {
-    /// The same as a need under the present load line.
-    fn need(&self, question: &Question, line: Bytes) -> Need {
-        let allow = self.rungs.iter().copied().filter(|rung| question.lossy.allow.contains(rung)).collect();
-        Need { peak_bytes: Some(self.peak), ..need(allow, line) }
+impl Sets<'_> {
+    /// How much of the host, or of a scratch file where the disk has so much, would do where that is what is missing: the
+    /// least, under any rungs that are allowed.
+    fn with_more(&self, beside: Beside, line: Bytes) -> Option<Need> {
+        let (host, file) = (self.question.host, self.question.host.file);
+        let there = match beside {
+            Beside::Host => (HostSpec { file: FileSpec::NONE, ..host }) != HostSpec::NONE,
+            Beside::File => file.room > file.budget,
+        };
+        if !there {
+            return None;
+        }
+        let with = |most: Bytes| match beside {
+            Beside::Host => HostSpec { budget: most, ..host },
+            Beside::File => HostSpec { file: FileSpec { budget: most, ..file }, ..host },
+        };
+        let all = Question {
+            host: with(if beside == Beside::Host { Bytes(u64::MAX) } else { file.room }),
+            ..self.question.clone()
+        };
+        let mut least: Option<(Bytes, Vec<Rung>)> = None;
+        // Most loss first: it mostly needs the least.
+        for rungs in sets(self.question, &self.question.lossy.allow).into_iter().rev() {
+            let question = under(&all, &rungs);
+            let measurer = Measurer::knowing(&question, self.measured(&rungs));
+            let bound = least.as_ref().map_or(u64::MAX, |(bytes, _)| bytes.0);
+            let found = offload::least_beside(&measurer, beside == Beside::File, bound);
+            least = found.map(|bytes| (Bytes::mib(bytes.div_ceil(1 << 20)), rungs)).or(least);
+        }
+        let (enough, rungs) = least?;
+        let question = Question { host: with(enough), ..self.question.clone() };
+        // What is planned beside just so much may be another recipe.
+        let peak = self.beside(&question).peak(&rungs)?;
+        let need = Need { peak_bytes: Some(peak), ..need(rungs, line) };
+        Some(match beside {
+            Beside::Host => Need { host_bytes: Some(enough), ..need },
+            Beside::File => Need { file_bytes: Some(enough), ..need },
+        })
     }
 }
 

@@ -9,10 +9,10 @@
 //! promising is searched for recipes.
 
 use super::{Given, LeftOut, ShareOut, TeamQuestion, Way, out_of_way, slowest};
-use crate::layout::lower_bound;
+use crate::layout::lower_bounds;
 use crate::price::Prices;
 use crate::search::{Pins, Question, fastest_by_bounds, side_by_side, under};
-use plimsoll_core::{Bytes, DeviceSpec, Link, Recipe, RecomputeLevel, Rung, Sharing, Space, Worth};
+use plimsoll_core::{Bytes, DeviceSpec, Link, Recipe, RecomputeLevel, Rung, Sharing, Worth};
 use plimsoll_program::workspace::Kernels;
 use plimsoll_program::{Program, ProgramSet, Schedule, Share};
 use std::cell::{OnceCell, RefCell};
@@ -132,7 +132,7 @@ impl Measured {
             let micro_batch = question.pins.micro_batch.unwrap_or(1);
             let recipe = Recipe { rungs: question.rungs.clone(), ..Recipe::on_device(micro_batch, levels) };
             let set = question.computing(&recipe);
-            (lower_bound(&set, Space::Device) as f64, StageSeconds::of(&set, &prices))
+            (lower_bounds(&set)[0] as f64, StageSeconds::of(&set, &prices))
         };
         let found = [RecomputeLevel::Nothing, RecomputeLevel::Block].map(of);
         Measured { bytes: found.map(|found| found.0), seconds: found.map(|found| found.1) }
