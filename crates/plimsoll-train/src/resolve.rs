@@ -3,7 +3,7 @@
 
 use crate::data::sums;
 use crate::files::{AdapterDir, ModelDir, ModelWeights, read_config};
-use crate::run::prepare::{charges, rounded};
+use crate::run::prepare::{charge_own_rows, charges, programs_bytes, rounded, with_programs};
 use crate::run_file::{EXAMPLE_PREFIX, FallbackTo, Init, Method, Optimizer, RunFile, TeamOf};
 use plimsoll_core::{
     Budget, Bytes, DeviceKind, DeviceSpec, Failure, Fallback, FileSpec, HostSpec, Link, Plan, PlanOf, Rates, Rung,
@@ -726,9 +726,17 @@ pub fn plan(file: &RunFile, explain: bool) -> Result<Planned, Failure> {
     let mut resolved = Resolved::new(file)?;
     let mut devices = vec![resolved.device.clone()];
     devices.append(&mut resolved.others);
-    let team = team_question(file, &resolved.model, &devices)?;
-    let mut answer = share_out(&team);
+    if devices.len() > 1 {
+        devices.iter_mut().for_each(|device| charge_own_rows(device, file));
+    }
+    let mut answer = with_programs(&mut devices, |devices| {
+        let answer = share_out(&team_question(file, &resolved.model, devices)?);
+        let programs = || answer.parts.iter().map(|part| programs_bytes(&part.answer.set)).sum();
+        let programs = answer.plan.fits.then(programs);
+        Ok((answer, programs))
+    })?;
     if explain && devices.len() > 1 {
+        let team = team_question(file, &resolved.model, &devices)?;
         answer.plan.alternatives = alternatives(&team, &answer.plan);
         ladders(&team, &mut answer);
     }
@@ -741,8 +749,14 @@ pub fn plan(file: &RunFile, explain: bool) -> Result<Planned, Failure> {
     let mut devices: Vec<DeviceSpec> = taken.into_iter().map(|(_, device)| device).collect();
     resolved.others = left.into_iter().map(|(_, device)| device).collect();
     resolved.device = devices[0].clone();
-    let mut answer =
-        resolved.or_on_cpu(file, answer, |resolved, file| Ok(search(&resolved.question(file, Work::Train)?)))?;
+    let mut answer = resolved.or_on_cpu(file, answer, |resolved, file| {
+        let device = std::slice::from_mut(&mut resolved.device);
+        with_programs(device, |devices| {
+            let answer = search(&question(file, &resolved.model, &devices[0], Work::Train)?);
+            let programs = answer.plan.fits.then(|| programs_bytes(&answer.set));
+            Ok((answer, programs))
+        })
+    })?;
     if resolved.fallback.is_some() {
         devices = vec![resolved.device.clone()];
     }

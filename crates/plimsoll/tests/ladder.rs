@@ -72,6 +72,34 @@ fn every_command_of_a_refusal_plans_what_it_says() {
 }
 
 #[test]
+fn what_is_planned_to_fit_is_trained_under_the_same_line() {
+    let place = Place::new(&WIDE);
+    let text = ["--set", "data.train=train-text.jsonl", "--set", "data.format=text", "--set", "data.eval=[]"];
+    let of = |command: &str, budget: &str| {
+        let args = [&[command, "run.toml", "--json", "--allow", "lora,nf4", "--budget", budget][..], &text].concat();
+        place.run(&args)
+    };
+    let refused: Value = serde_json::from_str(&of("plan", "1MiB").stdout).unwrap();
+    let least = refused["needs"][0]["budget_bytes"].as_u64().unwrap() as f64 / f64::from(1 << 20);
+    let mut fitted = 0;
+    for step in -2..=4 {
+        let budget = format!("{:.2}MiB", least + 0.01 + f64::from(step));
+        let (planned, trained) = (of("plan", &budget), of("train", &budget));
+        if planned.code == Some(0) {
+            assert_eq!(trained.code, Some(0), "{budget}: {}", trained.stderr);
+            let plan: Value = serde_json::from_str(&planned.stdout).unwrap();
+            assert_eq!(plan["devices"], place.json("run/plan.json")["devices"], "{budget}: they are charged alike");
+            fitted += 1;
+        }
+        // The tokens are made anew, in the process that trains.
+        for folder in ["run", "cache/tokens"] {
+            let _ = std::fs::remove_dir_all(place.path(folder));
+        }
+    }
+    assert!(fitted >= 5, "{fitted} of the lines were enough");
+}
+
+#[test]
 fn every_command_of_a_refusal_trains() {
     let place = Place::new(&WIDE);
     let refused = place.run(&["train", "run.toml", "--budget", "27MiB"]);

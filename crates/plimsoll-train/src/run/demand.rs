@@ -18,7 +18,7 @@ const SLOWER: f64 = 0.02;
 /// What is wrong with the run file, the model or the data.
 pub fn demand(run: RunFile) -> Result<RunDemand, Failure> {
     let began = Instant::now();
-    let Prepared { run, resolved, train, eval, planned } = prepare(run, None)?;
+    let Prepared { run, resolved, train, eval, planned, .. } = prepare(run, None)?;
     let prepare_seconds = began.elapsed().as_secs_f64();
     let mut part = planned.parts.into_iter().next().expect("a run is done by somebody");
     if part.device.kind != DeviceKind::Cuda {

@@ -23,6 +23,11 @@ use std::path::PathBuf;
 /// Measured on runs of many sizes, with room.
 const HEAP_BYTES: Bytes = Bytes::mib(6);
 
+/// What every process is charged with at least, rows and Programs left out: more than one holds that trains on tokenised
+/// data. So what a run is charged with does not depend on how its start went, and a plan made without its data is held
+/// to the same as the run.
+const PROCESS_BYTES: Bytes = Bytes::mib(20);
+
 /// How far the resident memory of the same program wavers from start to start: which pages of its
 /// file are in memory, and counters that the kernel brings up to date late. Measured: 0.3 MiB.
 const WAVER_BYTES: Bytes = Bytes::mib(2);
@@ -141,6 +146,8 @@ pub struct Prepared {
     pub eval: Option<Dataset>,
     /// The plan.
     pub planned: Planned,
+    /// Whether making tokens has left this process with more than one is charged with that finds them made.
+    pub left_over: bool,
 }
 
 /// Opens model and data and plans. The recipe of `known` is used again where it still fits.
@@ -153,8 +160,10 @@ pub fn prepare(mut run: RunFile, known: Option<&Known>) -> Result<Prepared, Fail
     run.decide_precision(resolved.device.kind);
     resolved.model.check_weights(&run)?;
     let open = |patterns: &[String]| dataset(&run, &resolved.model, patterns, resolved.device.threads as usize);
+    let before = charges(run.batch_sequences(), u64::from(run.data.sequence));
     let train = open(&run.data.train)?;
     let eval = if run.data.eval.is_empty() { None } else { Some(open(&run.data.eval)?) };
+    let left_over = charges(run.batch_sequences(), u64::from(run.data.sequence)) > before;
     let mut planned = if resolved.others.is_empty() {
         let answer = planned_alone(&mut resolved, &run, known)?;
         let answer = resolved.or_on_cpu(&run, answer, |resolved, run| planned_alone(resolved, run, known))?;
@@ -171,7 +180,7 @@ pub fn prepare(mut run: RunFile, known: Option<&Known>) -> Result<Prepared, Fail
     if let Some(adapter) = &resolved.model.adapter {
         run.lora = LoraSection { dropout: run.lora.dropout, ..adapter_section(adapter) };
     }
-    Ok(Prepared { run, resolved, train, eval, planned })
+    Ok(Prepared { run, resolved, train, eval, planned, left_over })
 }
 
 /// The plan for the device that there is, whose charges are measured now.
@@ -197,13 +206,17 @@ fn planned_alone(resolved: &mut Resolved, run: &RunFile, known: Option<&Known>) 
     if settle_gpu(&mut resolved.device, &answer, run.scratch())? {
         answer = ask(resolved)?;
     }
-    // Programs of thousands of ops are a part of what the process holds. Fewer bytes for the arena may mean more ops.
     let of_process = resolved.device.kind != DeviceKind::Cuda && before.is_none();
-    let mut counted = Bytes::ZERO;
-    while of_process && answer.plan.fits && programs_bytes(&answer.set) > counted {
-        counted = programs_bytes(&answer.set);
-        resolved.device.charges = measured + counted;
-        answer = search(&resolved.question(run, Work::Train)?);
+    if of_process && answer.plan.fits {
+        resolved.device.charges = measured;
+        let mut found = Some(answer);
+        let device = std::slice::from_mut(&mut resolved.device);
+        answer = with_programs(device, |devices| {
+            let search = || Ok::<_, Failure>(search(&question(run, &resolved.model, &devices[0], Work::Train)?));
+            let answer = found.take().map_or_else(search, Ok)?;
+            let programs = answer.plan.fits.then(|| programs_bytes(&answer.set));
+            Ok((answer, programs))
+        })?;
     }
     if !answer.plan.fits && of_process && wary > resolved.device.charges {
         // What a refusal names as enough has to be enough for the next process, which may be charged a step more.
@@ -213,16 +226,44 @@ fn planned_alone(resolved: &mut Resolved, run: &RunFile, known: Option<&Known>) 
     Ok(answer)
 }
 
+/// Plans with Programs charged: those of thousands of ops are a part of what the process holds. `plan` says what they
+/// take where its plan fits; fewer bytes for arenas may mean more ops.
+///
+/// # Errors
+/// Those of `plan`.
+pub(crate) fn with_programs<A>(
+    devices: &mut [DeviceSpec],
+    mut plan: impl FnMut(&[DeviceSpec]) -> Result<(A, Option<Bytes>), Failure>,
+) -> Result<A, Failure> {
+    let bare: Vec<Bytes> = devices.iter().map(|device| device.charges).collect();
+    let mut counted = Bytes::ZERO;
+    loop {
+        let (answer, programs) = plan(devices)?;
+        let here = |device: &DeviceSpec| matches!(device.kind, DeviceKind::Cpu | DeviceKind::Virtual);
+        match programs.filter(|programs| *programs > counted && devices.iter().any(here)) {
+            Some(programs) => counted = programs,
+            None => return Ok(answer),
+        }
+        for (device, bare) in devices.iter_mut().zip(&bare).filter(|(device, _)| here(device)) {
+            device.charges = *bare + counted;
+        }
+    }
+}
+
+/// Gives each of several devices of this process a copy of its own rows, and a thread.
+pub(crate) fn charge_own_rows(device: &mut DeviceSpec, run: &RunFile) {
+    if matches!(device.kind, DeviceKind::Cpu | DeviceKind::Virtual) {
+        device.charges = rounded(device.charges + Rows::bytes(run.batch_sequences(), u64::from(run.data.sequence)));
+    }
+}
+
 /// The plan of several devices, whose charges are measured now: each could hold what this process holds beside arenas.
 fn planned_team(resolved: &mut Resolved, run: &RunFile, known: Option<&Known>) -> Result<Planned, Failure> {
     let mut devices = vec![resolved.device.clone()];
     devices.extend(resolved.others.iter().cloned());
     for device in &mut devices {
         settle_charges(device, run.batch_sequences(), u64::from(run.data.sequence));
-        // Each has a copy of its own rows, and a thread.
-        if device.kind != DeviceKind::Cuda {
-            device.charges = rounded(device.charges + Rows::bytes(run.batch_sequences(), u64::from(run.data.sequence)));
-        }
+        charge_own_rows(device, run);
     }
     let before = known.map(|known| known.charges_bytes);
     for device in devices.iter_mut().filter(|device| device.kind != DeviceKind::Cuda) {
@@ -325,7 +366,7 @@ pub fn dataset(run: &RunFile, model: &Model, patterns: &[String], threads: usize
 
 /// What Programs hold beyond what a process is charged with anyway: about so many bytes an op, with the order of its
 /// queues and the names of its tensors, as it was measured.
-pub(super) fn programs_bytes(set: &ProgramSet) -> Bytes {
+pub(crate) fn programs_bytes(set: &ProgramSet) -> Bytes {
     const FREE_OPS: u64 = 4096;
     const OP_BYTES: u64 = 1792;
     let ops = set.programs.iter().flat_map(|program| &program.blocks).map(|block| block.ops.len() as u64).sum::<u64>();
@@ -357,8 +398,9 @@ pub fn rounded(charges: Bytes) -> Bytes {
 /// Bytes of the process outside the arena, once data and tokenizer are open: what it holds now, the
 /// rows of two steps, and heap.
 ///
-/// What the process holds wavers by some hundred KiB from start to start; it is rounded up, so that the
-/// same run has the same plan, and a budget that was named as enough is enough.
+/// What the process holds wavers by some hundred KiB from start to start. It is never charged with less than
+/// `PROCESS_BYTES`, and rounded up beyond, so that the same run has the same plan, what was planned to fit fits when it
+/// is run, and a budget that was named as enough is enough.
 pub fn charges(rows: u64, sequence: u64) -> Bytes {
     charges_with(Bytes::ZERO, rows, sequence)
 }
@@ -367,7 +409,7 @@ pub fn charges(rows: u64, sequence: u64) -> Bytes {
 fn charges_with(more: Bytes, rows: u64, sequence: u64) -> Bytes {
     process::give_back();
     let held = process::resident().unwrap_or(Bytes::mib(16)) + HEAP_BYTES + more;
-    Bytes(held.0.next_multiple_of(ROUNDING_BYTES.0)) + Loader::bytes(rows, sequence)
+    rounded(held).max(PROCESS_BYTES) + Loader::bytes(rows, sequence)
 }
 
 /// Where tokens are kept between runs: where `PLIMSOLL_TOKENS` says, beside the calibration, or in the system's folder for

@@ -260,7 +260,7 @@ struct Ending {
 impl Trainer {
     fn open(run: Run, folder: PathBuf, control: Option<Control>, log: &mut EventLog) -> Result<Trainer, Failure> {
         let Run { prepared, checkpoint, rehearsed, saves, .. } = run;
-        let Prepared { run, resolved, train, eval, planned } = prepared;
+        let Prepared { run, resolved, train, eval, planned, .. } = prepared;
         let precision = run.arithmetic(resolved.device.kind);
         let generates = planned.parts[0].answer.set.program("prefill").is_some();
         let product_flops = planned.parts.iter().map(step_product_flops).sum();

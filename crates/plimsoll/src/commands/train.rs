@@ -11,6 +11,8 @@ use plimsoll_train::run_file::RunFile;
 use plimsoll_watch::plan::{PlanView, table};
 use plimsoll_watch::summary::{Sample, resume_command, summary};
 use plimsoll_watch::terminal::for_stdout;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
 
 /// Plans, runs, and says what came of it.
 ///
@@ -29,6 +31,9 @@ pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
         run.save_nothing();
     }
     let prepared = run.prepared();
+    if !prepared.planned.plan.fits && prepared.left_over && std::env::var_os(AGAIN).is_none() {
+        return Err(start_again());
+    }
     if !args.json && !args.quiet {
         let parts = &prepared.planned.parts;
         let table = table(&PlanView {
@@ -56,6 +61,17 @@ pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
     let mut watcher = for_stdout(args.json, args.quiet);
     let outcome = run.start(&mut |record| watcher.see(record), &stop)?;
     Ok(tell(args, &outcome, simulated))
+}
+
+/// Set for a process that stands in for one whose start has left it with too much.
+const AGAIN: &str = "PLIMSOLL_STARTED_AGAIN";
+
+/// Starts over in a process of its own, which finds the tokens made: what has been planned to fit is not refused for what
+/// making them has left behind. Comes back only where that cannot be done.
+fn start_again() -> Failure {
+    let again = |program| Command::new(program).args(std::env::args_os().skip(1)).env(AGAIN, "1").exec();
+    let error = std::env::current_exe().map_or_else(|error| error, again);
+    Failure::bug(format!("the command cannot be started again: {error}"))
 }
 
 /// How much of the processor the run takes.
