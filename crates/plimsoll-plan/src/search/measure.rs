@@ -314,13 +314,17 @@ impl<'q> Measurer<'q> {
 
     /// Whether a choice can come under the load lines, as far as is known.
     pub fn may_fit(&self, micro_batch: u32, offload: Offload) -> bool {
-        let known = self.where_all_is_made_again(micro_batch, offload);
-        self.holds(known.unwrap_or_else(|| {
+        self.holds(self.at_least(micro_batch, offload))
+    }
+
+    /// Bytes of all spaces that a choice takes at least, as far as is known.
+    pub fn at_least(&self, micro_batch: u32, offload: Offload) -> [u64; 3] {
+        self.where_all_is_made_again(micro_batch, offload).unwrap_or_else(|| {
             let inputs = u64::from(offload.inputs) * self.plain(micro_batch).input_bytes;
             let stays = self.persistent(offload);
             // All of them are there when the backward pass begins.
             [0, stays.host + inputs, stays.file]
-        }))
+        })
     }
 
     fn measure(&self, recipe: Recipe) -> Candidate {

@@ -194,7 +194,8 @@ pub(super) fn leanest(measurer: &Measurer, bound: Option<u64>) -> Option<Candida
     // The update by the device needs no less of it: only where the host is short of what its own takes.
     choices.sort_by_key(|(bytes, choice)| (*bytes, choice.optimizer, !choice.update));
     let beside = |[_, host, file]: [u64; 3]| measurer.holds([0, host, file]);
-    let may_wait = |offload: Offload| measurer.may_fit(micro_batch, offload);
+    // Whatever the device lacks.
+    let may_wait = |offload: Offload| beside(measurer.at_least(micro_batch, offload));
     let mut found: Vec<Candidate> = Vec::new();
     let mut least = bound.unwrap_or(u64::MAX);
     for &(at_least, offload) in &choices {

@@ -53,7 +53,7 @@ impl Profile {
         // Enough for every level by itself.
         let (mut low, mut high) = (0, self.levels.iter().map(below).min()?);
         let mut found = choose(self, layers, high)?;
-        while high - low > high / 1024 {
+        while low < high {
             let middle = low + (high - low) / 2;
             match choose(self, layers, middle) {
                 Some(tighter) => (found, high) = (tighter, middle),
