@@ -6,12 +6,13 @@ use super::case::Draw;
 use super::tally::Tally;
 use super::whole::{config, data};
 use anyhow::{Context, ensure};
-use plimsoll_core::{Class, DType, Event, Exit, Record};
+use plimsoll_core::{Bytes, Class, DType, Event, Exit, Record};
 use plimsoll_program::models::ModelType;
 use plimsoll_train::run::rehearsal::Injection;
 use plimsoll_train::run::training::Run;
 use plimsoll_train::run_file::RunFile;
 use std::collections::BTreeMap;
+use std::fmt;
 use std::fs;
 use std::hash::{DefaultHasher, Hasher};
 use std::io::{BufRead, BufReader};
@@ -110,7 +111,11 @@ impl Asked {
     pub fn train(&self, run: &Path, injections: &[Injection], resume: bool) -> anyhow::Result<Option<Exit>> {
         let file = self.file(run)?;
         let mut run = if resume { Run::resume(file)? } else { Run::new(file)? };
-        ensure!(run.prepared().planned.plan.fits, "does not fit: {:?}", run.prepared().planned.plan.needs);
+        let plan = &run.prepared().planned.plan;
+        if !plan.fits {
+            let charges = plan.devices.iter().map(|device| device.charges_bytes).collect();
+            return Err(Refused { charges, needs: format!("{:?}", plan.needs) }.into());
+        }
         run.rehearse(injections.to_vec())?;
         match run.start(&mut |_| {}, &AtomicBool::new(false)) {
             Ok(_) => Ok(None),
@@ -119,6 +124,22 @@ impl Asked {
         }
     }
 }
+
+/// A start that was planned not to fit.
+#[derive(Debug)]
+pub(super) struct Refused {
+    /// What each device was charged with beside its arena.
+    pub charges: Vec<Bytes>,
+    needs: String,
+}
+
+impl fmt::Display for Refused {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "does not fit: {}", self.needs)
+    }
+}
+
+impl std::error::Error for Refused {}
 
 impl Asked {
     /// That losses and norms of two runs are as near as sums in another order are.
