@@ -36,15 +36,24 @@ pub(super) struct Profile {
 }
 
 impl Profile {
-    /// Seconds that the lightest level takes beyond computing nothing again, if all layers have it and it fits.
+    /// About how many seconds the layers take beyond computing nothing again, with as many of a light level, and the rest of
+    /// a tighter one, as fit: whatever part of a layer that comes to.
     pub(super) fn lightest(&self, layers: usize, budget: u64) -> Option<f64> {
         let plain = self.levels.first()?.seconds;
-        let fits = |p: &&LevelProfile| {
+        let need = |p: &LevelProfile| {
             let saved = self.base + layers as u64 * p.saved;
-            saved - p.saved + p.forward.max(p.backward) <= budget && saved + self.top <= budget
+            (saved - p.saved + p.forward.max(p.backward)).max(saved + self.top)
         };
-        let more = self.levels.iter().filter(fits).map(|p| layers as f64 * (p.seconds - plain));
-        more.min_by(f64::total_cmp)
+        let fits = |p: &&LevelProfile| need(p) <= budget;
+        let beside = |tight: &LevelProfile, light: &LevelProfile| {
+            let more = need(light).saturating_sub(need(tight)).max(1);
+            let part = ((budget - need(tight)) as f64 / more as f64).min(1.0);
+            tight.seconds + part * (light.seconds - tight.seconds).min(0.0)
+        };
+        let pairs =
+            self.levels.iter().filter(fits).flat_map(|tight| self.levels.iter().map(move |light| (tight, light)));
+        let seconds = pairs.map(|(tight, light)| layers as f64 * (beside(tight, light) - plain));
+        seconds.min_by(f64::total_cmp)
     }
 
     /// The levels that need the least, found by halving.
