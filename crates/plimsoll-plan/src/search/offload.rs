@@ -15,6 +15,8 @@ const LOOKS_IN_PARTS: usize = 6;
 const NEAR: usize = 3;
 /// Nothing more is looked for that would not be faster by more than this part.
 const FASTER: f64 = 0.005;
+/// How much faster than estimated the first of a kind may turn out to be.
+const UNSURE: f64 = 0.03;
 
 /// What may wait, from nothing to everything, layer for layer (of ranks that gather, by sixteenths of them). What the host
 /// has no room for waits in the scratch file, where there is one.
@@ -143,11 +145,11 @@ pub(super) fn add(measurer: &Measurer, profiles: &[(u32, Arc<Profile>)], list: &
     let mut slower: HashMap<(u32, Offload), f64> = HashMap::new();
     for Look { seconds, micro_batch, profile, choice, .. } in looks {
         let enough = best * (1.0 - FASTER);
-        if left == 0 || misses == 0 || seconds >= enough {
+        if left == 0 || misses == 0 || seconds * (1.0 - UNSURE) >= enough {
             break;
         }
         let kind = (micro_batch, measurer.kind(choice));
-        let factor = slower.get(&kind).copied().unwrap_or(1.0);
+        let factor = slower.get(&kind).copied().unwrap_or(1.0 - UNSURE);
         if seconds * factor >= enough || !measurer.may_fit(micro_batch, choice) {
             continue;
         }
