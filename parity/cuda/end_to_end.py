@@ -68,9 +68,10 @@ class EndToEnd(unittest.TestCase):
             "train.learning_rate": 1e-2, "train.precision": precision, "run.dir": str(self.root / run), **more,
         })]
 
-    def train(self, run, exit=0, stand_in=None, **more):
-        said = self.run_program(*self.arguments(run, **more), exit=exit, **(stand_in or {}))
-        return said
+    def train(self, run, exit=0, stand_in=None, like=None, **more):
+        """What it says. With the plan of the run that it is like: on a busy machine rates waver, and plans with them."""
+        plan = ["--plan", self.root / like / "plan.json"] if like else []
+        return self.run_program(*self.arguments(run, **more), *plan, exit=exit, **(stand_in or {}))
 
     def records(self, run):
         path = self.root / run / "events.jsonl"
@@ -123,7 +124,7 @@ class EndToEnd(unittest.TestCase):
         self.once("gpu-bf16", precision="bf16")
         expected = contents(self.root / "gpu-bf16")
         for seed in (2, 3, 4):
-            self.train(f"seed-{seed}", precision="bf16", stand_in=dict(SEED=seed))
+            self.train(f"seed-{seed}", like="gpu-bf16", precision="bf16", stand_in=dict(SEED=seed))
             self.assertEqual(contents(self.root / f"seed-{seed}"), expected, f"seed {seed}")
 
     def test_a_run_that_lost_its_device_goes_on_to_the_same_bits(self):
@@ -132,7 +133,8 @@ class EndToEnd(unittest.TestCase):
         _, whole, _ = self.counted()
         for share in (0.7, 0.95):
             run = f"lost-{share}"
-            said = self.train(run, precision="bf16", exit=4, stand_in=dict(LOST_AT=int(share * whole)))
+            lost = dict(LOST_AT=int(share * whole))
+            said = self.train(run, like="gpu-bf16", precision="bf16", exit=4, stand_in=lost)
             self.assertIn("--resume", said)
             # What this machine knows of its GPU is lost, too: the checkpoint knows how products were done.
             cache = self.cache(f"{run}-cache", ["algorithms.json", "charges.json"])
@@ -330,7 +332,8 @@ class EndToEnd(unittest.TestCase):
             self.assertEqual(memory["arena_bytes"], memory["arena_measured_bytes"])
             self.assertLessEqual(memory["measured_bytes"], memory["budget_bytes"])
         # Any order that streams allow gives the same bits.
-        self.train("team-2", device="cuda:0,cuda:1", stand_in={**stand_in, "SEED": 2}, **{"run.team": "all"})
+        again = {**stand_in, "SEED": 2}
+        self.train("team-2", like="team", device="cuda:0,cuda:1", stand_in=again, **{"run.team": "all"})
         self.assertEqual(contents(self.root / "team-2"), contents(self.root / "team"))
 
     def test_two_gpus_train_as_a_pipeline_what_one_does(self):
