@@ -7,6 +7,7 @@ mod cuda;
 mod gpu;
 mod kill;
 mod predict;
+mod program;
 mod soak;
 mod stand_in;
 mod sweep;

@@ -10,6 +10,7 @@ mod ladder;
 mod place;
 mod plans;
 mod refusals;
+mod runs;
 mod tally;
 mod teams;
 #[cfg(test)]
@@ -18,6 +19,7 @@ mod twin;
 mod watch;
 mod whole;
 
+use crate::program;
 use anyhow::{Context, bail};
 use case::Case;
 use clap::{Parser, ValueEnum};
@@ -28,7 +30,7 @@ use plimsoll_device::heap::Counting;
 use serde::{Deserialize, Serialize};
 use std::io::{BufRead, BufReader, IsTerminal, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
@@ -38,7 +40,7 @@ use tally::Tally;
 #[global_allocator]
 static HEAP: Counting = Counting;
 
-/// A case that takes longer hangs.
+/// A case that takes longer hangs, where all of it is in one process.
 const CASE_SECONDS_MAX: u64 = 300;
 
 /// Shows on random small models and on whole processes that plans are exact. The full count is --runs 300; CI takes
@@ -75,6 +77,9 @@ struct Options {
     /// How large the models of plans are.
     #[arg(long, default_value = "large")]
     size: Size,
+    /// The program that refusals and teams start; without it, a release build of this tree.
+    #[arg(long)]
+    binary: Option<PathBuf>,
     /// Begins no new case after so many seconds.
     #[arg(long)]
     seconds: Option<u64>,
@@ -104,12 +109,18 @@ impl Options {
         Case::new(self.seed, number).on(self.device, self.dtype)
     }
 
+    /// Whether cases start the program.
+    fn starts(&self) -> bool {
+        matches!(self.only, Some(Only::Refusals | Only::Teams))
+    }
+
     fn run(&self, case: &Case) -> Tally {
+        let binary = self.binary.as_deref().unwrap_or(Path::new(""));
         match self.only {
             Some(Only::Ops) => checks::run_ops(case),
             Some(Only::Ladder) => ladder::run_ladder(case.seed, case.number),
-            Some(Only::Refusals) => refusals::run_refusals(case.seed, case.number),
-            Some(Only::Teams) => teams::run_team(case.seed, case.number),
+            Some(Only::Refusals) => refusals::run_refusals(binary, case.seed, case.number),
+            Some(Only::Teams) => teams::run_team(binary, case.seed, case.number),
             Some(Only::Plans) => plans::run_plan(case.seed, case.number, self.size, self.device, self.dtype),
             _ => checks::run_case(case),
         }
@@ -123,6 +134,7 @@ impl Options {
         };
         list.extend(self.only.map(|only| format!("--only={}", named(&|| only.to_possible_value()))));
         list.push(format!("--size={}", named(&|| self.size.to_possible_value())));
+        list.extend(self.binary.iter().map(|binary| format!("--binary={}", binary.display())));
         let left = |seconds: u64| seconds.saturating_sub(started.elapsed().as_secs());
         list.extend(self.seconds.map(|seconds| format!("--seconds={}", left(seconds))));
         list
@@ -146,7 +158,10 @@ enum Word {
 /// # Errors
 /// When something does not hold.
 pub fn run(arguments: &[String]) -> anyhow::Result<()> {
-    let options = Options::try_parse_from(arguments).unwrap_or_else(|error| error.exit());
+    let mut options = Options::try_parse_from(arguments).unwrap_or_else(|error| error.exit());
+    if options.starts() && options.binary.is_none() {
+        options.binary = Some(program::release()?);
+    }
     let (first, end) = options.case.map_or((0, options.runs), |case| (case, case + 1));
     let started = Instant::now();
     if let Some(from) = options.worker_from {
@@ -239,8 +254,9 @@ fn supervise(options: &Options, first: u64, end: u64, started: Instant, tally: &
     });
     let mut running = None;
     let mut next = first;
+    let seconds = if options.starts() { runs::CASE_SECONDS_MAX } else { CASE_SECONDS_MAX };
     loop {
-        match heard.recv_timeout(Duration::from_secs(CASE_SECONDS_MAX)) {
+        match heard.recv_timeout(Duration::from_secs(seconds)) {
             Ok(word) => match word.context("a worker says what nobody understands")? {
                 Word::Starts(number) => {
                     running = Some(number);

@@ -1,10 +1,10 @@
 //! `cargo xtask sweep`: 30 runs of mixed size on a pair of unequal virtual devices, 24 : 8, and how far the last one ends
 //! after what no packing could be below. It is a measurement: on a machine that is too busy for the paces it says little.
 
+use crate::program;
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
 use plimsoll_core::{SweepReport, SweepState};
-use plimsoll_device::probe::Cpu;
 use serde_json::json;
 use std::fmt::Write;
 use std::fs;
@@ -38,11 +38,11 @@ struct Args {
 /// A run that is not done, a line that was crossed, or an end that is too far above the bound.
 pub fn run(arguments: &[String]) -> Result<()> {
     let args = Args::parse_from(std::iter::once("sweep").chain(arguments.iter().map(String::as_str)));
-    let binary = args.binary.clone().map_or_else(release, Ok)?;
+    let binary = args.binary.clone().map_or_else(program::release, Ok)?;
     let folder = std::env::temp_dir().join(format!("plimsoll-sweep-{}", std::process::id()));
     fs::create_dir_all(&folder)?;
     let files: Vec<PathBuf> = (0..args.runs).map(|number| write(&folder, number, &args)).collect::<Result<_>>()?;
-    know_the_rates(&folder)?;
+    program::know_the_rates(&folder.join("cache"))?;
     let status = Command::new(binary)
         .env("PLIMSOLL_CACHE", folder.join("cache"))
         .arg("sweep")
@@ -61,33 +61,6 @@ pub fn run(arguments: &[String]) -> Result<()> {
     ensure!(above <= ABOVE_MOST, "the last run ended {:.1} % above the bound", above * 100.0);
     fs::remove_dir_all(&folder)?;
     Ok(())
-}
-
-/// A core of 50 GFLOP/s, about half of what cores with AVX-512 do: the devices that are played are the same everywhere,
-/// and a machine that does other work, too, has time to play them.
-fn know_the_rates(folder: &Path) -> Result<()> {
-    let cpu = Cpu::read();
-    let entry = |threads: u32| {
-        json!({
-            "plimsoll": env!("CARGO_PKG_VERSION"), "device": "cpu", "model": cpu.model, "features": cpu.features,
-            "threads": threads,
-            "rates": {
-                "f32_flops": 5e10, "bf16_flops": 5e10, "memory_bytes_per_second": 1e10, "op_seconds": 5e-6,
-                "host_link": {"bytes_per_second": 1e10, "latency_seconds": 2e-6}, "measured": true,
-            },
-        })
-    };
-    let known: Vec<_> = (1..=cpu.threads).map(entry).collect();
-    fs::create_dir_all(folder.join("cache"))?;
-    fs::write(folder.join("cache/devices.json"), serde_json::to_string(&known)?)?;
-    Ok(())
-}
-
-fn release() -> Result<PathBuf> {
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let status = Command::new(cargo).args(["build", "--release", "-p", "plimsoll"]).status()?;
-    ensure!(status.success(), "the program does not build");
-    Ok(PathBuf::from("target/release/plimsoll"))
 }
 
 /// A run of a size of its own: six models, steps and batches that repeat with other periods.

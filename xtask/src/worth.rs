@@ -3,11 +3,12 @@
 //! model that no device of a pair holds, as state in parts and as a pipeline: measured seconds beside predicted ones.
 //! Simulated devices, real runs of the release binary; a measurement, so CI does not run it.
 
+use crate::program;
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
 use plimsoll_core::{Plan, RunResult, Sharing, StepSeconds};
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
 /// A team has this share of what its devices do alone, at least.
@@ -75,7 +76,7 @@ pub fn run(arguments: &[String]) -> Result<()> {
     let args = Args::parse_from(std::iter::once("worth").chain(arguments.iter().map(String::as_str)));
     let folder = std::env::temp_dir().join(format!("plimsoll-worth-{}", std::process::id()));
     fs::create_dir_all(&folder).context("no room for the runs")?;
-    let measured = binary().and_then(|binary| {
+    let measured = program::release().and_then(|binary| {
         let batches = batches(&args, &folder, &binary);
         let ways = ways(&args, &folder, &binary);
         batches.and(ways)
@@ -194,13 +195,4 @@ fn train(binary: &Path, folder: &Path, devices: &str) -> Result<RunResult> {
         .context("the binary cannot be started")?;
     ensure!(output.status.success(), "{devices}: {}", String::from_utf8_lossy(&output.stderr));
     Ok(serde_json::from_slice(&fs::read(run.join("result.json"))?)?)
-}
-
-/// The release binary, built now.
-fn binary() -> Result<PathBuf> {
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let status =
-        Command::new(cargo).args(["build", "--release", "--quiet"]).status().context("cargo cannot be started")?;
-    ensure!(status.success(), "the release build fails");
-    Ok(std::env::current_dir()?.join("target/release/plimsoll"))
 }

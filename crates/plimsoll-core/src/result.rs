@@ -1,7 +1,7 @@
 //! How a run ended: `result.json`. Other tools rely on these names.
 
 use crate::{Bytes, Class, Fallback, Recipe, Sharing};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 /// `result.json`. All figures are measured unless their name says predicted.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -82,13 +82,21 @@ pub enum RunStatus {
     Stopped,
 }
 
-/// The training loss at both ends of a run; means over the labelled tokens of a step.
+/// The training loss at both ends of a run; means over the labelled tokens of a step. No number (`null`) where no step was
+/// done.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LossSpan {
     /// Of the first step.
+    #[serde(deserialize_with = "number_or_none")]
     pub first: f64,
     /// Of the last step.
+    #[serde(deserialize_with = "number_or_none")]
     pub last: f64,
+}
+
+/// JSON has no word for what is not a number: `null` is written for it, and read as it.
+fn number_or_none<'de, D: Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
 }
 
 /// Seconds of an optimizer step, measured and predicted.

@@ -1,23 +1,47 @@
 //! Teams of unequal simulated devices, drawn at random: what the plan says fits runs with every line held, and is the
-//! experiment of one device; under refusals and losses at random a run ends done or can be gone on with, with the same
-//! samples, and none hangs (the soak's watch over its cases).
+//! experiment of one device. While devices refuse memory, are lost, fall silent or refuse for ever, a run ends done or can
+//! be gone on with, on the same samples, and no step is done twice whose state survives. Starts are processes of their
+//! own under a watchdog (`runs`).
 
 use super::case::Draw;
-use super::refusals::{Asked, Left, Refused, STEPS, small};
+use super::runs::{Asked, Left, STEPS, small};
 use super::tally::Tally;
 use anyhow::{Context, ensure};
-use plimsoll_core::{Bytes, RunResult};
+use plimsoll_core::{Event, Plan, RunResult, RunStatus};
 use plimsoll_train::run::rehearsal::Injection;
-use plimsoll_train::run::training::Run;
 use std::fs;
 use std::path::Path;
+
+/// One in so many teams is run.
+const RUN_EVERY: u64 = 3;
+/// So often is each of these disturbed.
+const DISTURBED: u64 = 2;
+/// A device that refuses the same so often in a row is left out (one refusal more than the run tries).
+const FOR_EVER: usize = 7;
+/// After so many seconds without a sign of life a device is lost.
+const SILENCE_SECONDS: u64 = 2;
+
+/// What a team is drawn for; cases take turns. What comes of it is the planner's choice.
+#[derive(Clone, Copy)]
+enum Sort {
+    /// Any devices, any of which may hold the model.
+    Any,
+    /// One device is slow, or holds no model.
+    OneTooMany,
+    /// None holds the model, and they have a fast link.
+    Near,
+    /// None holds the model, and they have a slow link.
+    Far,
+}
+
+const SORTS: [Sort; 4] = [Sort::Any, Sort::Near, Sort::OneTooMany, Sort::Far];
 
 /// Two to four devices.
 fn devices(draw: &mut Draw) -> String {
     let count = draw.from(2, 4);
     let device = |number: u64, draw: &mut Draw| {
         let budget = draw.of(&[64, 72, 80, 96, 128]);
-        let pace = draw.of(&["0.1", "0.07", "0.05", "0.03", "0.02"]);
+        let pace = draw.of(&["0.4", "0.3", "0.2", "0.12", "0.08"]);
         let link = draw.of(&["16GB/s", "1GB/s", "125MB/s+100us"]);
         format!("virtual:d{number}={budget}MiB@{pace}:16GB/s:{link}")
     };
@@ -26,7 +50,14 @@ fn devices(draw: &mut Draw) -> String {
     format!("{}{host}", list.join(","))
 }
 
-/// A model that takes about as much as such devices have beside what this process holds.
+/// Two devices, and a third that is slow, behind a slow link, or too small for anything.
+fn one_too_many(draw: &mut Draw) -> String {
+    let odd = draw.of(&["96MiB@0.01", "96MiB@0.2:16GB/s:1MB/s+900us", "12MiB@0.3"]);
+    let pace = draw.of(&["0.4", "0.2"]);
+    format!("virtual:d0=96MiB@0.4:16GB/s:1GB/s,virtual:d1=80MiB@{pace}:16GB/s:1GB/s,virtual:odd={odd}")
+}
+
+/// A model that takes about as much as such devices have beside what a process holds.
 fn large(draw: &mut Draw) -> [u64; 6] {
     let hidden = draw.of(&[128, 192]);
     [hidden, draw.from(8, 14), 4, 2, 2 * hidden, draw.of(&[500, 900])]
@@ -38,18 +69,17 @@ fn none(_: &mut Draw) -> String {
 }
 
 /// Two or three devices, none of which holds what a run takes on one, and whose host holds next to nothing.
-fn too_small(asked: &mut Asked, draw: &mut Draw) -> anyhow::Result<()> {
-    let refused = Run::new(asked.file(&asked.folder.join("none"))?)?;
-    let plan = &refused.prepared().planned.plan;
+fn too_small(asked: &mut Asked, links: &[&str], draw: &mut Draw) -> anyhow::Result<()> {
+    let (plan, _) = asked.plan()?;
     let alone = plan.needs.first().context("a refusal says what would do")?.budget_bytes;
     let charges = plan.devices[0].charges_bytes;
     let arena_mib = (alone.saturating_sub(charges).0 as f64) / f64::from(1 << 20);
+    let link = draw.of(links);
     let device = |number: u64, draw: &mut Draw| {
         let share = draw.of(&[0.5, 0.6, 0.7, 0.8, 0.9]);
-        // Of several, each is charged with rows of its own, too; and a later start in this process finds it some MiB larger.
-        let budget = (charges.0 >> 20) + 12 + (arena_mib * share) as u64;
-        let pace = draw.of(&["0.4", "0.3", "0.2"]);
-        let link = draw.of(&["16GB/s", "1GB/s", "125MB/s+100us"]);
+        // Of several, each is charged with rows of its own, too.
+        let budget = (charges.0 >> 20) + 4 + (arena_mib * share) as u64;
+        let pace = draw.of(&["0.5", "0.4", "0.3"]);
         format!("virtual:d{number}={budget}MiB@{pace}:16GB/s:{link}")
     };
     let list: Vec<String> = (0..draw.from(2, 3)).map(|number| device(number, draw)).collect();
@@ -59,100 +89,207 @@ fn too_small(asked: &mut Asked, draw: &mut Draw) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// One team, undisturbed and disturbed.
-pub fn run_team(seed: u64, number: u64) -> Tally {
-    let mut tally = Tally::default();
+fn draw(binary: &Path, seed: u64, number: u64) -> anyhow::Result<Asked> {
     let mut draw = Draw::new(seed ^ 13, number);
-    let asked = match draw.chance(0.4) {
-        true => Asked::on(seed ^ 11, number, &large, &none).and_then(|mut asked| {
-            too_small(&mut asked, &mut draw)?;
-            Ok(asked)
-        }),
-        false => Asked::on(seed ^ 11, number, &small, &devices),
+    let on = |sizes: &dyn Fn(&mut Draw) -> [u64; 6], devices: &dyn Fn(&mut Draw) -> String| {
+        let silence = format!("run.heartbeat_seconds={SILENCE_SECONDS}");
+        Ok::<_, anyhow::Error>(
+            Asked::on(binary, (seed ^ 11, number), sizes, devices)?.with(&["run.fallback=none", &silence]),
+        )
     };
-    let label = asked.as_ref().map_or_else(|_| number.to_string(), |asked| asked.label.clone());
-    let result = asked.and_then(|asked| show(asked, seed, number, &mut tally));
+    let mut asked = match SORTS[number as usize % SORTS.len()] {
+        Sort::Any => on(&small, &devices)?,
+        Sort::OneTooMany => on(&small, &one_too_many)?,
+        Sort::Near => {
+            let mut asked = on(&large, &none)?;
+            too_small(&mut asked, &["16GB/s", "4GB/s", "1GB/s"], &mut draw)?;
+            asked
+        }
+        Sort::Far => {
+            let mut asked = on(&large, &none)?;
+            too_small(&mut asked, &["125MB/s+100us", "50MB/s+100us", "20MB/s+900us"], &mut draw)?;
+            asked
+        }
+    };
+    if draw.chance(0.5) {
+        asked.settings.push("run.team=all".to_owned());
+    }
+    asked.label = asked.label.replace(&format!("--seed {}", seed ^ 11), &format!("--seed {seed}"));
+    Ok(asked)
+}
+
+/// One team, planned; every third is trained, undisturbed and disturbed.
+pub fn run_team(binary: &Path, seed: u64, number: u64) -> Tally {
+    let mut tally = Tally::default();
+    let asked = draw(binary, seed, number);
+    let label = asked.as_ref().map_or_else(|_| format!("--seed {seed} --case {number}"), |asked| asked.label.clone());
+    let result = asked.and_then(|asked| {
+        let shown = planned(&asked, &mut Draw::new(seed ^ 12, number), number, &mut tally);
+        let _ = fs::remove_dir_all(&asked.folder);
+        shown
+    });
     tally.check("teams end done or resumable", result.is_ok(), || format!("{label}: {:#}", result.unwrap_err()));
     tally
 }
 
-fn show(mut asked: Asked, seed: u64, number: u64, tally: &mut Tally) -> anyhow::Result<()> {
-    let mut draw = Draw::new(seed ^ 12, number);
-    if draw.chance(0.8) {
-        asked.settings.push("run.team=all".to_owned());
-    }
-    let mut charges = Vec::new();
-    let shown = in_folder(&asked, &mut draw, &mut charges, tally);
-    let _ = fs::remove_dir_all(&asked.folder);
-    // All starts are made in this process, which grows by some MiB from one to the next: a later one may have less room
-    // under its lines than the first was planned with.
-    let grown = |refused: &Refused| refused.charges.iter().zip(&charges).any(|(now, before)| now > before);
-    match shown {
-        Err(error) if error.downcast_ref().is_some_and(grown) => {
-            tally.cover("cut short: this process holds more than at the first start");
-            Ok(())
-        }
-        shown => shown,
+/// How a plan shares the work.
+fn way(plan: &Plan) -> String {
+    match plan.sharing {
+        _ if !plan.fits => "refused".to_owned(),
+        Some(sharing) => sharing.to_string(),
+        None => "one device".to_owned(),
     }
 }
 
-fn in_folder(asked: &Asked, draw: &mut Draw, charges: &mut Vec<Bytes>, tally: &mut Tally) -> anyhow::Result<()> {
-    let [alone, plain, disturbed] = ["alone", "plain", "disturbed"].map(|name| asked.folder.join(name));
-    let planned = Run::new(asked.file(&plain)?)?;
-    let plan = &planned.prepared().planned.plan;
-    tally.cover("planned");
+fn names(plan: &Plan) -> Vec<String> {
+    plan.devices.iter().map(|device| device.name.clone()).collect()
+}
+
+fn planned(asked: &Asked, draw: &mut Draw, number: u64, tally: &mut Tally) -> anyhow::Result<()> {
+    let (plan, said) = asked.plan()?;
+    let way = way(&plan);
+    tally.cover("all: planned");
+    tally.cover(&format!("{way}: planned"));
     if !plan.fits {
-        tally.cover("refused");
-        let said = !plan.needs.is_empty() || !plan.left_out.is_empty();
-        tally.check("a no says what would do", said, || asked.label.clone());
+        tally.check("a no says what would do", said.contains("hint: "), || format!("{}: {said}", asked.label));
         return Ok(());
     }
-    charges.extend(plan.devices.iter().map(|device| device.charges_bytes));
-    let names: Vec<String> = plan.devices.iter().map(|device| device.name.clone()).collect();
-    let sharing =
-        plan.sharing.map_or("one device".to_owned(), |sharing| format!("{sharing} in a team of {}", names.len()));
-    tally.cover(&sharing);
-    drop(planned);
-
-    let ended = asked.train(&plain, &[], false)?;
-    ensure!(ended.is_none(), "the undisturbed team stopped");
-    lines_are_held(asked, &plain, tally)?;
-    let mut one = asked.settings.clone();
-    one.push("run.devices=cpu".to_owned());
-    let single = Asked { settings: one, folder: asked.folder.clone(), label: asked.label.clone(), ..*asked };
-    ensure!(single.train(&alone, &[], false)?.is_none(), "one device stopped");
-    let (alone, undisturbed) = (Left::read(&alone)?, Left::read(&plain)?);
-    same_samples(asked, &alone, &undisturbed, tally);
-    asked.near("of a team and one device", &alone, &undisturbed, tally);
-
-    let mut injections = vec![Injection::Random { share: asked.share.min(0.1) }];
-    while names.len() > 1 && draw.chance(0.5) {
-        let device = names[draw.from(0, names.len() as u64 - 1) as usize].clone();
-        let program = draw.of(&[None, Some("forward"), Some("backward"), Some("norm"), Some("update")]);
-        injections.push(Injection::Loss { device, step: draw.from(1, STEPS), program: program.map(str::to_owned) });
+    for device in &plan.devices {
+        tally.check("every plan is under its line", device.peak_bytes <= device.budget_bytes, || {
+            format!("{}: {device:?}", asked.label)
+        });
     }
-    tally.cover(if injections.len() > 1 { "with losses" } else { "with refusals alone" });
-    if asked.train(&disturbed, &injections, false).context("disturbed")?.is_some() {
-        tally.cover("stopped and resumed");
-        ensure!(asked.train(&disturbed, &[], true).context("resumed")?.is_none(), "the resumed team stopped");
+    if !number.is_multiple_of(RUN_EVERY) {
+        return Ok(());
     }
-    lines_are_held(asked, &disturbed, tally)?;
-    let disturbed = Left::read(&disturbed)?;
-    same_samples(asked, &undisturbed, &disturbed, tally);
-    asked.near("of a disturbed team", &undisturbed, &disturbed, tally);
+    tally.cover("all: run");
+    tally.cover(&format!("{way}: run"));
+    if !plan.left_out.is_empty() {
+        tally.cover("a device left out: run");
+    }
+    ensure!(asked.train("plain", &[])?.is_none(), "the undisturbed team stopped");
+    ended(asked, "plain", RunStatus::Done, tally)?;
+    let did: Plan = serde_json::from_slice(&fs::read(asked.folder.join("plain/plan.json"))?)?;
+    let same = did.sharing == plan.sharing && names(&did) == names(&plan);
+    tally.check("what is planned is what is trained", same, || {
+        format!("{}: {:?} {:?}, {:?} {:?}", asked.label, plan.sharing, names(&plan), did.sharing, names(&did))
+    });
+    ensure!(asked.with(&["run.devices=cpu"]).train("alone", &[])?.is_none(), "one device stopped");
+    let [alone, plain] = ["alone", "plain"].map(|run| Left::read(&asked.folder.join(run)));
+    let (alone, plain) = (alone?, plain?);
+    asked.same_samples(&alone, &plain, tally);
+    asked.near("of a team and one device", &alone, &plain, tally);
+    for disturbed in 0..DISTURBED {
+        let injections = disturbances(asked, &names(&plan), draw, tally);
+        tally.cover("all: disturbed");
+        tally.cover(&format!("{way}: disturbed"));
+        let words = injections.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
+        let disturbed = format!("disturbed-{disturbed}");
+        let mut asked = asked.with(&[]);
+        asked.label = format!("{}: {words}", asked.label);
+        under(&asked, &disturbed, &injections, &plain, tally).context(words)?;
+        fs::remove_dir_all(asked.folder.join(disturbed))?;
+    }
     Ok(())
 }
 
-fn same_samples(asked: &Asked, one: &Left, other: &Left, tally: &mut Tally) {
-    let samples = |left: &Left| left.steps.iter().map(|(step, (labelled, ..))| (*step, *labelled)).collect::<Vec<_>>();
-    tally.check("the samples of every step are the same", samples(one) == samples(other), || {
-        format!("{}: {:?} was {:?}", asked.label, samples(other), samples(one))
-    });
+/// What shall happen to these devices.
+fn disturbances(asked: &Asked, names: &[String], draw: &mut Draw, tally: &mut Tally) -> Vec<Injection> {
+    let device = |draw: &mut Draw| names[draw.from(0, names.len() as u64 - 1) as usize].clone();
+    let programs = [None, Some("forward"), Some("backward"), Some("norm"), Some("update")];
+    let mut injections = Vec::new();
+    while draw.chance(0.4) {
+        let (device, step, program) = (device(draw), draw.from(1, STEPS), draw.of(&programs).map(str::to_owned));
+        injections.push(Injection::Loss { device, step, program });
+        tally.cover("disturbed by a loss");
+    }
+    if names.len() > 1 && draw.chance(0.2) {
+        let (device, step, forever) = (device(draw), draw.from(1, STEPS), draw.chance(0.2));
+        injections.push(Injection::Silence { device, step, forever });
+        tally.cover(if forever { "disturbed by silence for good" } else { "disturbed by silence" });
+    }
+    if draw.chance(0.25) {
+        let (device, step, program) = (device(draw), draw.from(1, STEPS), draw.of(&programs[1..]).map(str::to_owned));
+        let refuses = Injection::At { device: Some(device), step, program, op: None };
+        injections.extend(std::iter::repeat_n(refuses, FOR_EVER));
+        tally.cover("disturbed by refusals for ever");
+    }
+    if injections.is_empty() || draw.chance(0.5) {
+        injections.push(Injection::Random { share: asked.share.min(0.1) });
+        tally.cover("disturbed by refusals at random");
+    }
+    injections
 }
 
-/// Arenas are as large as planned, and with what the process holds beside them under each device's line.
-fn lines_are_held(asked: &Asked, run: &Path, tally: &mut Tally) -> anyhow::Result<()> {
-    let result: RunResult = serde_json::from_slice(&fs::read(run.join("result.json"))?)?;
+/// One disturbed run, to its end.
+fn under(asked: &Asked, run: &str, what: &[Injection], plain: &Left, tally: &mut Tally) -> anyhow::Result<()> {
+    let stopped = asked.train(run, what)?;
+    let begun = asked.folder.join(run).join("run.toml").exists();
+    // The process was ended by its watch, since a thread of its hung.
+    let hung = stopped.as_ref().is_some_and(|said| said.contains("what it was doing does not end"));
+    if begun && !hung {
+        ended(asked, run, if stopped.is_some() { RunStatus::Stopped } else { RunStatus::Done }, tally)?;
+    }
+    if let Some(said) = &stopped {
+        tally.cover("stopped and resumed");
+        tally.check("what stops says how to go on", said.contains("--resume") || !begun, || {
+            format!("{}: {said}", asked.label)
+        });
+        ensure!(asked.train(run, &[]).context("resumed")?.is_none(), "the resumed team stopped");
+        ended(asked, run, RunStatus::Done, tally)?;
+    }
+    let left = Left::read(&asked.folder.join(run))?;
+    asked.same_samples(plain, &left, tally);
+    asked.near("of a disturbed team", plain, &left, tally);
+    // An update that was half done, a device that had all there was, a thread that hangs: the state is gone.
+    let gone = ["`update`", "no other device works on this run", "what it was doing does not end"];
+    let survives = !stopped.is_some_and(|said| gone.iter().any(|gone| said.contains(gone)));
+    let wrong = done_once(&left.events, survives);
+    tally.check("no finished step is lost where its state survives", wrong.is_none(), || {
+        format!("{}: {}", asked.label, wrong.unwrap_or_default())
+    });
+    for event in &left.events {
+        let Event::Lost { device, why, .. } = event else { continue };
+        let meant = what.iter().any(|injection| match injection {
+            Injection::Loss { device: of, .. } | Injection::Silence { device: of, .. } => of == device,
+            Injection::At { .. } | Injection::Random { .. } => why.contains("refused"),
+            Injection::Slow { .. } => false,
+        });
+        tally.check("only what is gone is lost", meant, || format!("{}: {device}: {why}", asked.label));
+        tally.cover("devices lost");
+    }
+    Ok(())
+}
+
+/// Whether each step follows the one before it, but for those that went with a part of the state; in words where not. A
+/// stop takes finished steps with it only where the state does not survive it.
+fn done_once(events: &[Event], survives: bool) -> Option<String> {
+    let (mut done, mut saved) = (0, 0);
+    for event in events {
+        let next = done + 1;
+        match event {
+            Event::Start { step, .. } if *step == next || !survives && *step == saved + 1 => done = step - 1,
+            Event::Start { step, .. } => return Some(format!("goes on with step {step}, {done} were done")),
+            Event::Step { step, .. } if *step == next => done = *step,
+            Event::Step { step, .. } => return Some(format!("step {step} after step {done}")),
+            Event::Checkpoint { step, .. } => saved = *step,
+            Event::Lost { back_to: Some(back_to), .. } if *back_to == saved => done = saved,
+            Event::Lost { back_to: Some(back_to), .. } => {
+                return Some(format!("back to step {back_to}, but {saved} was saved"));
+            }
+            _ => {}
+        }
+    }
+    None
+}
+
+/// A run that ended in order says how, and that its arenas were as large as planned and no device above its line.
+fn ended(asked: &Asked, run: &str, status: RunStatus, tally: &mut Tally) -> anyhow::Result<()> {
+    let path = asked.folder.join(run).join("result.json");
+    let result: RunResult = serde_json::from_slice(&fs::read(path).context("result.json")?)?;
+    tally.check("result.json says how it ended", result.status == status, || {
+        format!("{}: {:?} for {status:?}", asked.label, result.status)
+    });
     for memory in &result.memory {
         tally.check("no arena is larger than planned", memory.arena_measured_bytes <= memory.arena_bytes, || {
             format!("{}: {memory:?}", asked.label)
@@ -160,6 +297,14 @@ fn lines_are_held(asked: &Asked, run: &Path, tally: &mut Tally) -> anyhow::Resul
         tally.check("every plan is under its line", memory.predicted_bytes <= memory.budget_bytes, || {
             format!("{}: {memory:?}", asked.label)
         });
+        let held = memory.measured_bytes.context("what the process holds")?;
+        let over = held.saturating_sub(memory.budget_bytes).as_mib();
+        let (kind, most) = match run {
+            "plain" => ("whole process: above its line, MiB", 0.0),
+            // What plans anew while it is under way holds what planning takes, too; its arenas are as planned.
+            _ => ("whole process: above its line while it plans anew, MiB", f64::INFINITY),
+        };
+        tally.figure(kind, over, over <= most, || format!("{}: {memory:?}", asked.label));
     }
     Ok(())
 }
