@@ -39,6 +39,12 @@ fn device(name: &str, budget: Bytes, pace: f64) -> DeviceSpec {
 }
 
 fn team<'a>(config: &'a ModelConfig, devices: &'a [DeviceSpec], sequences: u64) -> TeamQuestion<'a> {
+    beside(config, devices, sequences, Bytes::ZERO)
+}
+
+/// The same beside so much of a host.
+fn beside<'a>(config: &'a ModelConfig, devices: &'a [DeviceSpec], sequences: u64, host: Bytes) -> TeamQuestion<'a> {
+    let spec = HostSpec { budget: host, memory_bytes_per_second: 1e10, ..HostSpec::NONE };
     let question = |device: &'a DeviceSpec| Question {
         config,
         precision: DType::F32,
@@ -49,19 +55,18 @@ fn team<'a>(config: &'a ModelConfig, devices: &'a [DeviceSpec], sequences: u64) 
         evaluate: true,
         generation: None,
         device,
-        host: HostSpec::NONE,
+        host: spec,
         lossy: Lossy::default(),
         pins: Pins::default(),
         rungs: vec![],
         share: Share::ALONE,
     };
-    TeamQuestion { devices: devices.iter().map(question).collect(), host: Bytes::ZERO, all: false, only: None }
+    TeamQuestion { devices: devices.iter().map(question).collect(), host, all: false, only: None }
 }
 
-fn planned(config: &ModelConfig, devices: &[DeviceSpec], sequences: u64) -> TeamAnswer {
-    let team = team(config, devices, sequences);
+fn planned(team: &TeamQuestion) -> TeamAnswer {
     let begin = Instant::now();
-    let answer = share_out(&team);
+    let answer = share_out(team);
     println!(
         "{:?}: fits {}, {:?}, in {:.2?}",
         answer.plan.sharing,
@@ -87,9 +92,10 @@ fn planned(config: &ModelConfig, devices: &[DeviceSpec], sequences: u64) -> Team
     answer
 }
 
-/// That a plan is a pipeline whose stages cover the model, hold their lines, and agree with each other.
-fn is_a_pipeline(config: &ModelConfig, devices: &[DeviceSpec], sequences: u64, answer: &TeamAnswer) {
+/// That a plan is a pipeline whose stages cover the model, hold their lines and that of the host, and agree with each other.
+fn is_a_pipeline(team: &TeamQuestion, answer: &TeamAnswer) {
     let plan = &answer.plan;
+    let (config, sequences) = (team.devices[0].config, team.devices[0].sequences);
     assert_eq!((plan.fits, plan.sharing), (true, Some(Sharing::Layers)));
     let ends: Vec<[u64; 2]> = plan.team.iter().map(|member| member.layers.expect("it has layers")).collect();
     assert_eq!((ends[0][0], ends[ends.len() - 1][1]), (0, config.layers));
@@ -97,7 +103,7 @@ fn is_a_pipeline(config: &ModelConfig, devices: &[DeviceSpec], sequences: u64, a
     for (member, device) in plan.team.iter().zip(&plan.devices) {
         let [first, end] = member.layers.expect("it has layers");
         assert_eq!((member.recipe.recompute.len() as u64, member.sequences), (end - first, sequences));
-        assert_eq!(member.recipe.offload, Offload::NOTHING);
+        assert!(team.host > Bytes::ZERO || member.recipe.offload == Offload::NOTHING);
         assert_eq!(member.recipe.micro_batch, plan.team[0].recipe.micro_batch);
         assert!(device.peak_bytes <= device.budget_bytes);
         assert!((member.busy_seconds + member.idle_seconds - plan.predicted.step_seconds).abs() < 1e-9);
@@ -107,8 +113,15 @@ fn is_a_pipeline(config: &ModelConfig, devices: &[DeviceSpec], sequences: u64, a
     let ranks: Vec<_> = answer.parts.iter().map(|part| &part.answer.set).zip(&schedules).collect();
     agree(&ranks).expect("all stages agree");
     answer.parts.iter().for_each(|part| check(&part.answer.set).expect("it is well formed"));
+    let held = |part: &plimsoll_plan::team::Part| {
+        let host = &part.answer.plan.host;
+        assert!(host.arena_bytes <= host.budget_bytes || host.arena_bytes == Bytes::ZERO);
+        host.arena_bytes
+    };
+    assert_eq!(answer.parts.iter().map(held).sum::<Bytes>(), plan.host.arena_bytes);
+    assert!(plan.host.arena_bytes <= team.host, "{} of {}", plan.host.arena_bytes, team.host);
     // As it is written down it is found again.
-    let again = plan_of_team(&team(config, devices, sequences), &plan.team);
+    let again = plan_of_team(team, &plan.team);
     assert_eq!((&again.plan.team, again.plan.predicted), (&plan.team, plan.predicted));
 }
 
@@ -129,8 +142,8 @@ fn a_model_that_fits_no_device_becomes_a_pipeline_of_unequal_stages() {
         for (device, question) in devices.iter().zip(team(&config, &devices, 16).devices) {
             assert!(!search(&question).plan.fits, "{} holds it alone", device.name);
         }
-        let answer = planned(&config, &devices, 16);
-        is_a_pipeline(&config, &devices, 16, &answer);
+        let answer = planned(&team(&config, &devices, 16));
+        is_a_pipeline(&team(&config, &devices, 16), &answer);
         // It takes longer than if all of them computed all the time, and not much longer than its slowest stage.
         let busiest = answer.plan.team.iter().map(|member| member.busy_seconds).fold(0.0, f64::max);
         let step = answer.plan.predicted.step_seconds;
@@ -145,8 +158,51 @@ fn a_model_that_fits_no_device_becomes_a_pipeline_of_unequal_stages() {
 fn eight_devices_hold_what_one_of_them_never_could() {
     let config = preset("smollm2-360m").expect("listed");
     let devices: Vec<DeviceSpec> = (0..8).map(|n| device(&format!("virtual:{n}"), Bytes::mib(1300), 1.0)).collect();
-    let answer = planned(&config, &devices, 32);
-    is_a_pipeline(&config, &devices, 32, &answer);
+    let answer = planned(&team(&config, &devices, 32));
+    is_a_pipeline(&team(&config, &devices, 32), &answer);
+}
+
+#[test]
+fn what_a_stage_has_no_room_for_waits_on_the_host() {
+    let config = preset("smollm2-135m").expect("listed");
+    let named = |budgets: &[u64]| -> Vec<DeviceSpec> {
+        let of = |(number, mib): (usize, &u64)| device(&format!("virtual:{number}"), Bytes::mib(*mib), 1.0);
+        budgets.iter().enumerate().map(of).collect()
+    };
+    for (budgets, host) in
+        [(&[1300, 700][..], Bytes::gib(4)), (&[700, 400], Bytes::gib(4)), (&[600, 700, 500], Bytes::mib(2200))]
+    {
+        let devices = named(budgets);
+        let without = TeamQuestion { only: Some(Sharing::Layers), ..team(&config, &devices, 16) };
+        assert!(!share_out(&without).plan.fits, "nothing need wait over {budgets:?}");
+        let team = TeamQuestion { only: Some(Sharing::Layers), ..beside(&config, &devices, 16, host) };
+        let answer = planned(&team);
+        is_a_pipeline(&team, &answer);
+        assert!(answer.plan.team.iter().any(|member| member.recipe.offload.optimizer > 0), "{budgets:?}");
+        // A stage has nothing of what it lacks wait.
+        for (member, last) in answer.plan.team.iter().zip(1..) {
+            let ([first, _], offload) = (member.layers.expect("it has layers"), member.recipe.offload);
+            let ends = first == 0 || last == answer.plan.team.len();
+            assert!(!offload.head && (ends || !offload.embedding), "{offload}");
+        }
+        // More of the host is never slower.
+        let more = TeamQuestion { only: Some(Sharing::Layers), ..beside(&config, &devices, 16, Bytes::gib(16)) };
+        let more = planned(&more).plan;
+        assert!(more.fits && more.predicted.step_seconds <= 1.01 * answer.plan.predicted.step_seconds);
+    }
+}
+
+#[test]
+fn of_all_ways_a_pipeline_is_taken_over_slow_links_whatever_has_to_wait() {
+    // A tied table would go over the link.
+    let config = ModelConfig { tied: false, ..preset("smollm2-135m").expect("listed") };
+    let devices = [device("virtual:a", Bytes::mib(700), 1.0), device("virtual:b", Bytes::mib(600), 0.8)];
+    let team = beside(&config, &devices, 16, Bytes::gib(3));
+    let answer = planned(&team);
+    is_a_pipeline(&team, &answer);
+    assert!(answer.plan.team.iter().all(|member| !member.recipe.offload.is_nothing()));
+    let ways = alternatives(&team, &answer.plan);
+    assert!(ways.iter().any(|way| way.sharing == Some(Sharing::Layers) && way.fits));
 }
 
 #[test]
@@ -155,12 +211,8 @@ fn messages_of_gpus_stand_on_the_host_and_without_one_there_is_no_pipeline() {
     let config = ModelConfig { tied: false, ..preset("smollm2-135m").expect("listed") };
     let devices = [("a", 2400, 1.0), ("b", 1400, 0.5)]
         .map(|(name, budget, pace)| DeviceSpec { kind: DeviceKind::Paper, ..device(name, Bytes::mib(budget), pace) });
-    let with = |host: Bytes| {
-        let team = TeamQuestion { only: Some(Sharing::Layers), host, ..team(&config, &devices, 16) };
-        let spec = HostSpec { budget: host, memory_bytes_per_second: 1e10, ..HostSpec::NONE };
-        let questions = team.devices.iter().map(|question| Question { host: spec, ..question.clone() });
-        share_out(&TeamQuestion { devices: questions.collect(), ..team })
-    };
+    let with =
+        |host: Bytes| share_out(&TeamQuestion { only: Some(Sharing::Layers), ..beside(&config, &devices, 16, host) });
     let answer = with(Bytes::mib(64));
     assert_eq!((answer.plan.fits, answer.plan.sharing), (true, Some(Sharing::Layers)));
     // What the first stage shows stays until its gradient is back, of two micro-batches, beside one that comes; what comes to the last
@@ -181,5 +233,5 @@ fn a_model_that_fits_everywhere_is_not_cut() {
     let devices: Vec<DeviceSpec> = (0..2).map(|n| device(&format!("virtual:{n}"), Bytes::gib(24), 1.0)).collect();
     let fast = |device: &DeviceSpec| DeviceSpec { team_link: Link::MEMORY, ..device.clone() };
     let devices: Vec<DeviceSpec> = devices.iter().map(fast).collect();
-    assert_eq!(planned(&config, &devices, 64).plan.sharing, Some(Sharing::Batch));
+    assert_eq!(planned(&team(&config, &devices, 64)).plan.sharing, Some(Sharing::Batch));
 }

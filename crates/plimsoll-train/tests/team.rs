@@ -588,6 +588,49 @@ fn a_pipeline_goes_with_masters_and_coarse_bases() {
 }
 
 #[test]
+fn a_pipeline_goes_with_whatever_waits_on_the_host_and_no_bit_changes() {
+    let _watchdog = Watchdog::new();
+    let none = Offload::NOTHING;
+    // More than a stage has: all of them.
+    let all = 4;
+    let state = Offload { optimizer: all, ..none };
+    // More micro-batches than stages, so that inputs of several wait at once; and a single one.
+    for (layers, sequences, micro_batch) in [(&[0, 1, 4][..], 5, 1), (&[0, 2, 3, 5], 7, 2), (&[0, 1, 3], 2, 2)] {
+        for config in models() {
+            for offload in [
+                Offload { optimizer: 1, ..none },
+                state,
+                Offload { update: true, ..state },
+                Offload { gradients: 1, weights: 1, inputs: 1, ..state },
+                Offload { gradients: all, weights: all, inputs: all, update: true, ..state },
+                Offload { inputs: all, embedding: true, head: true, ..none },
+                Offload { gradients: all, weights: all, inputs: all, embedding: true, head: true, ..state },
+            ] {
+                let kind = DeviceKind::Virtual;
+                let case = Case { kind, offload, ..Case::pipeline(&config, layers, sequences, micro_batch) };
+                is_one_run_in_parts(&case);
+                let case = Case { precision: DType::F32, ..case };
+                let (plain, waits) = (Case { offload: none, ..case.clone() }.run(), case.run());
+                assert_eq!(plain.losses, waits.losses, "{offload}");
+                assert!(plain.ranks == waits.ranks, "{}, {offload}, {layers:?}", config.model_type);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_tied_table_of_many_pieces_waits_on_the_host_at_both_ends_of_a_pipeline() {
+    let _watchdog = Watchdog::new();
+    let config = ModelConfig { vocab: 40_000, ..models().swap_remove(0) };
+    let offload = Offload { optimizer: 4, gradients: 4, embedding: true, ..Offload::NOTHING };
+    let case = Case { kind: DeviceKind::Virtual, offload, ..Case::pipeline(&config, &[0, 1, 3], 3, 1) };
+    is_one_run_in_parts(&case);
+    let case = Case { precision: DType::F32, ..case };
+    let (plain, waits) = (Case { offload: Offload::NOTHING, ..case.clone() }.run(), case.run());
+    assert!(plain.losses == waits.losses && plain.ranks == waits.ranks);
+}
+
+#[test]
 fn a_stage_keeps_the_activations_of_the_micro_batches_in_flight_and_no_more() {
     let config = &models()[3];
     for (sequences, in_flight) in [(1, [1, 1, 1]), (2, [2, 2, 1]), (9, [3, 2, 1])] {

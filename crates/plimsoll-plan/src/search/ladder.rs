@@ -2,7 +2,7 @@
 
 use super::measure::{Candidate, Measurer};
 use super::{Question, rungs};
-use plimsoll_core::{Class, Effect, InFile, Offload, Recipe, RecomputeLevel, Rung, RungPrice, Sharing};
+use plimsoll_core::{Class, Effect, InFile, Offload, Recipe, RecomputeLevel, Rung, RungPrice};
 
 /// A choice of a recipe that changes no arithmetic.
 struct Knob {
@@ -45,8 +45,8 @@ fn ends(question: &Question) -> (Recipe, Recipe) {
     let micro_batches = question.micro_batches();
     let (least, most) = (micro_batches[0], *micro_batches.last().expect("there is one at least"));
     let layers = question.layers() as u32;
-    // Nothing of a pipeline waits there but its messages.
-    let waits = question.host.budget.0 > 0 && question.share.sharing != Some(Sharing::Layers);
+    let waits = question.host.budget.0 > 0;
+    let [embedding, head] = question.ends();
     let has_file = question.host.file.budget.0 > 0 && question.optimizer.is_some();
     let trained = if waits && question.optimizer.is_some() { layers } else { 0 };
     let offload = Offload {
@@ -54,8 +54,8 @@ fn ends(question: &Question) -> (Recipe, Recipe) {
         gradients: trained,
         weights: if waits { layers } else { 0 },
         inputs: trained,
-        embedding: waits,
-        head: waits && !question.config.tied,
+        embedding: waits && embedding,
+        head: waits && head,
         update: false,
         file: InFile { optimizer: if has_file { layers } else { 0 }, ..InFile::NOTHING },
     };

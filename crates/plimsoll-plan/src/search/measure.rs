@@ -323,7 +323,7 @@ impl<'q> Measurer<'q> {
             let inputs = u64::from(offload.inputs) * self.plain(micro_batch).input_bytes;
             let stays = self.persistent(offload);
             // All of them are there when the backward pass begins.
-            [0, stays.host + inputs, stays.file]
+            [0, stays.host + self.in_flight(micro_batch) * inputs, stays.file]
         })
     }
 
@@ -416,7 +416,7 @@ impl<'q> Measurer<'q> {
             return device;
         }
         let plain = self.plain(micro_batch);
-        let inputs = u64::from(offload.inputs) * plain.input_bytes;
+        let inputs = self.in_flight(micro_batch) * u64::from(offload.inputs) * plain.input_bytes;
         // Where the head comes in blocks, so do the logits.
         let logits = if self.streams_head(offload) { plain.logits_bytes } else { 0 };
         (self.persistent(offload).device + plain.least_above).saturating_sub(inputs + logits)
@@ -474,11 +474,18 @@ impl<'q> Measurer<'q> {
         let rings = of_layer(weights, offload.weights)
             + of_layer(gradients, offload.gradients)
             + 2.0 * plain.head_block * (head + head_gradient);
-        let budget = (question.device.arena_budget().0 + inputs).checked_sub(stays.device + rings as u64)?;
+        let freed = self.in_flight(micro_batch) * inputs;
+        let budget = (question.device.arena_budget().0 + freed).checked_sub(stays.device + rings as u64)?;
         let more = profile.lightest(question.layers(), budget)?;
         let logits = if streamed { plain.logits_seconds } else { 0.0 };
         let computed = count * (plain.pass_seconds + logits + more);
         Some(computed.max(copied_in / rate).max(copied_out / rate).max(of_passes) + once)
+    }
+
+    /// Micro-batches whose inputs of layers are there at once.
+    fn in_flight(&self, micro_batch: u32) -> u64 {
+        let share = &self.question.share;
+        u64::from(share.in_flight(share.micro_batches_of(self.question.sequences, micro_batch) as u32))
     }
 
     fn streams_head(&self, offload: Offload) -> bool {

@@ -144,8 +144,7 @@ pub struct Answer {
 }
 
 impl<'a> Question<'a> {
-    /// The same about a share of the step in which a device computes so many sequences. Teams take no scratch file; a stage
-    /// of a pipeline keeps what it has on the device.
+    /// The same about a share of the step in which a device computes so many sequences. Teams take no scratch file.
     #[must_use]
     pub fn of_share(mut self, share: &Share, sequences: u64) -> Question<'a> {
         (self.share, self.sequences) = (share.clone(), sequences);
@@ -156,7 +155,6 @@ impl<'a> Question<'a> {
             let own = share.own_layers(self.config.layers);
             let of_stage = |levels: Vec<RecomputeLevel>| levels[own.start as usize..own.end as usize].to_vec();
             self.pins.recompute = self.pins.recompute.map(of_stage);
-            self.pins.offload = Some(Offload::NOTHING);
         }
         self
     }
@@ -217,6 +215,13 @@ impl Question<'_> {
         (own.end - own.start) as usize
     }
 
+    /// Whether it has the embedding, and a head that is not the embedding: stages of a pipeline may lack them.
+    fn ends(&self) -> [bool; 2] {
+        let (stage, stages) = self.share.stage();
+        let (first, last, tied) = (stage == 0, stage + 1 == stages, self.config.tied);
+        [first || last && tied, last && !tied]
+    }
+
     fn uniform(&self, micro_batch: u32, level: RecomputeLevel) -> Recipe {
         self.recipe(micro_batch, vec![level; self.layers()], Offload::NOTHING)
     }
@@ -249,9 +254,13 @@ impl Question<'_> {
         self.share.micro_batches_of(self.sequences, recipe.micro_batch) as u32
     }
 
-    /// Programs that compute, of a recipe that keeps everything on the device.
+    /// Programs that compute.
     pub(crate) fn computing(&self, recipe: &Recipe) -> ProgramSet {
-        self.mailed(self.build(self.config, recipe, false))
+        let (plain, one) = (self.build(self.config, recipe, false), self.micro_batches_of(recipe) == 1);
+        self.mailed(match recipe.offload.is_nothing() {
+            true => plain,
+            false => passes::offload::offload(plain, self.layers() as u32, &recipe.offload, one),
+        })
     }
 
     pub(crate) fn prices(&self) -> Prices<'_> {

@@ -9,8 +9,9 @@ use std::sync::Arc;
 
 /// Choices that are measured, at most: the most promising ones.
 const LOOKS: usize = 48;
-/// The same of a rank that gathers what it computes with: its Programs go layer for layer, and take long to write down.
-const LOOKS_IN_PARTS: usize = 6;
+/// The same of a rank that gathers what it computes with, whose Programs go layer for layer and take long to write down; and
+/// of each stage of a pipeline.
+const LOOKS_IN_TEAM: usize = 6;
 /// Of the leanest choices, so many are looked at with mixtures of levels.
 const NEAR: usize = 3;
 /// Nothing more is looked for that would not be faster by more than this part.
@@ -59,10 +60,8 @@ fn choices(measurer: &Measurer) -> Vec<Offload> {
         })
     };
     let mut list: Vec<Offload> = list.into_iter().flat_map(wider).collect();
-    if question.config.tied {
-        // The head is the embedding.
-        list.retain(|choice| !choice.head);
-    }
+    let [embedding, head] = question.ends();
+    list.retain(|choice| (embedding || !choice.embedding) && (head || !choice.head));
     if file.0 > 0 {
         list = list.into_iter().flat_map(|choice| spilled(measurer, choice)).collect();
     }
@@ -140,7 +139,8 @@ pub(super) fn add(measurer: &Measurer, profiles: &[(u32, Arc<Profile>)], list: &
         }
     }
     looks.sort_by(|a, b| a.seconds.total_cmp(&b.seconds).then(a.host.cmp(&b.host)));
-    let mut left = if in_parts(measurer) { LOOKS_IN_PARTS } else { LOOKS };
+    let staged = measurer.question.share.sharing == Some(Sharing::Layers);
+    let mut left = if in_parts(measurer) || staged { LOOKS_IN_TEAM } else { LOOKS };
     let mut misses = left;
     let mut slower: HashMap<(u32, Offload), f64> = HashMap::new();
     for Look { seconds, micro_batch, profile, choice, .. } in looks {

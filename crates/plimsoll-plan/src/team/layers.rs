@@ -1,20 +1,23 @@
 //! The layers stand one after another on the devices, each with a run of them that its memory and its speed allow, and
 //! micro-batches go through them like through a pipeline. Only hidden states go from device to device, so slow links matter
 //! little; what is lost is the time in which the pipeline fills and empties, and what its slowest stage takes longer than the
-//! others. Messages of GPUs stand on the host: where nothing of it may be used there is no pipeline over them.
+//! others. What a stage has no room for waits on the host, as it does beside one device: optimizer state, gradients, weights,
+//! inputs of layers. Messages of GPUs stand there, too: where nothing of it may be used there is no pipeline over them.
 //!
 //! Where stages begin is found by dynamic programming over (stage, layers below): a stage of so many layers takes and holds
 //! what was measured of stages of few, where nothing is computed again and where everything is, and what lies between is in
-//! proportion. How many sequences a micro-batch has, which devices take part and in which order is tried. What is most
+//! proportion; what still has no room is worked out to wait. All stages together keep under the line of the host. How many sequences a micro-batch has, which devices take part and in which order is tried. What is most
 //! promising is searched for recipes.
 
 use super::{Given, LeftOut, ShareOut, TeamQuestion, Way, out_of_way, slowest};
 use crate::layout::lower_bounds;
 use crate::price::Prices;
-use crate::search::{Pins, Question, fastest_by_bounds, side_by_side, under};
-use plimsoll_core::{Bytes, DeviceSpec, Link, Recipe, RecomputeLevel, Rung, Sharing, Worth};
+use crate::search::{Candidate, Pins, Question, fastest_by_bounds, side_by_side, under};
+use plimsoll_core::{
+    Bytes, Category, DeviceKind, DeviceSpec, Link, Offload, Recipe, RecomputeLevel, Rung, Sharing, Space, Worth,
+};
 use plimsoll_program::workspace::Kernels;
-use plimsoll_program::{Program, ProgramSet, Schedule, Share};
+use plimsoll_program::{Lifetime, Program, ProgramSet, Schedule, Share, Tensor};
 use std::cell::{OnceCell, RefCell};
 use std::collections::HashMap;
 
@@ -120,6 +123,64 @@ pub(super) fn step_seconds(stages: &[StageSeconds], micro_batches: u32) -> f64 {
 struct Measured {
     bytes: [f64; 2],
     seconds: [StageSeconds; 2],
+    has: Has,
+    /// Bytes of a hidden state.
+    hidden: f64,
+}
+
+/// Bytes of a stage that can wait on the host, in the order in which they do: what is touched least goes first.
+#[derive(Clone, Copy, Debug, Default)]
+struct Has {
+    state: f64,
+    gradients: f64,
+    weights: f64,
+    /// Of all micro-batches in flight.
+    inputs: f64,
+}
+
+impl Has {
+    fn of(set: &ProgramSet) -> Has {
+        let bytes = |wanted: &dyn Fn(&Tensor) -> bool| {
+            let of = set.tensors.iter().filter(|tensor| tensor.space == Space::Device && wanted(tensor));
+            of.map(|tensor| tensor.bytes() * u64::from(tensor.slots)).sum::<u64>() as f64
+        };
+        let stays = |category: Category| {
+            bytes(&|tensor: &Tensor| tensor.lifetime == Lifetime::Persistent && tensor.category == category)
+        };
+        Has {
+            state: stays(Category::Optimizer),
+            gradients: stays(Category::Gradient),
+            weights: stays(Category::Weight),
+            inputs: bytes(&|tensor: &Tensor| tensor.name == "train.hidden"),
+        }
+    }
+
+    /// What of it waits where so many bytes have no room; none where that is not enough.
+    fn waiting(self, mut bytes: f64) -> Option<Has> {
+        let mut take = |most: f64| {
+            let taken = bytes.clamp(0.0, most);
+            bytes -= taken;
+            taken
+        };
+        let Has { state, gradients, weights, inputs } = self;
+        let waits =
+            Has { state: take(state), gradients: take(gradients), weights: take(weights), inputs: take(inputs) };
+        (bytes <= 0.0).then_some(waits)
+    }
+
+    fn sum(self) -> f64 {
+        self.state + self.gradients + self.weights + self.inputs
+    }
+
+    fn between(self, other: Has, part: f64) -> Has {
+        let mix = |a: f64, b: f64| a + part * (b - a);
+        Has {
+            state: mix(self.state, other.state),
+            gradients: mix(self.gradients, other.gradients),
+            weights: mix(self.weights, other.weights),
+            inputs: mix(self.inputs, other.inputs),
+        }
+    }
 }
 
 impl Measured {
@@ -132,10 +193,11 @@ impl Measured {
             let micro_batch = question.pins.micro_batch.unwrap_or(1);
             let recipe = Recipe { rungs: question.rungs.clone(), ..Recipe::on_device(micro_batch, levels) };
             let set = question.computing(&recipe);
-            (lower_bounds(&set)[0] as f64, StageSeconds::of(&set, &prices))
+            (lower_bounds(&set)[0] as f64, StageSeconds::of(&set, &prices), set)
         };
-        let found = [RecomputeLevel::Nothing, RecomputeLevel::Block].map(of);
-        Measured { bytes: found.map(|found| found.0), seconds: found.map(|found| found.1) }
+        let [(light, quick, set), (least, slow, _)] = [RecomputeLevel::Nothing, RecomputeLevel::Block].map(of);
+        let hidden = set.find("train.hidden").map_or(0.0, |hidden| set.tensor(hidden).bytes() as f64);
+        Measured { bytes: [light, least], seconds: [quick, slow], has: Has::of(&set), hidden }
     }
 }
 
@@ -146,18 +208,83 @@ struct Stages {
     two: Measured,
 }
 
+/// What a stage of so many layers could be like.
+#[derive(Clone, Copy, Debug)]
+struct Stage {
+    seconds: StageSeconds,
+    /// Bytes that wait on the host.
+    waits: f64,
+}
+
+/// What a stage works beside: its load line, the link to the host and the host.
+#[derive(Clone, Copy, Debug)]
+struct Beside {
+    budget: f64,
+    /// Bytes of the host that may be used at most.
+    host: f64,
+    /// Bytes a second.
+    link: f64,
+    memory: f64,
+    /// Bytes of a trained weight as it is used, and of its gradient.
+    weight: f64,
+    gradient: f64,
+    micro_batches: u32,
+    in_flight: u32,
+}
+
 impl Stages {
-    /// A stage of so many layers within so many bytes.
-    fn of(&self, layers: u64, budget: u64) -> Option<StageSeconds> {
+    /// The fastest stage of so many layers, and where it is another one that which needs the least of the host.
+    fn of(&self, layers: u64, beside: &Beside) -> Vec<Stage> {
         let more = layers as f64 - 1.0;
-        let bytes = [0, 1].map(|at| self.one.bytes[at] + more * (self.two.bytes[at] - self.one.bytes[at]));
-        let seconds = [0, 1].map(|at| self.one.seconds[at].between(self.two.seconds[at], more));
-        let budget = budget as f64;
-        if bytes[0] <= budget {
-            return Some(seconds[0]);
+        let grown = |one: f64, two: f64| one + more * (two - one);
+        let [light, least] = [0, 1].map(|at| grown(self.one.bytes[at], self.two.bytes[at]));
+        let [quick, slow] = [0, 1].map(|at| self.one.seconds[at].between(self.two.seconds[at], more));
+        let has = self.one.has.between(self.two.has, more);
+        // Gradients and weights come by way of buffers of two layers.
+        let rings =
+            2.0 * (self.two.has.gradients - self.one.has.gradients + self.two.has.weights - self.one.has.weights);
+        let of = |again: f64| {
+            let lacks = (light + again * (least - light) - beside.budget).max(0.0);
+            let with_rings = if lacks > has.state { lacks + rings } else { lacks };
+            let waits = has.waiting(with_rings)?;
+            let seconds = beside.waiting(quick.between(slow, again), has, waits);
+            (waits.sum() <= beside.host).then(|| Stage { seconds, waits: waits.sum() })
+        };
+        // So much is computed again that what lacks room is nothing, or just the state; or nothing is, or all.
+        let room = |waits: f64| ((light - waits - beside.budget) / (light - least).max(1.0)).clamp(0.0, 1.0);
+        let Some(leanest) = of(1.0) else { return vec![] };
+        let leanest = of(room(0.0)).filter(|stage| stage.waits <= leanest.waits).unwrap_or(leanest);
+        if beside.host == 0.0 {
+            return vec![leanest];
         }
-        let least = bytes[1].min(bytes[0]);
-        (least <= budget).then(|| seconds[0].between(seconds[1], (bytes[0] - budget) / (bytes[0] - bytes[1]).max(1.0)))
+        let busy = |stage: &Stage| stage.seconds.busy(beside.micro_batches);
+        let others = [0.0, room(has.state), room(has.state + has.gradients)].into_iter().filter_map(of);
+        let fastest = others.fold(leanest, |best, other| if busy(&other) < busy(&best) { other } else { best });
+        if fastest.waits > leanest.waits { vec![fastest, leanest] } else { vec![fastest] }
+    }
+}
+
+impl Beside {
+    /// What a stage takes that has so much, of which some waits.
+    fn waiting(&self, stage: StageSeconds, has: Has, waits: Has) -> StageSeconds {
+        if waits.sum() == 0.0 {
+            return stage;
+        }
+        let inputs = waits.inputs / f64::from(self.in_flight);
+        let fetched = if self.micro_batches > 1 { waits.gradients } else { 0.0 };
+        let over_link = |bytes: f64| bytes / self.link;
+        // The update of what waits: by the device, to which it comes, or by the host, where it is.
+        let part = waits.state / has.state.max(1.0);
+        let (gradients, weights) = (part * has.gradients, part * has.gradients * self.weight / self.gradient);
+        let here = over_link(waits.gradients + waits.state).max(over_link(waits.state + waits.weights));
+        let there = over_link((gradients - waits.gradients).max(0.0)).max(over_link(weights - waits.weights));
+        let there = there.max((2.0 * waits.state + gradients + 2.0 * weights) / self.memory);
+        StageSeconds {
+            forward: stage.forward.max(over_link(waits.weights)).max(over_link(inputs)),
+            backward: stage.backward.max(over_link(waits.weights + fetched + inputs)).max(over_link(waits.gradients)),
+            message: stage.message,
+            once: stage.once + over_link(waits.gradients) + here.min(there),
+        }
     }
 }
 
@@ -179,15 +306,22 @@ struct Sketch {
     micro_batch: u32,
     /// The first layer of each stage, and the number of all.
     layers: Vec<u64>,
+    /// Bytes of the host that each stage may have, and whether anything of it waits there.
+    hosts: Vec<Bytes>,
+    waits: Vec<bool>,
     seconds: f64,
 }
 
 /// A way to cut off the first layers.
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 struct Cut {
     slowest: f64,
     sum: f64,
-    layers: Vec<u64>,
+    /// Bytes on the host.
+    host: f64,
+    /// The last stage, and the cut before it: how many layers that has, and which of their cuts it is.
+    stage: Stage,
+    before: (u64, usize),
 }
 
 impl<'t, 'q> Layers<'t, 'q> {
@@ -219,17 +353,18 @@ impl<'t, 'q> Layers<'t, 'q> {
         Kernels::of(self.team.devices[device].device) == Kernels::Cuda
     }
 
-    /// What one of so many stages may have of the host.
-    fn host(&self, device: usize, stages: usize) -> Bytes {
-        if self.by_mail(device) { Bytes(self.team.host.0 / stages as u64) } else { Bytes::ZERO }
-    }
-
-    /// A question about a device of a team with this link, that has such layers.
-    fn question<'s>(&self, spec: &'s DeviceSpec, device: usize, share: &Share, micro_batch: u32) -> Question<'s>
+    /// A question about a device of a team with this link, that has such layers, and so much of the host.
+    fn question<'s>(
+        &self,
+        spec: &'s DeviceSpec,
+        device: usize,
+        share: &Share,
+        micro_batch: u32,
+        host: Bytes,
+    ) -> Question<'s>
     where
         'q: 's,
     {
-        let host = self.host(device, share.ranks as usize);
         let question = under(&self.team.of(device, share, self.team.total(), host), self.rungs);
         let pins = Pins { micro_batch: Some(micro_batch), ..question.pins.clone() };
         Question { device: spec, pins, ..question }
@@ -254,7 +389,7 @@ impl<'t, 'q> Layers<'t, 'q> {
             };
             let layers: Vec<u64> = (0..=count).map(first).collect();
             let share = shares(&layers).swap_remove(stage);
-            self.question(&specs[stage], devices[stage], &share, micro_batch)
+            self.question(&specs[stage], devices[stage], &share, micro_batch, self.team.host)
         };
         let most = (self.depth() + 1 - count as u64).min(2);
         let questions: Vec<[Question; 2]> = unknown.iter().map(|&stage| [of(stage, 1), of(stage, most)]).collect();
@@ -264,45 +399,95 @@ impl<'t, 'q> Layers<'t, 'q> {
         (0..count).map(|stage| known[&key(stage)]).collect()
     }
 
+    /// What a stage works beside.
+    fn beside(&self, devices: &[usize], stage: usize, micro_batch: u32, tight: u64) -> Beside {
+        let question = under(&self.team.devices[devices[stage]], self.rungs);
+        let spec = self.spec(devices[stage], devices);
+        let micro_batches = self.team.total().div_ceil(u64::from(micro_batch)) as u32;
+        let may_wait = question.pins.offload.is_none() && question.device.kind != DeviceKind::Cpu;
+        Beside {
+            budget: spec.arena_budget().0.saturating_sub(tight) as f64,
+            host: if may_wait { self.team.host.0 as f64 } else { 0.0 },
+            link: spec.rates.host_link.bytes_per_second,
+            memory: question.host.memory_bytes_per_second,
+            weight: question.precision.bytes() as f64,
+            gradient: question.precision.wide().bytes() as f64,
+            micro_batches,
+            in_flight: ((devices.len() - stage) as u32).min(micro_batches).max(1),
+        }
+    }
+
     /// The best cut for some devices in this order; `tight` bytes of each are not used.
     fn sketch(&self, devices: &[usize], micro_batch: u32, tight: &[u64]) -> Option<Sketch> {
-        let micro_batches = self.team.total().div_ceil(u64::from(micro_batch)) as u32;
         let stages = self.all_stages(devices, micro_batch);
-        let budgets: Vec<u64> = devices
-            .iter()
-            .zip(tight)
-            .map(|(&device, tight)| self.spec(device, devices).arena_budget().0.saturating_sub(*tight))
-            .collect();
         let (count, depth) = (devices.len(), self.depth());
-        // For each number of layers, the ways to cut them off that no other beats.
-        let mut cuts: Vec<Vec<Cut>> = vec![vec![]; depth as usize + 1];
-        cuts[0] = vec![Cut { slowest: 0.0, sum: 0.0, layers: vec![0] }];
+        let beside: Vec<Beside> =
+            (0..count).map(|stage| self.beside(devices, stage, micro_batch, tight[stage])).collect();
+        let micro_batches = beside[0].micro_batches;
+        // Messages of GPUs, for each micro-batch in flight and on its way.
+        let mail = |stage: usize| match self.by_mail(devices[stage]) {
+            true => f64::from(beside[stage].in_flight + 2) * stages[stage].one.hidden,
+            false => 0.0,
+        };
+        let host = self.team.host.0 as f64 - (0..count).map(mail).sum::<f64>();
+        // For each number of stages and of layers, the ways to cut them off that no other beats.
+        let mut cuts: Vec<Vec<Vec<Cut>>> = Vec::new();
         for stage in 0..count {
             let mut next: Vec<Vec<Cut>> = vec![vec![]; depth as usize + 1];
-            let left = (count - stage - 1) as u64;
+            let most = depth - (count - stage - 1) as u64;
+            let of: Vec<Vec<Stage>> = (1..=most)
+                .map(|layers| stages[stage].of(layers, &beside[stage]))
+                .take_while(|of| !of.is_empty())
+                .collect();
             for below in 0..=depth {
-                for end in below + 1..=depth - left.min(depth) {
-                    if cuts[below as usize].is_empty() || stage + 1 == count && end < depth {
+                let before: Vec<(f64, f64, f64)> = match cuts.last() {
+                    Some(cuts) => cuts[below as usize].iter().map(|cut| (cut.slowest, cut.sum, cut.host)).collect(),
+                    None if below == 0 => vec![(0.0, 0.0, 0.0)],
+                    None => vec![],
+                };
+                for (own, ways) in (1..).zip(&of).take_while(|(own, _)| below + own <= most) {
+                    if stage + 1 == count && below + own < depth {
                         continue;
                     }
-                    let Some(seconds) = stages[stage].of(end - below, budgets[stage]) else { break };
-                    let own = seconds.forward + seconds.backward;
-                    next[end as usize].extend(cuts[below as usize].iter().map(|cut| {
-                        let layers = cut.layers.iter().copied().chain([end]).collect();
-                        Cut { slowest: cut.slowest.max(own), sum: cut.sum + own, layers }
-                    }));
+                    for (&way, (number, &(slowest, sum, waits))) in
+                        ways.iter().flat_map(|way| before.iter().enumerate().map(move |before| (way, before)))
+                    {
+                        let busy = way.seconds.busy(micro_batches);
+                        if waits + way.waits <= host.max(0.0) {
+                            let (slowest, sum, host) = (slowest.max(busy), sum + busy, waits + way.waits);
+                            let before = (below, number);
+                            next[(below + own) as usize].push(Cut { slowest, sum, host, stage: way, before });
+                        }
+                    }
                 }
             }
             next.iter_mut().for_each(unbeaten);
-            cuts = next;
+            cuts.push(next);
         }
-        let sketch = |cut: &Cut| {
-            let of = |stage: usize| stages[stage].of(cut.layers[stage + 1] - cut.layers[stage], budgets[stage]);
-            let seconds: Option<Vec<StageSeconds>> = (0..count).map(of).collect();
-            let seconds = step_seconds(&seconds?, micro_batches);
-            Some(Sketch { micro_batch, layers: cut.layers.clone(), seconds })
+        let sketch = |last: &Cut| {
+            let (mut ways, mut layers, mut cut) = (vec![last.stage], vec![depth], last);
+            for stage in (0..count - 1).rev() {
+                let (below, number) = cut.before;
+                cut = &cuts[stage][below as usize][number];
+                ways.push(cut.stage);
+                layers.push(below);
+            }
+            layers.push(0);
+            ways.reverse();
+            layers.reverse();
+            let seconds: Vec<StageSeconds> = ways.iter().map(|way| way.seconds).collect();
+            let left = (host - last.host).max(0.0) / count as f64;
+            let of = |(stage, way): (usize, &Stage)| Bytes((way.waits + mail(stage) + left) as u64).min(self.team.host);
+            Sketch {
+                micro_batch,
+                layers,
+                hosts: ways.iter().enumerate().map(of).collect(),
+                waits: ways.iter().map(|way| way.waits > 0.0).collect(),
+                seconds: step_seconds(&seconds, micro_batches),
+            }
         };
-        cuts[depth as usize].iter().filter_map(sketch).min_by(|a, b| a.seconds.total_cmp(&b.seconds))
+        let all = cuts.last().expect("there is a stage");
+        all[depth as usize].iter().map(sketch).min_by(|a, b| a.seconds.total_cmp(&b.seconds))
     }
 
     /// Orders of some devices that are worth trying: as they were named, and by their memory, both ways.
@@ -353,7 +538,13 @@ impl<'t, 'q> Layers<'t, 'q> {
         let mut sketch = sketch.clone();
         for _ in 0..TRIES {
             let shares = shares(&sketch.layers);
-            let of = |stage: usize| self.question(&specs[stage], devices[stage], &shares[stage], sketch.micro_batch);
+            let of = |stage: usize| {
+                let (spec, device, share) = (&specs[stage], devices[stage], &shares[stage]);
+                let question = self.question(spec, device, share, sketch.micro_batch, sketch.hosts[stage]);
+                let all_here = (!sketch.waits[stage]).then_some(Offload::NOTHING);
+                let pins = Pins { offload: question.pins.offload.or(all_here), ..question.pins.clone() };
+                Question { pins, ..question }
+            };
             let questions: Vec<Question> = (0..devices.len()).map(of).collect();
             let found = side_by_side(&questions, |question| {
                 let found = fastest_by_bounds(question)?;
@@ -365,17 +556,16 @@ impl<'t, 'q> Layers<'t, 'q> {
                 let found: Vec<_> = found.into_iter().flatten().collect();
                 let seconds: Vec<StageSeconds> = found.iter().map(|(_, seconds)| *seconds).collect();
                 let micro_batches = self.team.total().div_ceil(u64::from(sketch.micro_batch)) as u32;
-                let given =
-                    |((&device, share), (candidate, _)): ((&usize, Share), &(crate::search::Candidate, _))| Given {
-                        device,
-                        share,
-                        sequences: self.team.total(),
-                        recipe: candidate.recipe.clone(),
-                        host: self.host(device, devices.len()),
-                        device_bytes: candidate.device,
-                        host_bytes: candidate.host,
-                    };
-                let ranks = devices.iter().zip(shares).zip(&found).map(given).collect();
+                let given = |(stage, (candidate, _)): (usize, &(Candidate, _))| Given {
+                    device: devices[stage],
+                    share: shares[stage].clone(),
+                    sequences: self.team.total(),
+                    recipe: candidate.recipe.clone(),
+                    host: sketch.hosts[stage],
+                    device_bytes: candidate.device,
+                    host_bytes: candidate.host,
+                };
+                let ranks = found.iter().enumerate().map(given).collect();
                 let seconds = step_seconds(&seconds, micro_batches);
                 return Some(Way { sharing: Some(Sharing::Layers), ranks, seconds });
             }
@@ -443,16 +633,19 @@ impl ShareOut for Layers<'_, '_> {
     }
 }
 
-/// Keeps the cuts that no other beats in both ways.
+/// Keeps the cuts that no other beats in every way: the fastest of them, and that which needs the least of the host.
 fn unbeaten(cuts: &mut Vec<Cut>) {
-    cuts.sort_by(|a, b| a.slowest.total_cmp(&b.slowest).then(a.sum.total_cmp(&b.sum)));
-    let mut least = f64::INFINITY;
-    cuts.retain(|cut| {
-        let keep = cut.sum < least;
-        least = least.min(cut.sum);
-        keep
-    });
-    cuts.truncate(FRONTIER);
+    cuts.sort_by(|a, b| a.slowest.total_cmp(&b.slowest).then(a.sum.total_cmp(&b.sum)).then(a.host.total_cmp(&b.host)));
+    let mut kept: Vec<Cut> = Vec::new();
+    for cut in cuts.drain(..) {
+        if kept.iter().all(|other| cut.sum < other.sum || cut.host < other.host) {
+            kept.push(cut);
+        }
+    }
+    let leanest = kept.iter().skip(FRONTIER).min_by(|a, b| a.host.total_cmp(&b.host)).copied();
+    kept.truncate(FRONTIER);
+    kept.extend(leanest);
+    *cuts = kept;
 }
 
 /// Shares of layers for ranks in order.

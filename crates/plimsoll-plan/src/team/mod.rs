@@ -242,16 +242,13 @@ fn under_rungs(team: &TeamQuestion, rungs: &[Rung]) -> Option<TeamAnswer> {
         let way = if asked(sharing) { ways.fastest() } else { None };
         way.map_or(0.0, |way| team.tokens() / way.seconds)
     };
-    // Nothing of a pipeline waits on the host: it has to be worth that.
-    let mut others: [(f64, f64, &mut dyn ShareOut); 2] = [
-        (promised(Sharing::State, &state), 1.0, &mut state),
-        (promised(Sharing::Layers, &layers) * WORTH, WORTH, &mut layers),
-    ];
+    let mut others: [(f64, &mut dyn ShareOut); 2] =
+        [(promised(Sharing::State, &state), &mut state), (promised(Sharing::Layers, &layers), &mut layers)];
     others.sort_by(|a, b| b.0.total_cmp(&a.0));
-    for (promises, worth, ways) in others {
+    for (promises, ways) in others {
         let found = if promises > least { packed(team, rungs, ways) } else { None };
-        if let Some(found) = found.filter(|found| tokens(found) * worth > least) {
-            (least, best) = (tokens(&found) * worth, Some(found));
+        if let Some(found) = found.filter(|found| tokens(found) > least) {
+            (least, best) = (tokens(&found), Some(found));
         }
     }
     best

@@ -94,12 +94,17 @@ pub fn offload_only(
     pass.set
 }
 
-/// Where the slots of a tensor went: the first `on_host` of them to `tensor`, the others stay and are counted anew.
+/// Where the slots of a tensor went: the first `on_host` of them to `tensor`, the others stay and are counted anew. Where a
+/// tensor has slots for several micro-batches in flight, so it is with the `each` slots of every one.
 #[derive(Clone, Copy)]
 struct Home {
     tensor: TensorId,
     on_host: u32,
+    each: u32,
 }
+
+/// Inputs of layers, with the output of the last.
+const INPUTS: &str = "train.hidden";
 
 struct Pass {
     set: ProgramSet,
@@ -122,9 +127,9 @@ impl Pass {
         (largest / PIECES).clamp(*PIECE.start(), *PIECE.end())
     }
 
-    /// How many of a tensor's slots wait on the host.
+    /// How many of a tensor's slots, of one micro-batch, wait on the host.
     fn waiting(&self, tensor: &Tensor, layers: u32, offload: &Offload) -> u32 {
-        if tensor.name == "train.hidden" {
+        if tensor.name == INPUTS {
             return offload.inputs.min(layers);
         }
         if tensor.lifetime != Lifetime::Persistent || tensor.space != Space::Device {
@@ -160,20 +165,18 @@ impl Pass {
                 continue;
             }
             let id = TensorId(number as u32);
-            let home = if on_host == tensor.slots {
+            let each = if tensor.name == INPUTS { layers + 1 } else { tensor.slots };
+            let home = if on_host == each {
                 self.set.tensors[number].space = Space::Host;
                 id
             } else {
-                let home = Tensor {
-                    name: format!("{}{HOME}", tensor.name),
-                    space: Space::Host,
-                    slots: on_host,
-                    ..tensor.clone()
-                };
-                self.set.tensors[number].slots -= on_host;
+                let slots = tensor.slots / each * on_host;
+                let name = format!("{}{HOME}", tensor.name);
+                let home = Tensor { name, space: Space::Host, slots, ..tensor.clone() };
+                self.set.tensors[number].slots -= slots;
                 self.add(home)
             };
-            self.homes.insert(id, Home { tensor: home, on_host });
+            self.homes.insert(id, Home { tensor: home, on_host, each });
         }
     }
 
@@ -282,11 +285,13 @@ impl Pass {
     /// An operand in a slot that is the same in every iteration, where it is now.
     fn at_home(&self, operand: Operand) -> Operand {
         let Some(home) = self.homes.get(&operand.tensor) else { return operand };
-        let on_host = i64::from(home.on_host);
-        let stay = if home.tensor == operand.tensor { 0 } else { self.set.tensor(operand.tensor).slots };
-        match operand.slot.base.rem_euclid(on_host + i64::from(stay)) {
-            slot if slot < on_host => Operand { tensor: home.tensor, slot: Index::fixed(slot), ..operand },
-            slot => Operand { slot: Index::fixed(slot - on_host), ..operand },
+        let (on_host, each) = (i64::from(home.on_host), i64::from(home.each));
+        // Of the next micro-batch it is as many slots further on as each one has there.
+        let slot =
+            |base: i64, each: i64| Index { base, scale: 0, micro_batch: operand.slot.micro_batch.signum() * each };
+        match operand.slot.base.rem_euclid(each) {
+            there if there < on_host => Operand { tensor: home.tensor, slot: slot(there, on_host), ..operand },
+            stays => Operand { slot: slot(stays - on_host, each - on_host), ..operand },
         }
     }
 
@@ -326,18 +331,20 @@ impl Pass {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Region {
     tensor: TensorId,
-    slot: i64,
+    /// The same in every iteration; of which micro-batch is known while running.
+    slot: Index,
     first: i64,
     elements: u64,
 }
 
 impl Region {
     fn of(operand: Operand, elements: u64) -> Region {
-        Region { tensor: operand.tensor, slot: operand.slot.base, first: operand.offset.base, elements }
+        let slot = Index { scale: 0, ..operand.slot };
+        Region { tensor: operand.tensor, slot, first: operand.offset.base, elements }
     }
 
     fn at(self) -> Operand {
-        Operand { tensor: self.tensor, slot: Index::fixed(self.slot), offset: Index::fixed(self.first) }
+        Operand { tensor: self.tensor, slot: self.slot, offset: Index::fixed(self.first) }
     }
 
     fn end(self) -> i64 {
@@ -381,6 +388,12 @@ struct Unit {
 impl Unit {
     fn ops(&self) -> impl Iterator<Item = &Op> {
         self.blocks.iter().flat_map(|block| &block.ops)
+    }
+
+    /// Whether what a later unit uses can come while this one is at work: not where it is part of the same, or has such
+    /// parts.
+    fn goes_beside(&self, later: &Use) -> bool {
+        self.uses.iter().all(|u| u.region == later.region || !u.region.overlaps(later.region))
     }
 
     fn uses_the_same(&self, other: &Unit) -> bool {
@@ -658,7 +671,8 @@ impl Rewrite<'_> {
         for at in 0..units.len() {
             let mut regions: Vec<Region> = Vec::new();
             let mut counts: Vec<(usize, usize)> = Vec::new();
-            for region in units.iter().skip(at).take(2).flat_map(|unit| &unit.uses).map(|u| u.region) {
+            let beside = units.get(at + 1).into_iter().flat_map(|next| &next.uses).filter(|u| units[at].goes_beside(u));
+            for region in units[at].uses.iter().chain(beside).map(|u| u.region) {
                 if regions.contains(&region) {
                     continue;
                 }
@@ -816,7 +830,7 @@ impl Rewrite<'_> {
         for wanted in next.iter().flat_map(|next| &next.uses) {
             if let Some(slot) = self.holds(wanted.region) {
                 slot.used = at + 1;
-            } else if wanted.read && !self.begins(*wanted) {
+            } else if wanted.read && !self.begins(*wanted) && unit.goes_beside(wanted) {
                 self.bring(*wanted, at + 1, at);
             }
         }
@@ -851,7 +865,7 @@ impl Rewrite<'_> {
             let first = operand.offset.base;
             let within = |u: &&Use| {
                 let region = u.region;
-                (region.tensor, region.slot) == (operand.tensor, operand.slot.base) && region.first <= first
+                (region.tensor, region.slot) == (operand.tensor, operand.slot) && region.first <= first
             };
             if let Some(u) = unit.uses.iter().find(within) {
                 *operand = self.buffer_of(u.region).from(Index::fixed(first - u.region.first));
@@ -938,7 +952,7 @@ impl Rewrite<'_> {
         if let Some(&copy) = self.copies.get(&region) {
             return copy;
         }
-        let name = format!("{}.copy.{}.{}", self.program, self.pass.set.tensor(region.tensor).name, region.slot);
+        let name = format!("{}.copy.{}.{}", self.program, self.pass.set.tensor(region.tensor).name, region.slot.base);
         let copy = match self.pass.set.find(&name) {
             Some(copy) => copy,
             None => self.pass.buffer(name, region.tensor, region.elements, Space::Host, 1),
