@@ -253,6 +253,12 @@ impl DeviceError {
         matches!(self, DeviceError::Peer { .. })
     }
 
+    /// Whether the device is gone, with all that stood on it.
+    pub fn is_loss(&self) -> bool {
+        use crate::cuda::driver::CudaError;
+        matches!(self, DeviceError::Lost { .. } | DeviceError::Cuda(CudaError::Lost { .. }))
+    }
+
     /// Whether memory was refused, which a run survives with another recipe.
     pub fn is_refusal(&self) -> bool {
         use crate::cuda::driver::CudaError;

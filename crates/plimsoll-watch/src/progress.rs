@@ -81,7 +81,11 @@ impl Progress {
                     0 => " from the beginning: a part of the state was on it".to_owned(),
                     step => format!(" from the checkpoint of step {step}: a part of the state was on it"),
                 });
-                Some(format!("lost at step {step}: {device} ({why}); {} go on{from}", left.join(", ")))
+                let then = match &left[..] {
+                    [] => "the run stops".to_owned(),
+                    left => format!("{} go on{from}", left.join(", ")),
+                };
+                Some(format!("lost at step {step}: {device} ({why}); {then}"))
             }
             Event::Warning { message } => Some(format!("warning: {message}")),
             Event::End { .. } => None,

@@ -119,6 +119,65 @@ fn a_device_that_is_gone_leaves_the_others_to_go_on_from_the_last_finished_step(
     same_experiment(&place, "plain", "last", 1e-4);
 }
 
+/// More often than a run has rungs, and tries.
+fn for_ever(at: &str) -> Vec<&str> {
+    [["--inject-oom", at]; 40].concat()
+}
+
+/// The one device that left, with the step that the others went back to.
+fn left_out(place: &Place, run: &str) -> (String, String, Option<u64>) {
+    let lost: Vec<Value> = place.events(run).into_iter().filter(|event| event["event"] == "lost").collect();
+    assert_eq!(lost.len(), 1, "{lost:?}");
+    let text = |key: &str| lost[0][key].as_str().unwrap().to_owned();
+    (text("device"), text("why"), lost[0]["back_to"].as_u64())
+}
+
+#[test]
+fn a_device_that_refuses_for_ever_is_left_out_and_the_others_go_on() {
+    let place = Place::new(&QUICK);
+    let words = ["--devices", TRIO, "--set", "run.team=all"];
+    train(&place, "plain", &words);
+    for (number, at) in ["virtual:b/3:update", "virtual:c/4:update:4", "virtual:a/5:backward", "virtual:a/4:checkpoint"]
+        .iter()
+        .enumerate()
+    {
+        let run = format!("run-{number}");
+        let result = train(&place, &run, &[&words[..], &for_ever(at)].concat());
+        assert_eq!(result["status"], "done", "{at}");
+        let (device, why, back_to) = left_out(&place, &run);
+        assert_eq!((&device[..], back_to), (&at[..9], None), "{at}");
+        assert!(why.contains(&device) && why.contains("made no progress"), "{at}: {why}");
+        assert!(names(&result).len() == 2 && !names(&result).contains(&&at[..9]), "{at}: {result}");
+        same_experiment(&place, "plain", &run, 1e-4);
+    }
+}
+
+#[test]
+fn a_device_that_is_lost_and_has_no_other_beside_it_stops_the_run_in_order() {
+    let place = Place::new(&QUICK);
+    for (run, device, named, at) in
+        [("cpu", "cpu", "cpu", "cpu:6:backward"), ("virtual", "virtual:a=64MiB@1.0", "virtual:a", "virtual:a:6:update")]
+    {
+        let plain = format!("{run}-plain");
+        train(&place, &plain, &["--devices", device]);
+        let dir = format!("run.dir={run}");
+        let words = ["train", "run.toml", "--quiet", "--set", &dir, "--devices", device, "--inject-loss", at];
+        let said = place.refuse(4, &words);
+        assert!(said.contains(&format!("step 6: {named} is gone")) && said.contains("--resume"), "{said}");
+        let result = place.json(&format!("{run}/result.json"));
+        assert_eq!((&result["status"], &result["steps"]), (&"stopped".into(), &5.into()), "{result}");
+        let lost = serde_json::json!([{ "device": named, "step": 6, "back_to": 4 }]);
+        assert_eq!((&result["lost"], &result["memory"]), (&lost, &Value::Array(vec![])), "{result}");
+        assert_eq!(left_out(&place, run).2, Some(4));
+        place.succeed(&["train", "--resume", run, "--quiet"]);
+        assert_eq!(place.json(&format!("{run}/result.json"))["status"], "done");
+        let done: Vec<u64> = steps(&place, run).iter().map(|(step, ..)| *step).collect();
+        assert_eq!(done, [1, 2, 3, 4, 5, 5, 6, 7, 8]);
+        let weights = |run: &str| std::fs::read(place.path(&format!("{run}/model/model.safetensors"))).unwrap();
+        assert!(weights(run) == weights(&plain));
+    }
+}
+
 #[test]
 fn a_device_is_lost_when_it_gives_no_sign_of_life_and_never_because_it_is_slow() {
     let place = Place::new(&QUICK);
@@ -248,6 +307,34 @@ fn a_part_of_the_state_that_is_lost_takes_the_others_back_to_the_checkpoint() {
         assert_eq!(done, whole, "{at}");
         same_weights(&place, "plain", run, 1e-3);
     }
+}
+
+#[test]
+fn a_part_of_the_state_is_saved_before_who_refuses_for_ever_is_left_out() {
+    let place = larger();
+    let trio = "virtual:a=112MiB@0.7,virtual:b=104MiB@0.5,virtual:c=104MiB@0.3,host=1MiB";
+    let words = ["--devices", trio, "--set", "run.team=all"];
+    train(&place, "plain", &words);
+    // Where the update is half done, there is nothing to save.
+    for (run, at, back_to) in [("whole", "virtual:c/6:backward", 5), ("half", "virtual:b/6:update:4", 3)] {
+        let result = train(&place, run, &[&words[..], &for_ever(at)].concat());
+        assert_eq!(result["status"], "done", "{at}");
+        let (device, _, to) = left_out(&place, run);
+        assert_eq!((&device[..], to), (&at[..9], Some(back_to)), "{at}");
+        let done: Vec<u64> = steps(&place, run).iter().map(|(step, ..)| *step).collect();
+        assert_eq!(done, (1..=5).chain(back_to + 1..=6).collect::<Vec<u64>>(), "{at}");
+        same_weights(&place, "plain", run, 1e-3);
+    }
+    // By itself the other cannot hold it: the run stops, with all that was finished.
+    let at = for_ever("virtual:b/3:backward");
+    let words = ["train", "run.toml", "--quiet", "--set", "run.dir=pair", "--devices", PAIR];
+    let done = place.run(&[&words[..], &at].concat());
+    assert_eq!(done.code, Some(4), "{}", done.stderr);
+    let says = ["virtual:b: ", "no recipe of this run fits on what is left", "of step 2: all that was finished"];
+    assert!(says.iter().all(|says| done.stderr.contains(says)), "{}", done.stderr);
+    assert_eq!(place.json("pair/result.json")["status"], "stopped");
+    place.succeed(&["train", "--resume", "pair", "--quiet"]);
+    same_weights(&place, "plain", "pair", 1e-3);
 }
 
 #[test]

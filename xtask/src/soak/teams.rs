@@ -16,8 +16,8 @@ use std::path::Path;
 const RUN_EVERY: u64 = 3;
 /// So often is each of these disturbed.
 const DISTURBED: u64 = 2;
-/// A device that refuses the same so often in a row is left out (one refusal more than the run tries).
-const FOR_EVER: usize = 7;
+/// A device that refuses the same so often is left out: there are fewer rungs and tries.
+const FOR_EVER: usize = 40;
 /// After so many seconds without a sign of life a device is lost.
 const SILENCE_SECONDS: u64 = 2;
 
@@ -34,7 +34,7 @@ enum Sort {
     Far,
 }
 
-const SORTS: [Sort; 4] = [Sort::Any, Sort::Near, Sort::OneTooMany, Sort::Far];
+const SORTS: [Sort; 5] = [Sort::Any, Sort::Near, Sort::OneTooMany, Sort::Near, Sort::Far];
 
 /// Two to four devices.
 fn devices(draw: &mut Draw) -> String {
@@ -69,14 +69,14 @@ fn none(_: &mut Draw) -> String {
 }
 
 /// Two or three devices, none of which holds what a run takes on one, and whose host holds next to nothing.
-fn too_small(asked: &mut Asked, links: &[&str], draw: &mut Draw) -> anyhow::Result<()> {
+fn too_small(asked: &mut Asked, (links, shares): (&[&str], &[f64]), draw: &mut Draw) -> anyhow::Result<()> {
     let (plan, _) = asked.plan()?;
     let alone = plan.needs.first().context("a refusal says what would do")?.budget_bytes;
     let charges = plan.devices[0].charges_bytes;
     let arena_mib = (alone.saturating_sub(charges).0 as f64) / f64::from(1 << 20);
     let link = draw.of(links);
     let device = |number: u64, draw: &mut Draw| {
-        let share = draw.of(&[0.5, 0.6, 0.7, 0.8, 0.9]);
+        let share = draw.of(shares);
         // Of several, each is charged with rows of its own, too.
         let budget = (charges.0 >> 20) + 4 + (arena_mib * share) as u64;
         let pace = draw.of(&["0.5", "0.4", "0.3"]);
@@ -102,12 +102,16 @@ fn draw(binary: &Path, seed: u64, number: u64) -> anyhow::Result<Asked> {
         Sort::OneTooMany => on(&small, &one_too_many)?,
         Sort::Near => {
             let mut asked = on(&large, &none)?;
-            too_small(&mut asked, &["16GB/s", "4GB/s", "1GB/s"], &mut draw)?;
+            too_small(&mut asked, (&["16GB/s", "8GB/s", "4GB/s"], &[0.7, 0.8, 0.9]), &mut draw)?;
             asked
         }
         Sort::Far => {
             let mut asked = on(&large, &none)?;
-            too_small(&mut asked, &["125MB/s+100us", "50MB/s+100us", "20MB/s+900us"], &mut draw)?;
+            too_small(
+                &mut asked,
+                (&["125MB/s+100us", "50MB/s+100us", "20MB/s+900us"], &[0.5, 0.6, 0.7, 0.8, 0.9]),
+                &mut draw,
+            )?;
             asked
         }
     };

@@ -4,8 +4,8 @@
 //! Of a team only the device that is squeezed changes its recipe, where its share can be done with less; else the shares
 //! are drawn anew (`sharing`). A refusal takes the next recipe below the arena that was refused, first among those that leave every bit as
 //! it is, then among all. A moved line takes the fastest recipe under it. When room returns the run goes back up,
-//! later each time that this turned out to be too early. No retreat goes on for ever: [`TRIES`] refusals without
-//! any finished work end the run, resumable.
+//! later each time that this turned out to be too early. No retreat goes on for ever: after [`TRIES`] refusals of a device
+//! without any finished work the others go on without it, and one that is alone ends the run, resumable.
 
 use super::control::Moved;
 use super::events::EventLog;
@@ -24,7 +24,7 @@ use plimsoll_plan::team::same_count;
 use plimsoll_program::ProgramSet;
 use std::time::Instant;
 
-/// Refusals in a row, without any finished work between them, after which the run ends.
+/// Refusals of a device, without any finished work between them, after which it is of no use.
 const TRIES: u32 = 6;
 /// Steps after a refusal before the run goes back to the recipe that was refused. Doubled each time that it is
 /// refused again.
@@ -128,7 +128,9 @@ impl Trainer {
     /// One rung down after a refusal; where there is none, the same once more.
     fn give_way(&mut self, rank: usize, refused: &DeviceError, log: &mut EventLog) -> Result<(), Halt> {
         let start = Instant::now();
-        self.count_refusal(refused, true)?;
+        if let Some(why) = self.refuses_for_ever(rank, refused) {
+            return self.leave_out(rank, &why, true, log);
+        }
         let Worker { device, plan, line, .. } = self.worker(rank);
         let why = format!("{}: {refused}", device.name);
         let below = plan.devices[0].arena_bytes.saturating_sub(Bytes(1)) + device.charges;
@@ -162,31 +164,36 @@ impl Trainer {
 
     /// Some work was finished: refusals before it do not count any more.
     pub(super) fn finished(&mut self) {
-        self.refused = 0;
+        (0..self.team.len()).for_each(|rank| self.team.worker(rank).refused = 0);
     }
 
-    /// What was refused of an update is done again as it is. `begun` says that some weights have changed.
-    pub(super) fn do_again(
-        &mut self,
-        rank: usize,
-        refused: &DeviceError,
-        begun: bool,
-        log: &mut EventLog,
-    ) -> Result<(), Halt> {
+    /// What was refused of an update is done again as it is.
+    pub(super) fn do_again(&mut self, rank: usize, refused: &DeviceError, log: &mut EventLog) -> Result<(), Failure> {
         let start = Instant::now();
-        self.count_refusal(refused, !begun)?;
         let why = format!("{}: {refused}", self.worker(rank).device.name);
-        Ok(self.tell(rank, Left::nothing(self.worker(rank)), why, start, log)?)
+        self.tell(rank, Left::nothing(self.worker(rank)), why, start, log)
     }
 
-    /// Counts a refusal; too many without any finished work stop the run, whose weights are `whole` or not.
-    pub(super) fn count_refusal(&mut self, refused: &DeviceError, whole: bool) -> Result<(), Halt> {
-        self.refused += 1;
-        if self.refused <= TRIES {
-            return Ok(());
+    /// Counts a refusal of a device. What is said of one that refused too often without any finished work.
+    pub(super) fn refuses_for_ever(&mut self, rank: usize, refused: &DeviceError) -> Option<String> {
+        let alone = self.team.len() == 1;
+        let worker = self.team.worker(rank);
+        worker.refused += 1;
+        let of = if alone { String::new() } else { format!("{}: ", worker.device.name) };
+        (worker.refused > TRIES).then(|| format!("{of}{refused}; {TRIES} tries made no progress"))
+    }
+
+    /// A device refuses for ever: the others go on as without one that is lost. One that is alone stops the run. Its weights
+    /// and optimizer are `whole` or not: what stands in parts is saved before a part of it goes.
+    pub(super) fn leave_out(&mut self, rank: usize, why: &str, whole: bool, log: &mut EventLog) -> Result<(), Halt> {
+        if self.team.len() == 1 {
+            let failure = Failure::stopped(format!("step {}: {why}", self.now));
+            return Err(Halt::Stop { failure, whole });
         }
-        let message = format!("step {}: {refused}; {TRIES} tries made no progress", self.now);
-        Err(Halt::Stop { failure: Failure::stopped(message), whole })
+        if self.team.holds_parts() && whole && self.filled {
+            self.save_if_possible(TRIES, log)?;
+        }
+        self.go_on_without(rank, why, log)
     }
 
     /// Asks the planner something about the share of a device as `device` has it, beside such a host.
@@ -254,8 +261,8 @@ impl Trainer {
     /// A device goes over to another plan of its share. What is told about it comes later.
     fn adopt(&mut self, rank: usize, mut answer: Answer) -> Result<Left, Trouble> {
         let left = self.leaves(rank);
+        self.team.look_back(None);
         let worker = self.team.worker(rank);
-        worker.look_back();
         answer.plan.devices[0].budget_bytes = worker.line.bytes;
         answer.plan.host.budget_bytes = worker.line.host;
         let (plan, passes) = (answer.plan.clone(), passes(&worker.device, &answer));

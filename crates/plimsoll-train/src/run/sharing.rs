@@ -22,28 +22,28 @@ impl Trainer {
     pub(super) fn go_on_without(&mut self, rank: usize, why: &str, log: &mut EventLog) -> Result<(), Halt> {
         let parts = self.team.holds_parts();
         self.part_with(rank, why, log)?;
-        let why = format!("{why}: the others share its work");
         if !parts {
-            return self.share_anew(&why, log);
+            return self.share_anew(why, log);
         }
-        let planned = self.planned_anew(&why).map_err(|failure| Halt::Stop { failure, whole: false })?;
-        Err(self.go_back(planned, log)?)
+        let planned = self.planned_anew(why).map_err(|failure| Halt::Stop { failure, whole: false })?;
+        Err(self.go_back(planned, log))
     }
 
-    /// Lets a device that is gone leave the team, without another plan.
+    /// Lets a device that is gone leave the team, without another plan. Without any other the run stops.
     pub(super) fn part_with(&mut self, rank: usize, why: &str, log: &mut EventLog) -> Result<(), Halt> {
-        if self.team.len() == 1 {
-            // Nothing is asked of it any more, not even what it held.
-            let failure = Failure::stopped(format!("step {}: {why}", self.now));
-            return Err(failure.hint("no other device works on this run").hint(self.standing()).into());
-        }
+        let alone = self.team.len() == 1;
         let newest = |folder: &Path| Ok::<_, Failure>(newest(folder)?.0.map_or(0, |checkpoint| checkpoint.info.step));
-        let back_to = if self.team.holds_parts() { Some(newest(&self.folder)?) } else { None };
+        let back_to = if alone || self.team.holds_parts() { Some(newest(&self.folder)?) } else { None };
         let worker = self.team.leave(rank);
         let (step, device) = (self.now, worker.device.name.clone());
         drop(worker);
         self.lost.push(LostDevice { device: device.clone(), step, back_to });
-        Ok(log.emit(Event::Lost { step, device, why: why.to_owned(), left: self.team.names(), back_to })?)
+        log.emit(Event::Lost { step, device, why: why.to_owned(), left: self.team.names(), back_to })?;
+        if alone {
+            let failure = Failure::stopped(format!("step {step}: {why}")).hint("no other device works on this run");
+            return Err(Halt::Stop { failure, whole: false });
+        }
+        Ok(())
     }
 
     /// A device has no recipe for its share that holds less than `line`: the others take some of it, or all. Whether they
@@ -101,12 +101,12 @@ impl Trainer {
         self.team.workers().iter().map(|worker| worker.line.host).max().unwrap_or(Bytes::ZERO)
     }
 
-    /// The devices that there are share the work of a step anew, under the load lines that hold now.
+    /// The devices that are left share the work of a step anew, under the load lines that hold now.
     pub(super) fn share_anew(&mut self, why: &str, log: &mut EventLog) -> Result<(), Halt> {
         let start = Instant::now();
         // The others have all that the run needs.
         let planned = self.planned_anew(why).map_err(|failure| Halt::Stop { failure, whole: true })?;
-        self.take_shares(planned, why, start, log)
+        self.take_shares(planned, &format!("{why}: the others share its work"), start, log)
     }
 
     /// How the devices that there are would share the work.
@@ -134,7 +134,7 @@ impl Trainer {
                 self.save(log)?;
             }
             log.emit(Event::Warning { message: format!("{why}; the run goes on from the checkpoint in another way") })?;
-            return Err(self.go_back(planned, log)?);
+            return Err(self.go_back(planned, log));
         }
         let Planned { plan, parts } = planned;
         let unused: Vec<String> =
@@ -149,7 +149,12 @@ impl Trainer {
         // Who has gone over already does so again.
         while let Err(trouble) = self.team.adopt(&parts) {
             match trouble {
-                Trouble::Refused { error, .. } => self.count_refusal(&error, true)?,
+                Trouble::Refused { rank, error } => {
+                    if let Some(why) = self.refuses_for_ever(rank, &error) {
+                        return self.leave_out(rank, &why, true, log);
+                    }
+                }
+                Trouble::Lost { rank, why } => return self.go_on_without(rank, &why, log),
                 other => return Err(other.into()),
             }
         }

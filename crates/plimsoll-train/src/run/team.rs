@@ -48,8 +48,12 @@ pub struct Worker {
     pub largest: DevicePlan,
     /// How much of its arena was used under that plan, measured.
     used: Bytes,
+    /// The most that it held before the arenas that there are now, measured; none of a GPU.
+    held: Bytes,
     /// The load line, and what moves it.
     pub line: Line,
+    /// What it refused since work was last finished.
+    pub refused: u32,
     /// Its part of a step, where there are others.
     rows: Rows,
     /// Whether it has done the update of the present step.
@@ -78,7 +82,9 @@ impl Worker {
             largest: plan.devices[0].clone(),
             plan,
             used: Bytes::ZERO,
+            held: Bytes::ZERO,
             line,
+            refused: 0,
             rows: Rows::default(),
             updated: false,
             passes: passes(&part.device, &part.answer),
@@ -105,8 +111,8 @@ impl Worker {
         }
     }
 
-    /// Before its arena changes, or when the run ends: how much of it was used, where it was never larger.
-    pub fn look_back(&mut self) {
+    /// How much of its arena was used, where that was never larger.
+    fn look_back(&mut self) {
         if self.plan.devices[0].peak_bytes == self.largest.peak_bytes {
             self.used = self.used.max(self.engine.stats().arena_measured_bytes);
         }
@@ -441,6 +447,20 @@ impl Team {
         }
     }
 
+    /// Before an arena changes or a device leaves: what was used and held under the arenas that there are. Nothing is asked
+    /// of a device that is `gone`.
+    pub fn look_back(&mut self, gone: Option<usize>) {
+        let peak = process::peak_resident().unwrap_or(Bytes::ZERO);
+        for rank in (0..self.len()).filter(|rank| Some(*rank) != gone) {
+            let held = peak.saturating_sub(self.arenas_beside(rank));
+            let worker = &mut self.workers[rank];
+            worker.look_back();
+            worker.held = worker.held.max(held);
+        }
+        // What is gone then is no part of what anybody holds from then on.
+        let _ = process::reset_peak();
+    }
+
     /// Bytes of arenas in this process's memory that are not the device's own.
     fn arenas_beside(&mut self, rank: usize) -> Bytes {
         let mut sum = Bytes::ZERO;
@@ -506,8 +526,8 @@ impl Team {
     /// # Errors
     /// What a device refuses: then some have gone over, and some have not.
     pub fn adopt(&mut self, parts: &[Part]) -> Result<(), Trouble> {
+        self.look_back(None);
         for (rank, (worker, part)) in self.workers.iter_mut().zip(parts).enumerate() {
-            worker.look_back();
             worker.engine.adopt(part.answer.clone()).map_err(|error| Trouble::from(error).of_rank(rank))?;
             (worker.share, worker.sequences) = (part.share.clone(), part.sequences);
             worker.device.rates = part.device.rates.clone();
@@ -580,7 +600,7 @@ impl Team {
                     // All that it holds was taken at the start.
                     Some(gpu) => gpu.measured(),
                     // What waits on the host is not on the device, though it is in this process.
-                    None => peak.map(|peak| (peak.saturating_sub(elsewhere), MeasuredBy::Process)),
+                    None => peak.map(|peak| (peak.saturating_sub(elsewhere).max(worker.held), MeasuredBy::Process)),
                 };
                 let plan = &worker.largest;
                 DeviceMemory {
@@ -623,6 +643,7 @@ impl Team {
     /// A device that is gone leaves; the others are told their new places by the next plan.
     pub fn leave(&mut self, rank: usize) -> Worker {
         self.watch = None;
+        self.look_back(Some(rank));
         let worker = self.workers.remove(rank);
         self.transport = transport(&self.workers);
         worker

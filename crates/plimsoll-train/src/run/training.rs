@@ -20,7 +20,7 @@ use crate::files::{WeightWriter, atomic, write_adapter_dir, write_model_dir};
 use crate::resolve::{Resolved, lora, pace};
 use crate::run_file::{Length, Method, RunFile, Threads};
 use plimsoll_core::{
-    Budget, Bytes, DType, DeviceKind, DeviceSpec, EvalResult, Event, Failure, LossSpan, LostDevice, Member, Plan,
+    Budget, Bytes, DType, DeviceKind, DeviceSpec, EvalResult, Event, Exit, Failure, LossSpan, LostDevice, Member, Plan,
     Recipe, Record, Retreat, RunResult, RunStatus, Sharing, StepSeconds,
 };
 use plimsoll_device::device::DeviceError;
@@ -232,8 +232,6 @@ pub(super) struct Trainer {
     pub(super) drift: Drift,
     /// How often the shares were looked at anew because of it.
     pub(super) shared_again: u32,
-    /// Refusals since work was last finished.
-    pub(super) refused: u32,
     pub(super) cooling: Cooling,
     pub(super) control: Option<Control>,
     batches: Batches,
@@ -328,21 +326,28 @@ impl Trainer {
             lost: Vec::new(),
             rehearsed,
             filled: false,
-            refused: 0,
             drift: Drift::new(),
             shared_again: 0,
             cooling,
             pace: Pace::default(),
             last_eval: None,
         };
-        trainer.fill_up(checkpoint.as_ref(), log)?;
-        Ok(trainer)
+        match trainer.fill_up(checkpoint.as_ref(), log) {
+            Ok(()) | Err(Halt::Back) => Ok(trainer),
+            // Nothing was begun.
+            Err(Halt::Failure(failure) | Halt::Stop { failure, .. }) => Err(failure.hint(trainer.standing())),
+        }
     }
 
     /// Other devices, or the same in another way, go on from the newest checkpoint; from the beginning where there is none.
     /// What stands on the devices now is given up.
-    pub(super) fn go_back(&mut self, planned: Planned, log: &mut EventLog) -> Result<Halt, Failure> {
+    pub(super) fn go_back(&mut self, planned: Planned, log: &mut EventLog) -> Halt {
+        self.filled_anew(planned, log).map_or_else(|halt| halt, |()| Halt::Back)
+    }
+
+    fn filled_anew(&mut self, planned: Planned, log: &mut EventLog) -> Result<(), Halt> {
         self.team.disband();
+        let _ = process::reset_peak();
         let (checkpoint, warnings) = checkpoint::newest(&self.folder)?;
         for message in warnings {
             log.emit(Event::Warning { message })?;
@@ -360,22 +365,15 @@ impl Trainer {
         self.drift = Drift::rested(step, self.shared_again);
         self.filled = false;
         self.write_plan()?;
-        self.fill_up(checkpoint.as_ref(), log)?;
-        Ok(Halt::Back)
+        self.fill_up(checkpoint.as_ref(), log)
     }
 
     /// Weights and optimizer come onto the devices, whatever these refuse. That is step 0 of a rehearsal.
-    fn fill_up(&mut self, checkpoint: Option<&Checkpoint>, log: &mut EventLog) -> Result<(), Failure> {
-        match self.insist(log, |trainer| trainer.fill(checkpoint)) {
-            Ok(()) => {
-                self.filled = true;
-                self.team.at_step(self.info.step);
-                Ok(())
-            }
-            // It has been done on the way.
-            Err(Halt::Back) => Ok(()),
-            Err(Halt::Failure(failure) | Halt::Stop { failure, .. }) => Err(failure.hint(self.standing())),
-        }
+    fn fill_up(&mut self, checkpoint: Option<&Checkpoint>, log: &mut EventLog) -> Result<(), Halt> {
+        self.insist(log, |trainer| trainer.fill(checkpoint))?;
+        self.filled = true;
+        self.team.at_step(self.info.step);
+        Ok(())
     }
 
     /// Weights and optimizer: of a checkpoint, else the first ones.
@@ -431,6 +429,9 @@ impl Trainer {
                 Ok(ending) => return Ok(ending),
                 Err(Halt::Back) => {}
                 Err(Halt::Stop { failure, whole }) => return Ok(self.stop(failure, whole, log)),
+                Err(Halt::Failure(failure)) if failure.exit == Exit::Stopped => {
+                    return Ok(self.stop(failure, false, log));
+                }
                 Err(Halt::Failure(failure)) => return Err(failure),
             }
         }
@@ -512,14 +513,22 @@ impl Trainer {
             if done > before {
                 self.finished();
             }
+            let parts = self.team.len() == 1 || self.team.holds_parts();
             match trouble {
-                Trouble::Refused { rank, error } => {
-                    // Only of a rehearsal it is known that nothing had begun.
-                    let begun = done > 0 || !matches!(error, DeviceError::Refused { .. });
-                    self.do_again(rank, &error, begun, log)?;
-                }
+                Trouble::Refused { rank, error } => match self.refuses_for_ever(rank, &error) {
+                    None => self.do_again(rank, &error, log)?,
+                    Some(why) if parts => {
+                        // Only of a rehearsal it is known that nothing had begun.
+                        let begun = done > 0 || !matches!(error, DeviceError::Refused { .. });
+                        self.leave_out(rank, &why, !begun, log)?;
+                    }
+                    Some(why) => {
+                        self.part_with(rank, &why, log)?;
+                        gone = Some(why);
+                    }
+                },
                 // A part of the state is gone with it.
-                Trouble::Lost { rank, why } if self.team.holds_parts() => self.go_on_without(rank, &why, log)?,
+                Trouble::Lost { rank, why } if parts => self.go_on_without(rank, &why, log)?,
                 // The others finish the step before they share its work.
                 Trouble::Lost { rank, why } => {
                     self.part_with(rank, &why, log)?;
@@ -552,7 +561,7 @@ impl Trainer {
         })?;
         self.watch_drift(log)?;
         match gone {
-            Some(why) => self.share_anew(&format!("{why}: the others share its work"), log),
+            Some(why) => self.share_anew(&why, log),
             None => Ok(()),
         }
     }
@@ -590,21 +599,50 @@ impl Trainer {
     }
 
     pub(super) fn save(&mut self, log: &mut EventLog) -> Result<(), Halt> {
-        let path = self.folder.join("checkpoints").join(format!("step-{}", self.info.step));
-        if !self.saves || self.last_saved.0 == self.info.step && path.exists() {
+        if self.has_saved() {
             return Ok(());
         }
         let start = Instant::now();
-        let keep = self.run.train.keep;
-        self.insist(log, |trainer| {
-            checkpoint::write(&trainer.folder, &trainer.info, &mut trainer.team, keep).map(|_| ())
-        })?;
+        self.insist(log, Trainer::write_checkpoint)?;
+        Ok(self.saved(start, log)?)
+    }
+
+    /// Saves where devices let it be done in so many tries: else the checkpoint before stands.
+    pub(super) fn save_if_possible(&mut self, tries: u32, log: &mut EventLog) -> Result<(), Failure> {
+        let start = Instant::now();
+        for _ in 0..tries {
+            if self.has_saved() {
+                break;
+            }
+            match self.write_checkpoint() {
+                Ok(()) => self.saved(start, log)?,
+                Err(Trouble::Failure(failure)) => return Err(failure),
+                Err(Trouble::Refused { .. } | Trouble::Lost { .. } | Trouble::Peer(_)) => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether there is nothing to save that is not saved.
+    fn has_saved(&self) -> bool {
+        let step = self.info.step;
+        !self.saves || step == 0 || self.last_saved.0 == step && self.checkpoint_path().exists()
+    }
+
+    /// Where the checkpoint of the present step is, or will be.
+    fn checkpoint_path(&self) -> PathBuf {
+        self.folder.join("checkpoints").join(format!("step-{}", self.info.step))
+    }
+
+    fn write_checkpoint(&mut self) -> Result<(), Trouble> {
+        checkpoint::write(&self.folder, &self.info, &mut self.team, self.run.train.keep)?;
+        Ok(())
+    }
+
+    fn saved(&mut self, start: Instant, log: &mut EventLog) -> Result<(), Failure> {
         self.last_saved = (self.info.step, Instant::now());
-        Ok(log.emit(Event::Checkpoint {
-            step: self.info.step,
-            path: path.display().to_string(),
-            seconds: start.elapsed().as_secs_f64(),
-        })?)
+        let (step, path) = (self.info.step, self.checkpoint_path().display().to_string());
+        log.emit(Event::Checkpoint { step, path, seconds: start.elapsed().as_secs_f64() })
     }
 
     /// Writes what was trained, whole or not at all: a Hugging Face directory, or adapters as a PEFT directory.
