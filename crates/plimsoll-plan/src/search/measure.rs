@@ -2,13 +2,16 @@
 
 use super::{Laid, Profile, Question, Tried, choose, profile};
 use crate::layout::{ALIGNMENT, lower_bounds};
-use plimsoll_core::{Bytes, Category, InFile, Offload, Recipe, RecomputeLevel, Sharing, Space};
-use plimsoll_program::models::decoder::{Method, head_blocks, streams_head};
+use plimsoll_core::{Bytes, Category, InFile, Offload, Recipe, RecomputeLevel, Sharing, Space, WorkName};
+use plimsoll_program::models::decoder::{Method, STAGING_BYTES, head_blocks, streams_head};
 use plimsoll_program::passes::offload::offload_only;
 use plimsoll_program::{Block, Op, OpKind, Program, ProgramSet};
 use std::collections::HashMap;
 use std::hash::Hash;
 use std::sync::{Arc, Mutex, OnceLock};
+
+/// What files pass through, at most: a few buffers of the device and of the host at once.
+const ALL_STAGING_BYTES: u64 = 8 * STAGING_BYTES;
 
 /// A recipe with its bounds and its time.
 #[derive(Clone, Debug)]
@@ -71,11 +74,13 @@ pub(super) struct Measurer<'q> {
 pub(super) struct Known {
     candidates: Mutex<HashMap<Recipe, Candidate>>,
     once_a_step: Mutex<HashMap<(Offload, bool), Measured>>,
+    /// Bytes of all spaces above what stays while files are read and written, by kind of choice.
+    files: Mutex<HashMap<Offload, [u64; 3]>>,
     plain: Mutex<HashMap<u32, Plain>>,
     profiles: Mutex<HashMap<u32, Arc<Profile>>>,
     stays: OnceLock<StaysOfAll>,
-    /// Bytes of all spaces above what stays, where every layer is computed again, by micro-batch and kind of choice.
-    above: Mutex<HashMap<(u32, Offload), [u64; 3]>>,
+    /// Bytes of all spaces above what stays, by recipes whose choice stands for its kind.
+    above: Mutex<HashMap<Recipe, [u64; 3]>>,
     tightest: Mutex<HashMap<u32, Option<Vec<RecomputeLevel>>>>,
     /// Tensors without Programs.
     bare: OnceLock<ProgramSet>,
@@ -232,6 +237,11 @@ struct Plain {
     head_block: f64,
 }
 
+/// The recipe with another choice of what waits.
+fn recipe_of(recipe: &Recipe, offload: Offload) -> Recipe {
+    Recipe { offload, ..recipe.clone() }
+}
+
 /// Programs that run for every micro-batch, or beside the steps: recipes differ in them.
 fn depends_on_all(program: &Program) -> bool {
     matches!(program.name.as_str(), "forward" | "backward" | "evaluate" | "prefill" | "decode")
@@ -256,7 +266,8 @@ impl<'q> Measurer<'q> {
 
     /// Whether a candidate is under both load lines, as far as its bounds say.
     pub fn fits(&self, candidate: &Candidate) -> bool {
-        self.holds([candidate.device, candidate.host, candidate.file])
+        let Candidate { device, host, file, .. } = *candidate;
+        self.holds([device, host, file]) && self.moves_files(&candidate.recipe, true)
     }
 
     /// Whether a candidate is under the load lines of host and file once it is packed.
@@ -273,18 +284,34 @@ impl<'q> Measurer<'q> {
     /// Measures a recipe.
     pub fn candidate(&self, recipe: Recipe) -> Candidate {
         known(&self.known.candidates, recipe.clone(), || {
-            let (micro_batch, offload) = (recipe.micro_batch, recipe.offload);
-            let whole = recipe.recompute.iter().all(|level| *level == self.most_again());
+            let Stays { device, host, file, .. } = self.persistent(recipe.offload);
             let found = self.measure(recipe);
-            if whole {
-                let Stays { device, host, file, .. } = self.persistent(offload);
-                let above = [(found.device, device), (found.host, host), (found.file, file)];
-                let above = above.map(|(all, stays)| all.saturating_sub(stays));
-                let mut known = self.known.above.lock().expect("nobody panics while holding it");
-                known.insert((micro_batch, kind(offload, self.layers())), above);
-            }
+            let above = [(found.device, device), (found.host, host), (found.file, file)];
+            let above = above.map(|(all, stays)| all.saturating_sub(stays));
+            let mut known = self.known.above.lock().expect("nobody panics while holding it");
+            known.insert(self.of_kind(&found.recipe), above);
             found
         })
+    }
+
+    /// The recipe whose choice stands for all of its kind.
+    fn of_kind(&self, recipe: &Recipe) -> Recipe {
+        recipe_of(recipe, self.kind(recipe.offload))
+    }
+
+    /// Bytes of all spaces that a recipe takes, if it or one of its kind has been measured: of others of its kind at least
+    /// so many, and more by what rounding up to [`ALIGNMENT`] comes to.
+    pub fn known_bytes(&self, recipe: &Recipe) -> Option<[u64; 3]> {
+        let measured = self.known.candidates.lock().expect("nobody panics while holding it");
+        if let Some(Candidate { device, host, file, .. }) = measured.get(recipe) {
+            return Some([*device, *host, *file]);
+        }
+        drop(measured);
+        let known = self.known.above.lock().expect("nobody panics while holding it");
+        let [device, host, file] = *known.get(&self.of_kind(recipe))?;
+        let stays = self.persistent(recipe.offload);
+        let bytes = [stays.device + device, stays.host + host, stays.file + file];
+        Some(bytes.map(|bytes| bytes.saturating_sub(ALIGNMENT)))
     }
 
     /// What choices have in common that need the same above what stays.
@@ -293,16 +320,19 @@ impl<'q> Measurer<'q> {
     }
 
     /// The level that needs the least.
-    pub fn most_again(&self) -> RecomputeLevel {
+    fn most_again(&self) -> RecomputeLevel {
         if self.question.optimizer.is_some() { RecomputeLevel::Block } else { RecomputeLevel::Nothing }
     }
 
-    /// Bytes of all spaces where every layer is computed again, if a choice of its kind has been measured.
-    pub fn where_all_is_made_again(&self, micro_batch: u32, offload: Offload) -> Option<[u64; 3]> {
-        let key = (micro_batch, kind(offload, self.layers()));
-        let [device, host, file] = *self.known.above.lock().expect("nobody panics while holding it").get(&key)?;
-        let stays = self.persistent(offload);
-        Some([stays.device + device, stays.host + host, stays.file + file])
+    /// [`Measurer::known_bytes`] where every layer is computed again.
+    fn where_all_is_made_again(&self, micro_batch: u32, offload: Offload) -> Option<[u64; 3]> {
+        self.known_bytes(&self.made_again(micro_batch, offload))
+    }
+
+    /// The recipe where every layer is computed again.
+    fn made_again(&self, micro_batch: u32, offload: Offload) -> Recipe {
+        let question = self.question;
+        question.recipe(micro_batch, vec![self.most_again(); question.layers()], offload)
     }
 
     /// Whether so many bytes of all spaces are under the load lines.
@@ -314,12 +344,13 @@ impl<'q> Measurer<'q> {
 
     /// Whether a choice can come under the load lines, as far as is known.
     pub fn may_fit(&self, micro_batch: u32, offload: Offload) -> bool {
-        self.holds(self.at_least(micro_batch, offload))
+        self.holds(self.at_least(&self.made_again(micro_batch, offload)))
     }
 
-    /// Bytes of all spaces that a choice takes at least, as far as is known.
-    pub fn at_least(&self, micro_batch: u32, offload: Offload) -> [u64; 3] {
-        self.where_all_is_made_again(micro_batch, offload).unwrap_or_else(|| {
+    /// Bytes of all spaces that a recipe takes at least, as far as is known.
+    pub fn at_least(&self, recipe: &Recipe) -> [u64; 3] {
+        self.known_bytes(recipe).unwrap_or_else(|| {
+            let Recipe { micro_batch, offload, .. } = *recipe;
             let inputs = u64::from(offload.inputs) * self.plain(micro_batch).input_bytes;
             let stays = self.persistent(offload);
             // All of them are there when the backward pass begins.
@@ -358,6 +389,29 @@ impl<'q> Measurer<'q> {
             laid: Arc::default(),
             recipe,
         }
+    }
+
+    /// Whether there is room on host and file, and on the device where that counts, while files are read and written:
+    /// little passes through memory then, so that it is seldom looked at closely.
+    pub fn moves_files(&self, recipe: &Recipe, on_device: bool) -> bool {
+        let holds = |[device, host, file]: [u64; 3]| self.holds([if on_device { device } else { 0 }, host, file]);
+        let bytes = |stays: Stays| [stays.device, stays.host, stays.file];
+        let stays = bytes(self.persistent(recipe.offload));
+        let [device, host, file] = stays;
+        let on_host = if recipe.offload.is_nothing() { 0 } else { ALL_STAGING_BYTES };
+        if holds([device + ALL_STAGING_BYTES, host + on_host, file]) {
+            return true;
+        }
+        let offload = Offload { inputs: 0, update: false, ..self.kind(recipe.offload) };
+        let above: [u64; 3] = known(&self.known.files, offload, || {
+            let question = self.question;
+            let set = question.build(question.config, &recipe_of(recipe, offload), true);
+            let moves = |program: &Program| matches!(program.work, WorkName::Load | WorkName::Save);
+            let set = offload_only(set, self.layers(), &offload, false, &moves);
+            let (all, stays) = (lower_bounds(&question.with_file(set, offload)), bytes(self.persistent(offload)));
+            std::array::from_fn(|at| all[at].saturating_sub(stays[at]))
+        });
+        holds(std::array::from_fn(|at| (stays[at] + above[at]).saturating_sub(ALIGNMENT)))
     }
 
     fn measured(&self, set: &ProgramSet, timed: &[&str]) -> Measured {
@@ -409,17 +463,20 @@ impl<'q> Measurer<'q> {
         }
     }
 
-    /// The least bytes on the device that a choice comes to where every layer is computed again, found without writing
-    /// Programs down.
-    pub fn least_bytes(&self, micro_batch: u32, offload: Offload) -> u64 {
-        if let Some([device, ..]) = self.where_all_is_made_again(micro_batch, offload) {
-            return device;
-        }
+    /// Bytes on the device above what stays, while nothing waits.
+    pub fn plain_above(&self, micro_batch: u32, levels: &[RecomputeLevel]) -> u64 {
+        let plain = self.candidate(self.question.recipe(micro_batch, levels.to_vec(), Offload::NOTHING));
+        plain.device.saturating_sub(self.persistent(Offload::NOTHING).device)
+    }
+
+    /// The least bytes on the device under a choice, of levels that need so many above what stays while nothing waits; found
+    /// without writing Programs down, as far as is known.
+    pub fn least_bytes(&self, micro_batch: u32, plain_above: u64, offload: Offload) -> u64 {
         let plain = self.plain(micro_batch);
         let inputs = self.in_flight(micro_batch) * u64::from(offload.inputs) * plain.input_bytes;
         // Where the head comes in blocks, so do the logits.
         let logits = if self.streams_head(offload) { plain.logits_bytes } else { 0 };
-        (self.persistent(offload).device + plain.least_above).saturating_sub(inputs + logits)
+        (self.persistent(offload).device + plain_above).saturating_sub(inputs + logits + ALIGNMENT)
     }
 
     /// About how many seconds a step takes under a choice, with the lightest level of recompute that about fits;
@@ -512,7 +569,7 @@ impl<'q> Measurer<'q> {
         let prices = question.prices();
         let passes = if question.optimizer.is_some() { &["forward", "backward"][..] } else { &["evaluate"][..] };
         let programs = passes.iter().filter_map(|name| set.program(name));
-        let block = self.candidate(question.uniform(micro_batch, RecomputeLevel::Block));
+        let again = self.made_again(micro_batch, Offload::NOTHING);
         let logits = ["train.logits", "evaluate.logits"].iter().find_map(|name| set.find(name));
         let makes = |op: &Op| matches!(&op.kind, OpKind::Product { out, .. } if Some(out.tensor) == logits);
         let last = passes.last().and_then(|name| set.program(name));
@@ -523,7 +580,7 @@ impl<'q> Measurer<'q> {
         };
         Plain {
             pass_seconds: programs.map(|program| prices.program_seconds(&set, program, false)).sum(),
-            least_above: block.device.saturating_sub(self.persistent(Offload::NOTHING).device),
+            least_above: self.plain_above(micro_batch, &again.recompute),
             logits_bytes: logits.map_or(0, |logits| set.tensor(logits).bytes()),
             logits_seconds: loss.map(seconds).sum(),
             head_block: head_blocks(question.config.vocab)[0].end as f64 / question.config.vocab as f64,
@@ -541,10 +598,7 @@ impl<'q> Measurer<'q> {
     pub fn recomputed(&self, profile: &Profile, micro_batch: u32, offload: Offload) -> Vec<Candidate> {
         let question = self.question;
         let arena_budget = question.device.arena_budget().0;
-        let block = || {
-            let recipe = Recipe { offload, ..question.uniform(micro_batch, RecomputeLevel::Block) };
-            self.candidate(recipe)
-        };
+        let block = || self.candidate(self.made_again(micro_batch, offload));
         let mut list = Vec::new();
         let mut budget = if offload.is_nothing() {
             arena_budget.saturating_sub(self.persistent(offload).device)

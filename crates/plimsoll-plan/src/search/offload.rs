@@ -3,8 +3,8 @@
 
 use super::Profile;
 use super::measure::{Candidate, Measurer};
-use plimsoll_core::{InFile, Offload, RecomputeLevel, Sharing};
-use std::collections::HashMap;
+use plimsoll_core::{InFile, Offload, Recipe, RecomputeLevel, Sharing};
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 /// Choices that are measured, at most: the most promising ones.
@@ -12,8 +12,8 @@ const LOOKS: usize = 48;
 /// The same of a rank that gathers what it computes with, whose Programs go layer for layer and take long to write down; and
 /// of each stage of a pipeline.
 const LOOKS_IN_TEAM: usize = 6;
-/// Of the leanest choices, so many are looked at with mixtures of levels.
-const NEAR: usize = 3;
+/// Of the leanest recipes by their bounds, so many are packed to find one that fits once it is packed.
+const PACKED: usize = 8;
 /// Nothing more is looked for that would not be faster by more than this part.
 const FASTER: f64 = 0.005;
 /// How much faster than estimated the first of a kind may turn out to be.
@@ -183,63 +183,83 @@ fn fastest<'c>(measurer: &Measurer, list: &'c [Candidate]) -> Option<&'c Candida
 }
 
 /// What needs the least memory on the device, within the load lines of host and file; `None` where it does not come below
-/// `bound` bytes.
+/// `bound` bytes. It is the same whatever has been looked at before.
 pub(super) fn leanest(measurer: &Measurer, bound: Option<u64>) -> Option<Candidate> {
     let question = measurer.question;
     let micro_batch = question.micro_batches()[0];
-    let pinned = question.pins.recompute.clone().filter(|_| question.optimizer.is_some());
-    let again = pinned.clone().unwrap_or_else(|| vec![measurer.most_again(); question.layers()]);
-    let mut choices: Vec<(u64, Offload)> = choices_of_update(measurer)
-        .filter(|choice| waits_within(measurer, *choice))
-        .map(|choice| (measurer.least_bytes(micro_batch, choice), choice))
-        .collect();
+    let levels = lean_levels(measurer, micro_batch);
+    let recipe = |level: usize, offload: Offload| question.recipe(micro_batch, levels[level].clone(), offload);
+    let above: Vec<u64> = levels.iter().map(|levels| measurer.plain_above(micro_batch, levels)).collect();
+    let mut looks: Vec<(u64, Offload, usize)> = Vec::new();
+    for choice in choices_of_update(measurer).filter(|choice| waits_within(measurer, *choice)) {
+        let least = |level: usize| measurer.least_bytes(micro_batch, above[level], choice);
+        looks.extend((0..levels.len()).map(|level| (least(level), choice, level)));
+    }
+    looks.retain(|(bytes, ..)| bound.is_none_or(|bound| *bytes < bound));
     // The update by the device needs no less of it: only where the host is short of what its own takes.
-    choices.sort_by_key(|(bytes, choice)| (*bytes, choice.optimizer, !choice.update));
+    looks.sort_by_key(|(bytes, choice, level)| (*bytes, choice.optimizer, !choice.update, *level));
+    let within = |found: &Candidate| bound.is_none_or(|bound| found.laid(question).layout.device.bytes < bound);
+    let mut too_large = HashSet::new();
+    while too_large.len() < PACKED {
+        let Some(found) = leanest_but(measurer, &looks, &recipe, bound, &too_large) else { break };
+        if measurer.packs_on_host(&found) && within(&found) {
+            return Some(found);
+        }
+        too_large.insert(found.recipe);
+    }
+    // Nothing within the host's load line: what is refused keeps everything on the device.
+    bound.is_none().then(|| measurer.candidate(recipe(0, Offload::NOTHING)))
+}
+
+/// Levels that may need the least: every layer computed again, the tightest mixture, and the others alone.
+fn lean_levels(measurer: &Measurer, micro_batch: u32) -> Vec<Vec<RecomputeLevel>> {
+    let question = measurer.question;
+    let uniform = |level: RecomputeLevel| vec![level; question.layers()];
+    if question.optimizer.is_none() {
+        return vec![uniform(RecomputeLevel::Nothing)];
+    }
+    if let Some(pinned) = &question.pins.recompute {
+        return vec![pinned.clone()];
+    }
+    let mut levels = vec![uniform(RecomputeLevel::Block)];
+    let alone = RecomputeLevel::ALL.iter().filter(|_| !in_parts(measurer)).map(|&level| uniform(level));
+    for others in measurer.tightest(micro_batch).into_iter().chain(alone) {
+        if !levels.contains(&others) {
+            levels.push(others);
+        }
+    }
+    levels
+}
+
+/// The leanest of `looks`, which come with their bounds in rising order, but for recipes that are too large.
+fn leanest_but(
+    measurer: &Measurer,
+    looks: &[(u64, Offload, usize)],
+    recipe: &impl Fn(usize, Offload) -> Recipe,
+    bound: Option<u64>,
+    too_large: &HashSet<Recipe>,
+) -> Option<Candidate> {
     let beside = |[_, host, file]: [u64; 3]| measurer.holds([0, host, file]);
-    // Whatever the device lacks.
-    let may_wait = |offload: Offload| beside(measurer.at_least(micro_batch, offload));
-    let mut found: Vec<Candidate> = Vec::new();
     let mut least = bound.unwrap_or(u64::MAX);
-    for &(at_least, offload) in &choices {
+    let mut found = None;
+    for &(at_least, offload, level) in looks {
         if at_least >= least {
             break;
         }
-        let known = measurer.where_all_is_made_again(micro_batch, offload);
-        if known.map_or(!may_wait(offload), |bytes| bytes[0] >= least || !beside(bytes)) {
+        let recipe = recipe(level, offload);
+        let too_much = |bytes: [u64; 3]| bytes[0] >= least || !beside(bytes);
+        let hopeless = measurer.known_bytes(&recipe).map_or(!beside(measurer.at_least(&recipe)), too_much);
+        if hopeless || too_large.contains(&recipe) {
             continue;
         }
-        let candidate = measurer.candidate(question.recipe(micro_batch, again.clone(), offload));
-        if beside([0, candidate.host, candidate.file]) {
-            least = least.min(candidate.device);
-            found.push(candidate);
+        let candidate = measurer.candidate(recipe);
+        let within = !too_much([candidate.device, candidate.host, candidate.file]);
+        if within && measurer.moves_files(&candidate.recipe, false) {
+            least = candidate.device;
+            found = Some(candidate);
         }
     }
-    // Mixtures of levels may need a little less.
-    let mut near: Vec<(u64, Offload)> = Vec::new();
-    if pinned.is_none() && question.optimizer.is_some() {
-        let could = |offload: &Offload| may_wait(*offload) && measurer.persistent(*offload).device < least;
-        let could = choices.iter().map(|(_, choice)| *choice).filter(could);
-        near.extend(could.map(|choice| (measurer.least_bytes(micro_batch, choice), choice)));
-        near.sort_by_key(|(bytes, _)| *bytes);
-    }
-    for (_, offload) in near.into_iter().take(NEAR) {
-        let uniform = RecomputeLevel::ALL.iter().filter(|_| offload.is_nothing());
-        let uniform = uniform.map(|&level| vec![level; question.layers()]);
-        for recompute in measurer.tightest(micro_batch).into_iter().chain(uniform) {
-            let candidate = measurer.candidate(question.recipe(micro_batch, recompute, offload));
-            if beside([0, candidate.host, candidate.file]) {
-                found.push(candidate);
-            }
-        }
-    }
-    found.sort_by_key(|candidate| candidate.device);
-    let leaner = |candidate: &Candidate| bound.is_none_or(|bound| candidate.device < bound);
-    let packs = |candidate: &Candidate| leaner(candidate) && measurer.packs_on_host(candidate);
-    found.into_iter().find(packs).or_else(|| {
-        // Nothing within the host's load line: what is refused keeps everything on the device.
-        let nothing = || measurer.candidate(question.recipe(micro_batch, again, Offload::NOTHING));
-        bound.is_none().then(nothing)
-    })
+    found
 }
 
 /// The least bytes of the host, or of the scratch file, beside which the device holds something; `None` where that is not
@@ -247,8 +267,8 @@ pub(super) fn leanest(measurer: &Measurer, bound: Option<u64>) -> Option<Candida
 pub(super) fn least_beside(measurer: &Measurer, in_file: bool, bound: u64) -> Option<u64> {
     let question = measurer.question;
     let micro_batch = question.micro_batches()[0];
-    let pinned = question.pins.recompute.clone().filter(|_| question.optimizer.is_some());
-    let again = pinned.unwrap_or_else(|| vec![measurer.most_again(); question.layers()]);
+    let again = lean_levels(measurer, micro_batch).swap_remove(0);
+    let above = measurer.plain_above(micro_batch, &again);
     let of = |[_, host, file]: [u64; 3]| if in_file { file } else { host };
     let mut choices: Vec<(u64, Offload)> = choices_of_update(measurer)
         .filter(|choice| waits_within(measurer, *choice))
@@ -261,12 +281,13 @@ pub(super) fn least_beside(measurer: &Measurer, in_file: bool, bound: u64) -> Op
         if at_least >= least {
             break;
         }
-        let known = measurer.where_all_is_made_again(micro_batch, offload);
+        let recipe = question.recipe(micro_batch, again.clone(), offload);
         let too_much = |bytes: [u64; 3]| of(bytes) >= least || !measurer.holds(bytes);
-        if known.map_or(measurer.least_bytes(micro_batch, offload) > question.device.arena_budget().0, too_much) {
+        let too_large = || measurer.least_bytes(micro_batch, above, offload) > question.device.arena_budget().0;
+        if measurer.known_bytes(&recipe).map_or_else(too_large, too_much) {
             continue;
         }
-        let candidate = measurer.candidate(question.recipe(micro_batch, again.clone(), offload));
+        let candidate = measurer.candidate(recipe);
         let bytes = [candidate.device, candidate.host, candidate.file];
         if !too_much(bytes) {
             least = of(bytes);
