@@ -338,6 +338,18 @@ fn a_part_of_the_state_is_saved_before_who_refuses_for_ever_is_left_out() {
 }
 
 #[test]
+fn parts_of_the_state_that_are_shared_anew_again_and_again_come_to_an_end() {
+    let place = larger();
+    let trio = "virtual:a=112MiB@0.7,virtual:b=104MiB@0.5,virtual:c=104MiB@0.3,host=1MiB";
+    let words = ["train", "run.toml", "--quiet", "--set", "run.dir=run", "--set", "run.team=all", "--devices", trio];
+    // No step is ever done: to be where one was before is no progress.
+    let done = place.run(&[&words[..], &["--inject-oom", "random:0.3"]].concat());
+    assert_eq!(done.code, Some(4), "{}", done.stderr);
+    let lost = place.events("run").iter().filter(|event| event["event"] == "lost").count();
+    assert!(lost > 0 && done.stderr.contains("stopped: "), "{}", done.stderr);
+}
+
+#[test]
 fn a_device_that_becomes_slow_is_given_less_to_do() {
     let place = Place::new(&Shape { steps: 80, ..QUICK });
     let words = ["--devices", "virtual:a=64MiB@0.03,virtual:b=64MiB@0.03", "--set", "run.team=all"];

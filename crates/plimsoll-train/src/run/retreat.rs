@@ -98,18 +98,26 @@ pub(super) fn charged_programs(device: &DeviceSpec, set: &ProgramSet) -> Bytes {
 }
 
 impl Trainer {
-    /// Does some work until no device refuses any more, one rung lower each time, or is lost.
+    /// Does some work until no device refuses any more, one rung lower each time, or is lost. Then the run has come further.
     pub(super) fn insist<T>(
+        &mut self,
+        log: &mut EventLog,
+        work: impl FnMut(&mut Trainer) -> Result<T, Trouble>,
+    ) -> Result<T, Halt> {
+        let done = self.insist_again(log, work)?;
+        self.finished();
+        Ok(done)
+    }
+
+    /// The same for work that was done before.
+    pub(super) fn insist_again<T>(
         &mut self,
         log: &mut EventLog,
         mut work: impl FnMut(&mut Trainer) -> Result<T, Trouble>,
     ) -> Result<T, Halt> {
         loop {
             match work(self) {
-                Ok(value) => {
-                    self.finished();
-                    return Ok(value);
-                }
+                Ok(value) => return Ok(value),
                 Err(Trouble::Refused { rank, error }) => self.give_way(rank, &error, log)?,
                 Err(Trouble::Lost { rank, why }) => self.go_on_without(rank, &why, log)?,
                 Err(other) => return Err(other.into()),
@@ -164,7 +172,7 @@ impl Trainer {
 
     /// Some work was finished: refusals before it do not count any more.
     pub(super) fn finished(&mut self) {
-        (0..self.team.len()).for_each(|rank| self.team.worker(rank).refused = 0);
+        self.refused.clear();
     }
 
     /// What was refused of an update is done again as it is.
@@ -177,10 +185,11 @@ impl Trainer {
     /// Counts a refusal of a device. What is said of one that refused too often without any finished work.
     pub(super) fn refuses_for_ever(&mut self, rank: usize, refused: &DeviceError) -> Option<String> {
         let alone = self.team.len() == 1;
-        let worker = self.team.worker(rank);
-        worker.refused += 1;
-        let of = if alone { String::new() } else { format!("{}: ", worker.device.name) };
-        (worker.refused > TRIES).then(|| format!("{of}{refused}; {TRIES} tries made no progress"))
+        let name = self.worker(rank).device.name.clone();
+        let of = if alone { String::new() } else { format!("{name}: ") };
+        let times = self.refused.entry(name).or_default();
+        *times += 1;
+        (*times > TRIES).then(|| format!("{of}{refused}; {TRIES} tries made no progress"))
     }
 
     /// A device refuses for ever: the others go on as without one that is lost. One that is alone stops the run. Its weights

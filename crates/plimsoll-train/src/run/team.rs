@@ -52,8 +52,6 @@ pub struct Worker {
     held: Bytes,
     /// The load line, and what moves it.
     pub line: Line,
-    /// What it refused since work was last finished.
-    pub refused: u32,
     /// Its part of a step, where there are others.
     rows: Rows,
     /// Whether it has done the update of the present step.
@@ -84,7 +82,6 @@ impl Worker {
             used: Bytes::ZERO,
             held: Bytes::ZERO,
             line,
-            refused: 0,
             rows: Rows::default(),
             updated: false,
             passes: passes(&part.device, &part.answer),

@@ -232,6 +232,8 @@ pub(super) struct Trainer {
     pub(super) drift: Drift,
     /// How often the shares were looked at anew because of it.
     pub(super) shared_again: u32,
+    /// What each device refused since the run last came further, by its name: a device that was opened anew is the same one.
+    pub(super) refused: BTreeMap<String, u32>,
     pub(super) cooling: Cooling,
     pub(super) control: Option<Control>,
     batches: Batches,
@@ -326,6 +328,7 @@ impl Trainer {
             lost: Vec::new(),
             rehearsed,
             filled: false,
+            refused: BTreeMap::new(),
             drift: Drift::new(),
             shared_again: 0,
             cooling,
@@ -333,7 +336,11 @@ impl Trainer {
             last_eval: None,
         };
         match trainer.fill_up(checkpoint.as_ref(), log) {
-            Ok(()) | Err(Halt::Back) => Ok(trainer),
+            Ok(()) => {
+                trainer.finished();
+                Ok(trainer)
+            }
+            Err(Halt::Back) => Ok(trainer),
             // Nothing was begun.
             Err(Halt::Failure(failure) | Halt::Stop { failure, .. }) => Err(failure.hint(trainer.standing())),
         }
@@ -370,7 +377,7 @@ impl Trainer {
 
     /// Weights and optimizer come onto the devices, whatever these refuse. That is step 0 of a rehearsal.
     fn fill_up(&mut self, checkpoint: Option<&Checkpoint>, log: &mut EventLog) -> Result<(), Halt> {
-        self.insist(log, |trainer| trainer.fill(checkpoint))?;
+        self.insist_again(log, |trainer| trainer.fill(checkpoint))?;
         self.filled = true;
         self.team.at_step(self.info.step);
         Ok(())
