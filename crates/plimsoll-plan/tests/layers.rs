@@ -206,6 +206,22 @@ fn of_all_ways_a_pipeline_is_taken_over_slow_links_whatever_has_to_wait() {
 }
 
 #[test]
+fn a_refusal_names_the_least_of_the_host_that_would_do_for_all() {
+    let config = ModelConfig { tied: false, ..preset("smollm2-135m").expect("listed") };
+    let devices = [device("virtual:a", Bytes::mib(700), 1.0), device("virtual:b", Bytes::mib(600), 0.8)];
+    for only in [None, Some(Sharing::Layers)] {
+        let with = |host: Bytes| share_out(&TeamQuestion { only, ..beside(&config, &devices, 16, host) }).plan;
+        let refused = with(Bytes::mib(256));
+        assert!(!refused.fits);
+        let host = refused.needs.iter().find_map(|need| need.host_bytes).expect("more of the host would do");
+        println!("{only:?}: {host} of the host");
+        assert!(with(host).fits, "{host} is not enough");
+        let less = with(Bytes((host.0 as f64 * 0.9) as u64));
+        assert!(!less.fits, "less than {host} is enough: {:?}", less.sharing);
+    }
+}
+
+#[test]
 fn messages_of_gpus_stand_on_the_host_and_without_one_there_is_no_pipeline() {
     // A tied table would go over the host, too.
     let config = ModelConfig { tied: false, ..preset("smollm2-135m").expect("listed") };

@@ -782,7 +782,11 @@ fn a_rank_that_gives_up_anywhere_wakes_all_and_the_step_is_done_again_with_the_s
         let ranks = vec![(3, 2), (2, 1), (2, 1)];
         let state = Case { sharing: Sharing::State, parts: vec![500, 24, 500], ranks, ..batch.clone() };
         let layers = Case { kind, ..Case::pipeline(&models()[0], &[0, 2, 3, 5], 4, 1) };
-        [batch, state, layers].iter().for_each(|case| gives_up_anywhere(case, one_at_a_time));
+        [batch, state, layers.clone()].iter().for_each(|case| gives_up_anywhere(case, one_at_a_time));
+        if kind == DeviceKind::Virtual {
+            let offload = Offload { optimizer: 2, gradients: 2, weights: 1, inputs: 2, ..Offload::NOTHING };
+            gives_up_anywhere(&Case { offload, ..layers }, one_at_a_time);
+        }
     }
 }
 

@@ -63,6 +63,35 @@ fn a_model_that_fits_neither_device_trains_as_a_pipeline() {
     same_experiment(&place, "alone", "pair");
 }
 
+/// Both together do not hold the model either: state waits on the host.
+const SMALL_PAIR: &str = "virtual:a=100MiB@0.4::1gbit,virtual:b=80MiB@0.3::1gbit,host=128MiB";
+
+#[test]
+fn stages_let_wait_on_the_host_what_they_have_no_room_for() {
+    let place = place();
+    train(&place, "alone", &["--devices", "cpu"]);
+    for (run, more) in [("pair", &[][..]), ("again", &["--inject-oom", "virtual:b/2:backward:9"])] {
+        let result = train(&place, run, &[&["--devices", SMALL_PAIR], more].concat());
+        assert_eq!(result["sharing"], "layers");
+        let memory = result["memory"].as_array().unwrap();
+        for memory in memory {
+            assert_eq!(memory["arena_bytes"], memory["arena_measured_bytes"], "{memory}");
+            let bytes = |key: &str| memory[key].as_u64().unwrap();
+            assert!(bytes("measured_bytes") <= bytes("budget_bytes"), "{memory}");
+        }
+        let waits = result["team"].as_array().unwrap().iter();
+        let waits = waits.filter(|member| member["recipe"]["offload"]["optimizer"].as_u64().unwrap() > 0);
+        assert!(waits.count() > 0, "{result}");
+        same_experiment(&place, "alone", run);
+    }
+    // One device goes on where a pipeline was that had state on the host.
+    train(&place, "cut", &["--devices", SMALL_PAIR, "--set", "train.steps=3"]);
+    let text = place.read("cut/run.toml").replace("steps = 3", "steps = 6").replace(SMALL_PAIR, "cpu");
+    place.write("cut/run.toml", text);
+    place.succeed(&["train", "--resume", "cut", "--quiet"]);
+    same_experiment(&place, "alone", "cut");
+}
+
 #[test]
 fn one_device_goes_on_from_the_checkpoint_of_a_pipeline_and_a_pipeline_from_its_own() {
     let place = place();

@@ -23,6 +23,8 @@ use std::collections::HashMap;
 
 /// Sizes of micro-batches in a row that may be slower than the best before the rest is not looked at.
 const WORSE: usize = 2;
+/// Cuts that are searched for recipes before only those with the smallest micro-batches are.
+const LOOKS: usize = 6;
 /// Times that the stages are drawn anew because one has no recipe for its layers.
 const TRIES: usize = 6;
 /// Ways to cut the layers that are kept for so many stages and so many layers.
@@ -306,7 +308,8 @@ struct Sketch {
     micro_batch: u32,
     /// The first layer of each stage, and the number of all.
     layers: Vec<u64>,
-    /// Bytes of the host that each stage may have, and whether anything of it waits there.
+    /// Bytes of the host that are used, those that each stage may have, and whether anything of it waits there.
+    host: Bytes,
     hosts: Vec<Bytes>,
     waits: Vec<bool>,
     seconds: f64,
@@ -419,6 +422,21 @@ impl<'t, 'q> Layers<'t, 'q> {
 
     /// The best cut for some devices in this order; `tight` bytes of each are not used.
     fn sketch(&self, devices: &[usize], micro_batch: u32, tight: &[u64]) -> Option<Sketch> {
+        let cuts = self.sketches(devices, micro_batch, tight).into_iter();
+        cuts.min_by(|a, b| a.seconds.total_cmp(&b.seconds))
+    }
+
+    /// About the least of the host that would do for all devices, a sequence at a time.
+    pub fn least_host(&self) -> Option<Bytes> {
+        let micro_batch = self.team.devices[0].pins.micro_batch.unwrap_or(1);
+        let devices = self.deepest()?;
+        let orders = self.orders(&devices);
+        let cuts = orders.iter().flat_map(|order| self.sketches(order, micro_batch, &vec![0; order.len()]));
+        cuts.map(|cut| cut.host).min()
+    }
+
+    /// The cuts for some devices in this order that no other beats.
+    fn sketches(&self, devices: &[usize], micro_batch: u32, tight: &[u64]) -> Vec<Sketch> {
         let stages = self.all_stages(devices, micro_batch);
         let (count, depth) = (devices.len(), self.depth());
         let beside: Vec<Beside> =
@@ -481,13 +499,14 @@ impl<'t, 'q> Layers<'t, 'q> {
             Sketch {
                 micro_batch,
                 layers,
+                host: Bytes((last.host + (0..count).map(mail).sum::<f64>()) as u64),
                 hosts: ways.iter().enumerate().map(of).collect(),
                 waits: ways.iter().map(|way| way.waits > 0.0).collect(),
                 seconds: step_seconds(&seconds, micro_batches),
             }
         };
         let all = cuts.last().expect("there is a stage");
-        all[depth as usize].iter().map(sketch).min_by(|a, b| a.seconds.total_cmp(&b.seconds))
+        all[depth as usize].iter().map(sketch).collect()
     }
 
     /// Orders of some devices that are worth trying: as they were named, and by their memory, both ways.
@@ -528,7 +547,10 @@ impl<'t, 'q> Layers<'t, 'q> {
             }
         }
         found.sort_by(|a, b| a.1.seconds.total_cmp(&b.1.seconds));
-        found.iter().find_map(|(order, sketch)| self.searched(order, sketch))
+        // What is worth most, and what needs the least.
+        let least = found.iter().map(|(_, sketch)| sketch.micro_batch).min();
+        let leanest = found.iter().skip(LOOKS).filter(|(_, sketch)| Some(sketch.micro_batch) == least);
+        found.iter().take(LOOKS).chain(leanest).find_map(|(order, sketch)| self.searched(order, sketch))
     }
 
     /// A sketch with the recipe of each stage, if all have one.
@@ -579,27 +601,33 @@ impl<'t, 'q> Layers<'t, 'q> {
 }
 
 impl Layers<'_, '_> {
-    fn found(&self) -> Option<Way> {
+    fn slowest(&self, devices: &[usize]) -> Option<usize> {
+        let speed = |device: usize| self.team.devices[device].device.rates.f32_flops;
+        devices.iter().copied().min_by(|&a, &b| speed(a).total_cmp(&speed(b)))
+    }
+
+    /// As many devices as can have a layer each, if there can be a pipeline at all.
+    fn deepest(&self) -> Option<Vec<usize>> {
         let pinned = &self.team.devices[0].pins;
         if self.team.devices[0].optimizer.is_none() || pinned.offload.is_some_and(|offload| !offload.is_nothing()) {
             return None;
         }
-        let speed = |device: usize| self.team.devices[device].device.rates.f32_flops;
         let mut devices: Vec<usize> = (0..self.team.devices.len()).collect();
         if self.team.host == Bytes::ZERO && devices.iter().any(|&device| self.by_mail(device)) {
             return None;
         }
-        let slowest_of = |devices: &[usize]| devices.iter().copied().min_by(|&a, &b| speed(a).total_cmp(&speed(b)));
         while devices.len() as u64 > self.depth() && !self.team.all {
-            let out = slowest_of(&devices)?;
+            let out = self.slowest(&devices)?;
             devices.retain(|device| *device != out);
         }
-        if devices.len() < 2 || devices.len() as u64 > self.depth() {
-            return None;
-        }
+        (2..=self.depth()).contains(&(devices.len() as u64)).then_some(devices)
+    }
+
+    fn found(&self) -> Option<Way> {
+        let mut devices = self.deepest()?;
         let mut best = self.way(&devices);
         while devices.len() > 2 && !self.team.all {
-            let out = slowest_of(&devices)?;
+            let out = self.slowest(&devices)?;
             devices.retain(|device| *device != out);
             match self.way(&devices) {
                 Some(way) if best.as_ref().is_none_or(|best| way.seconds < best.seconds) => best = Some(way),

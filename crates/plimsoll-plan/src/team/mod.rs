@@ -26,6 +26,8 @@ const TRIES: usize = 40;
 /// Where devices can hold the model, the state in parts must take no more than this part of the time to be worth it: a part
 /// that stands on one device alone is lost with it, and shares cannot follow how fast devices turn out to be.
 const WORTH: f64 = 0.8;
+/// So many times what is worked out to wait on the host are tried, where a refusal looks for the least of it.
+const MORE: [f64; 4] = [1.01, 1.02, 1.04, 1.1];
 
 /// A way to share out a step, by the bounds of what everybody holds: nothing is packed yet.
 #[derive(Clone, Debug)]
@@ -254,8 +256,8 @@ fn under_rungs(team: &TeamQuestion, rungs: &[Rung]) -> Option<TeamAnswer> {
     best
 }
 
-/// How much of the host would do for all together, with the state in parts, where that is less than one of them alone would
-/// need there, as `refused` says.
+/// The least of the host that would do for all together, with the layers or the state shared out, where that is less than
+/// one of them alone would need there, as `refused` says.
 fn with_more_of_the_host(team: &TeamQuestion, refused: &Plan) -> Option<Need> {
     let first = &team.devices[0];
     let alone = refused.needs.iter().find_map(|need| need.host_bytes);
@@ -267,13 +269,38 @@ fn with_more_of_the_host(team: &TeamQuestion, refused: &Plan) -> Option<Need> {
         let devices = team.devices.iter().map(|question| Question { host: beside(question), ..question.clone() });
         TeamQuestion { devices: devices.collect(), host, ..team.clone() }
     };
+    let endless = with(Bytes::gib(1 << 20));
+    let asked = |sharing: Sharing| team.only.is_none_or(|only| only == sharing);
     for rungs in sets(first, &first.lossy.allow) {
-        let Some(least) = State::new(&with(Bytes::gib(1 << 20)), &rungs).least_host() else { continue };
-        // Whole layers wait, and what they pass through has to stand there, too.
-        let more = [1.01, 1.04, 1.1].map(|more| Bytes::mib((least.0 as f64 * more) as u64 >> 20));
-        for host in more.into_iter().filter(|&host| host > team.host && alone.is_none_or(|alone| host < alone)) {
-            let team = with(host);
-            let Some(answer) = packed(&team, &rungs, &mut State::new(&team, &rungs)) else { continue };
+        let layers = asked(Sharing::Layers).then(|| Layers::new(&endless, &rungs).least_host()).flatten();
+        let state = asked(Sharing::State).then(|| State::new(&endless, &rungs).least_host()).flatten();
+        // The state in parts takes longer to look at: where it is no less, that is not done.
+        let layers = layers.map(|least| (least, Sharing::Layers)).into_iter();
+        let ways = layers.chain(state.map(|least| (least, Sharing::State)));
+        let mut found: Option<(Bytes, TeamAnswer)> = None;
+        for (least, sharing) in ways {
+            for more in MORE.map(|more| Bytes::mib((least.0 as f64 * more) as u64 >> 20)) {
+                let known = found.as_ref().map(|(host, _)| *host).into_iter().chain(alone).min();
+                if more <= team.host || known.is_some_and(|known| more >= known) {
+                    continue;
+                }
+                let mut team = with(more);
+                let answer = match sharing {
+                    Sharing::Layers => {
+                        // That is what was estimated.
+                        let one = |pins: &mut Pins| pins.micro_batch = pins.micro_batch.or(Some(1));
+                        team.devices.iter_mut().for_each(|question| one(&mut question.pins));
+                        packed(&team, &rungs, &mut Layers::new(&team, &rungs))
+                    }
+                    _ => packed(&team, &rungs, &mut State::new(&team, &rungs)),
+                };
+                if let Some(answer) = answer {
+                    found = Some((more, answer));
+                    break;
+                }
+            }
+        }
+        if let Some((host, answer)) = found {
             let device = refused.devices.first()?;
             let peak = answer.plan.devices.iter().find(|of| of.name == device.name).map(|of| of.peak_bytes);
             let (budget_bytes, host_bytes) = (device.budget_bytes, Some(host));
