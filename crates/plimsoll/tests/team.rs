@@ -191,6 +191,13 @@ fn a_device_is_lost_when_it_gives_no_sign_of_life_and_never_because_it_is_slow()
         (&"virtual:b".into(), &"virtual:b gave no sign of life for 1 s".into())
     );
     same_experiment(&place, "plain", "silent", 1e-4);
+    // One after the other, until one is left: that one is missed by nobody, and does the rest.
+    let all = ["--inject-loss", "virtual:a:2:update", "--inject-silence", "virtual:b:3"];
+    let alone = [&words[..], &all, &["--inject-silence", "virtual:c:5:forever"]].concat();
+    let result = train(&place, "alone", &alone);
+    assert_eq!(result["status"], "done");
+    assert_eq!(result["not_rehearsed"], serde_json::json!(["--inject-silence virtual:c:5:forever"]));
+    same_experiment(&place, "plain", "alone", 1e-4);
     // Passes of this device take far longer than the time in which a silent one is lost.
     let slow = [&words[..], &["--inject-slow", "virtual:b:6:1000", "--set", "train.steps=6"]].concat();
     let result = train(&place, "slow", &slow);

@@ -32,6 +32,8 @@ struct State {
     lost: bool,
     /// Its thread is inside some work.
     at_work: bool,
+    /// Somebody would miss it.
+    watched: bool,
 }
 
 impl Pulse {
@@ -57,12 +59,18 @@ impl Pulse {
     }
 
     /// A rehearsal: from now on there is no beat, and the device's thread comes back when it has been missed, or never.
-    pub fn stop(&self, for_good: bool) {
+    /// Whether that was so: a device that works alone is missed by nobody.
+    pub fn stop(&self, for_good: bool) -> bool {
         let mut state = self.state();
-        state.stopped = true;
-        while for_good || !state.lost {
+        state.stopped = state.watched;
+        while state.watched && (for_good || !state.lost) {
             state = self.changed.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner());
         }
+        state.stopped
+    }
+
+    fn watched(&self, watched: bool) {
+        self.state().watched = watched;
     }
 
     /// A look of the watch.
@@ -128,6 +136,13 @@ impl Heart {
 #[derive(Debug)]
 pub struct Watch {
     _end: Sender<()>,
+    team: Vec<Arc<Pulse>>,
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        self.team.iter().for_each(|pulse| pulse.watched(false));
+    }
 }
 
 impl Watch {
@@ -140,6 +155,7 @@ impl Watch {
         silence: Duration,
     ) -> Option<Watch> {
         let (end, ended) = channel::<()>();
+        let all: Vec<Arc<Pulse>> = team.iter().map(|(_, _, pulse)| Arc::clone(pulse)).collect();
         let looks = move || {
             while ended.recv_timeout(silence / LOOKS) == Err(RecvTimeoutError::Timeout) {
                 for (rank, device, pulse) in &team {
@@ -152,7 +168,8 @@ impl Watch {
             }
         };
         thread::Builder::new().name("plimsoll-watch".into()).spawn(looks).ok()?;
-        Some(Watch { _end: end })
+        all.iter().for_each(|pulse| pulse.watched(true));
+        Some(Watch { _end: end, team: all })
     }
 }
 
@@ -209,7 +226,12 @@ mod tests {
         answers.store(false, Ordering::Relaxed);
         let pulse = hearts[1].pulse();
         // Comes back when it has been missed; a test that hung here would say so by its time limit.
-        pulse.stop(false);
-        assert!(pulse.is_lost());
+        assert!(pulse.stop(false) && pulse.is_lost());
+    }
+
+    #[test]
+    fn a_device_that_nobody_would_miss_does_not_fall_silent() {
+        let heart = Heart::start("a", Duration::from_millis(200), || true).expect("a thread");
+        assert!(!heart.pulse().stop(true));
     }
 }

@@ -394,9 +394,10 @@ impl Rehearsal {
     /// It is.
     pub fn check_presence(&self, program: &str) -> Result<(), DeviceError> {
         let silent = self.silent_from.as_ref().filter(|(_, step, _)| self.step >= *step);
-        if let (Some((asked, _, forever)), Some(pulse)) = (silent, &self.pulse) {
+        if let (Some((asked, _, forever)), Some(pulse)) = (silent, &self.pulse)
+            && pulse.stop(*forever)
+        {
             asked.happens();
-            pulse.stop(*forever);
             return Err(DeviceError::Lost { device: self.device.clone() });
         }
         let here = |(_, step, of): &&(Arc<Asked>, u64, Option<String>)| {

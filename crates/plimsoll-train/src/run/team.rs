@@ -205,6 +205,8 @@ impl Team {
     fn watch(&mut self) {
         let pulse =
             |(rank, worker): (u32, &Worker)| Some((rank, worker.device.name.clone(), worker.heart.as_ref()?.pulse()));
+        // The one before looks away first.
+        self.watch = None;
         let team: Vec<_> = (0..).zip(&self.workers).filter_map(pulse).collect();
         let watch = || Watch::start(team, Arc::clone(&self.transport), self.silence);
         self.watch = if self.len() > 1 { watch() } else { None };
@@ -643,6 +645,7 @@ impl Team {
         self.look_back(Some(rank));
         let worker = self.workers.remove(rank);
         self.transport = transport(&self.workers);
+        self.watch();
         worker
     }
 }
