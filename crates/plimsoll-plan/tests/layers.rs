@@ -244,6 +244,28 @@ fn messages_of_gpus_stand_on_the_host_and_without_one_there_is_no_pipeline() {
 }
 
 #[test]
+fn stages_of_gpus_have_their_messages_beside_what_waits() {
+    let config = ModelConfig { tied: false, ..preset("smollm2-135m").expect("listed") };
+    let devices = [("a", 700, 1.0), ("b", 600, 0.8)]
+        .map(|(name, budget, pace)| DeviceSpec { kind: DeviceKind::Paper, ..device(name, Bytes::mib(budget), pace) });
+    let team = TeamQuestion { only: Some(Sharing::Layers), ..beside(&config, &devices, 16, Bytes::gib(3)) };
+    let answer = planned(&team);
+    is_a_pipeline(&team, &answer);
+    assert!(answer.plan.team.iter().any(|member| member.recipe.offload.optimizer > 0));
+    // And with all of it there, the inputs that come from another stage, too.
+    let mut members = answer.plan.team.clone();
+    for member in &mut members {
+        let [first, end] = member.layers.expect("it has layers");
+        let all = (end - first) as u32;
+        member.recipe.offload =
+            Offload { optimizer: all, gradients: all, weights: all, inputs: all, ..Offload::NOTHING };
+    }
+    let answer = plan_of_team(&team, &members);
+    answer.parts.iter().for_each(|part| check(&part.answer.set).expect("it is well formed"));
+    assert!(answer.plan.host.arena_bytes > Bytes::mib(1500));
+}
+
+#[test]
 fn a_model_that_fits_everywhere_is_not_cut() {
     let config = preset("smollm2-135m").expect("listed");
     let devices: Vec<DeviceSpec> = (0..2).map(|n| device(&format!("virtual:{n}"), Bytes::gib(24), 1.0)).collect();
