@@ -54,7 +54,7 @@ type Member = (u64, f64);
 const TOGETHER: [(&[Member], &str, Sharing); 5] = [
     (&[(200, 0.65), (180, 0.35)], "16GB/s", Sharing::State),
     (&[(200, 0.5), (200, 0.5)], "2GB/s", Sharing::State),
-    (&[(200, 0.5), (200, 0.5)], "200MB/s", Sharing::State),
+    (&[(200, 0.5), (200, 0.5)], "200MB/s", Sharing::Layers),
     (&[(220, 0.65), (150, 0.35)], "50MB/s", Sharing::Layers),
     (&[(160, 0.33), (120, 0.33), (160, 0.33)], "50MB/s", Sharing::Layers),
 ];
