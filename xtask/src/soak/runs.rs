@@ -38,6 +38,8 @@ pub struct Asked {
     pub folder: PathBuf,
     /// What its run file says.
     pub settings: Vec<String>,
+    /// On these devices.
+    pub devices: String,
     /// How often its devices refuse.
     pub share: f64,
     /// Of its arithmetic.
@@ -78,7 +80,7 @@ impl Asked {
         fs::write(folder.join("run.toml"), "")?;
         let precision = draw.of(&[DType::F32, DType::F32, DType::Bf16]);
         let rungs = draw.of(&[&[][..], &[], &["adam8bit"], &["lora"], &["lora", "int8"], &["lora", "nf4"]]);
-        let device = devices(&mut draw);
+        let devices = devices(&mut draw);
         let share = draw.of(&[0.003, 0.01, 0.03, 0.1, 0.3]);
         let mut settings = vec![
             format!("model.path={}", folder.display()),
@@ -96,7 +98,7 @@ impl Asked {
             format!("train.seed={}", number + 1),
             format!("train.save_every={}", draw.from(1, 4)),
             format!("train.eval_every={}", draw.from(2, 6)),
-            format!("run.devices={device}"),
+            format!("run.devices={devices}"),
             "run.threads=1".into(),
         ];
         if !rungs.is_empty() {
@@ -106,17 +108,18 @@ impl Asked {
             settings.push(format!("recipe.micro_batch={}", draw.of(&[1, 2, 4])));
         }
         let label = format!(
-            "--seed {seed} --case {number}: {} layers, {precision}, rungs {rungs:?}, {device}, random:{share}",
+            "--seed {seed} --case {number}: {} layers, {precision}, rungs {rungs:?}, {devices}, random:{share}",
             config.layers
         );
-        Ok(Asked { binary: binary.to_owned(), folder, settings, share, precision, label })
+        Ok(Asked { binary: binary.to_owned(), folder, settings, devices, share, precision, label })
     }
 
     /// The same run with other settings.
     pub fn with(&self, settings: &[&str]) -> Asked {
         let (mut all, binary) = (self.settings.clone(), self.binary.clone());
         all.extend(settings.iter().map(|setting| (*setting).to_owned()));
-        Asked { binary, folder: self.folder.clone(), settings: all, label: self.label.clone(), ..*self }
+        let (folder, devices, label) = (self.folder.clone(), self.devices.clone(), self.label.clone());
+        Asked { binary, folder, settings: all, devices, label, ..*self }
     }
 
     /// Starts the program with a command that has all settings, or with one that needs none.

@@ -16,7 +16,7 @@ use std::process::Command;
 use std::sync::atomic::AtomicBool;
 
 /// What a run may be off, beside 1 % (DESIGN §3.2).
-const OFF_BYTES: u64 = 16 << 20;
+pub const OFF_BYTES: u64 = 16 << 20;
 
 /// A run that is measured.
 struct Whole {
