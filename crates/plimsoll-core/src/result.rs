@@ -67,8 +67,8 @@ pub struct MemberResult {
     pub sequences: u64,
     /// Its recipe.
     pub recipe: Recipe,
-    /// What its passes took, measured, over what was predicted: the median over the steps since the run was last started.
-    /// Passes in which it waited for others do not count.
+    /// What it computed in a step took, measured, over what was predicted: the median over the steps since the run was last
+    /// started. What it waited for does not count.
     pub passes_over_predicted: f64,
 }
 

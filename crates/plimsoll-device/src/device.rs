@@ -356,6 +356,19 @@ pub trait Device: Send {
         Ok(())
     }
 
+    /// Seconds in which it has computed since it was opened: what it waited for, copies and other devices of its team, is left
+    /// out. To be asked when it has settled; none where it does not tell.
+    fn computed(&mut self) -> Option<f64> {
+        None
+    }
+
+    /// From now on what it computes takes so many times as long, where its pace is simulated, which is what this says: for
+    /// rehearsals.
+    fn slow_down(&mut self, factor: f64) -> bool {
+        let _ = factor;
+        false
+    }
+
     /// Copies elements of a tensor's slot from the host, from its first element on.
     fn write(&mut self, tensor: TensorId, slot: u32, bytes: &[u8]);
 

@@ -155,6 +155,15 @@ impl Prices<'_> {
         clock.queues.iter().copied().fold(0.0, f64::max)
     }
 
+    /// Predicted seconds in which the device computes in one call of a Program: copies, the host and other devices left out.
+    pub fn computing_seconds(&self, set: &ProgramSet, program: &Program) -> f64 {
+        let block = |block: &Block| {
+            let ops = block.ops.iter().filter(|op| op.queue == Queue::Compute);
+            ops.map(|op| self.op_seconds(set, op)).sum::<f64>() * f64::from(block.repeat)
+        };
+        program.blocks.iter().map(block).sum()
+    }
+
     /// Predicted seconds of a Schedule: each Program begins when the one before it is over.
     pub fn schedule_seconds(&self, set: &ProgramSet, calls: &[Call]) -> f64 {
         let mut known: HashMap<(&str, bool), f64> = HashMap::new();

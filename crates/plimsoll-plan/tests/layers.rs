@@ -2,7 +2,7 @@
 
 use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, HostSpec, Link, Offload, Rates, Sharing};
 use plimsoll_plan::search::{Lossy, Pins, Question, search};
-use plimsoll_plan::team::{TeamAnswer, TeamQuestion, alternatives, plan_of_team, share_out};
+use plimsoll_plan::team::{Only, TeamAnswer, TeamQuestion, alternatives, plan_of_team, share_out};
 use plimsoll_program::models::decoder::{AdamState, Optimizer, Source};
 use plimsoll_program::models::{ModelConfig, preset};
 use plimsoll_program::passes::check::check;
@@ -173,9 +173,9 @@ fn what_a_stage_has_no_room_for_waits_on_the_host() {
         [(&[1300, 700][..], Bytes::gib(4)), (&[700, 400], Bytes::gib(4)), (&[600, 700, 500], Bytes::mib(2200))]
     {
         let devices = named(budgets);
-        let without = TeamQuestion { only: Some(Sharing::Layers), ..team(&config, &devices, 16) };
+        let without = TeamQuestion { only: Some(Only::Sharing(Sharing::Layers)), ..team(&config, &devices, 16) };
         assert!(!share_out(&without).plan.fits, "nothing need wait over {budgets:?}");
-        let team = TeamQuestion { only: Some(Sharing::Layers), ..beside(&config, &devices, 16, host) };
+        let team = TeamQuestion { only: Some(Only::Sharing(Sharing::Layers)), ..beside(&config, &devices, 16, host) };
         let answer = planned(&team);
         is_a_pipeline(&team, &answer);
         assert!(answer.plan.team.iter().any(|member| member.recipe.offload.optimizer > 0), "{budgets:?}");
@@ -186,7 +186,7 @@ fn what_a_stage_has_no_room_for_waits_on_the_host() {
             assert!(!offload.head && (ends || !offload.embedding), "{offload}");
         }
         // More of the host is never slower.
-        let more = TeamQuestion { only: Some(Sharing::Layers), ..beside(&config, &devices, 16, Bytes::gib(16)) };
+        let more = TeamQuestion { only: Some(Only::Sharing(Sharing::Layers)), ..beside(&config, &devices, 16, Bytes::gib(16)) };
         let more = planned(&more).plan;
         assert!(more.fits && more.predicted.step_seconds <= 1.01 * answer.plan.predicted.step_seconds);
     }
@@ -210,7 +210,9 @@ fn a_refusal_names_the_least_of_the_host_that_would_do_for_all() {
     let config = ModelConfig { tied: false, ..preset("smollm2-135m").expect("listed") };
     let devices = [device("virtual:a", Bytes::mib(700), 1.0), device("virtual:b", Bytes::mib(600), 0.8)];
     for only in [None, Some(Sharing::Layers)] {
-        let with = |host: Bytes| share_out(&TeamQuestion { only, ..beside(&config, &devices, 16, host) }).plan;
+        let with = |host: Bytes| {
+            share_out(&TeamQuestion { only: only.map(Only::Sharing), ..beside(&config, &devices, 16, host) }).plan
+        };
         let refused = with(Bytes::mib(256));
         assert!(!refused.fits);
         let host = refused.needs.iter().find_map(|need| need.host_bytes).expect("more of the host would do");
@@ -227,8 +229,8 @@ fn messages_of_gpus_stand_on_the_host_and_without_one_there_is_no_pipeline() {
     let config = ModelConfig { tied: false, ..preset("smollm2-135m").expect("listed") };
     let devices = [("a", 2400, 1.0), ("b", 1400, 0.5)]
         .map(|(name, budget, pace)| DeviceSpec { kind: DeviceKind::Paper, ..device(name, Bytes::mib(budget), pace) });
-    let with =
-        |host: Bytes| share_out(&TeamQuestion { only: Some(Sharing::Layers), ..beside(&config, &devices, 16, host) });
+    let only = Some(Only::Sharing(Sharing::Layers));
+    let with = |host: Bytes| share_out(&TeamQuestion { only: only.clone(), ..beside(&config, &devices, 16, host) });
     let answer = with(Bytes::mib(64));
     assert_eq!((answer.plan.fits, answer.plan.sharing), (true, Some(Sharing::Layers)));
     // What the first stage shows stays until its gradient is back, of two micro-batches, beside one that comes; what comes to the last
@@ -248,7 +250,8 @@ fn stages_of_gpus_have_their_messages_beside_what_waits() {
     let config = ModelConfig { tied: false, ..preset("smollm2-135m").expect("listed") };
     let devices = [("a", 700, 1.0), ("b", 600, 0.8)]
         .map(|(name, budget, pace)| DeviceSpec { kind: DeviceKind::Paper, ..device(name, Bytes::mib(budget), pace) });
-    let team = TeamQuestion { only: Some(Sharing::Layers), ..beside(&config, &devices, 16, Bytes::gib(3)) };
+    let team =
+        TeamQuestion { only: Some(Only::Sharing(Sharing::Layers)), ..beside(&config, &devices, 16, Bytes::gib(3)) };
     let answer = planned(&team);
     is_a_pipeline(&team, &answer);
     assert!(answer.plan.team.iter().any(|member| member.recipe.offload.optimizer > 0));

@@ -6,7 +6,7 @@ use plimsoll_core::{
 };
 use plimsoll_plan::paper;
 use plimsoll_plan::search::{Lossy, Pins, Question, search};
-use plimsoll_plan::team::{TeamAnswer, TeamQuestion, alternatives, plan_again, plan_of_team, share_out};
+use plimsoll_plan::team::{Only, TeamAnswer, TeamQuestion, alternatives, plan_again, plan_of_team, share_out};
 use plimsoll_program::models::decoder::{AdamState, Optimizer, Source};
 use plimsoll_program::models::{ModelConfig, preset};
 use plimsoll_program::passes::collectives::agree;
@@ -233,6 +233,28 @@ fn a_model_that_fits_neither_device_alone_is_held_in_parts_by_both() {
         let ways = alternatives(&team, &answer.plan);
         assert!(ways[0].sharing == Some(Sharing::State) && ways.iter().filter(|way| !way.fits).count() > 0, "{ways:?}");
     }
+}
+
+#[test]
+fn sequences_follow_speed_while_parts_of_the_state_stay() {
+    let config = preset("smollm2-135m").expect("listed");
+    let devices = |paces: [f64; 2]| {
+        let device = |name: &str, at: usize| device(name, Bytes::mib(1500), paces[at], Link::MEMORY);
+        [device("a", 0), device("b", 1)]
+    };
+    let (even, slower) = (devices([1.0, 1.0]), devices([1.0, 0.4]));
+    let before = share_out(&team(&config, &even, 64));
+    assert_eq!(before.plan.sharing, Some(Sharing::State));
+    let parts = |answer: &TeamAnswer| answer.parts[0].share.state.clone();
+    let as_it_is = plan_of_team(&team(&config, &slower, 64), &before.plan.team).plan;
+    let kept = TeamQuestion { only: Some(Only::Parts(parts(&before))), ..team(&config, &slower, 64) };
+    let after = share_out(&kept);
+    is_state_in_parts(&kept, &after);
+    assert_eq!(parts(&after), parts(&before));
+    let sequences: Vec<u64> = after.plan.team.iter().map(|member| member.sequences).collect();
+    assert!(sequences[0] > sequences[1], "{sequences:?}");
+    let (then, now) = (after.plan.predicted.step_seconds, as_it_is.predicted.step_seconds);
+    assert!(then < 0.9 * now, "{then} {now}");
 }
 
 #[test]

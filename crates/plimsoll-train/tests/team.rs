@@ -461,6 +461,70 @@ fn is_one_run_in_parts(case: &Case) {
     assert_eq!(again.step(case.steps + 1), team.step(case.steps + 1), "{what}");
 }
 
+/// How a team goes over to other shares.
+#[derive(Clone, Copy, Debug)]
+enum Over {
+    /// Everybody keeps what it holds, and computes other sequences.
+    Adopting,
+    /// Everybody holds something else.
+    ByFiles,
+}
+
+/// Goes over to other shares after some steps: not a bit changes on the way, and what comes of it is what comes of those
+/// who stayed as they were.
+fn goes_over(before: &Case, over: Over, after: &Case) {
+    let (mut stays, mut goes) = (before.team(), before.team());
+    for step in 1..=STEPS {
+        assert_eq!(stays.step(step), goes.step(step));
+    }
+    let files = goes.files();
+    match over {
+        Over::Adopting => {
+            let answers: Vec<Answer> = (0..after.ranks.len()).map(|rank| after.answer(rank)).collect();
+            goes.sets = answers.iter().map(|answer| answer.set.clone()).collect();
+            goes.each(|rank, engine| engine.adopt(answers[rank].clone()).expect("there is room"));
+            goes.case = after.clone();
+        }
+        Over::ByFiles => {
+            goes = after.team();
+            goes.restore(&files);
+        }
+    }
+    assert!(goes.files() == files, "{over:?}: no bit changes on the way");
+    for step in STEPS + 1..=2 * STEPS {
+        let (one, other) = (stays.step(step), goes.step(step));
+        assert!(((one.loss - other.loss) / one.loss).abs() < 1e-9, "{over:?}, step {step}: {one:?} {other:?}");
+    }
+    let (one, other) = (stays.files(), goes.files());
+    let (one, other) = (stored(&stays.sets[0], &one), stored(&stays.sets[0], &other));
+    assert!(one.keys().eq(other.keys()) && !one.is_empty());
+    for (name, values) in &one {
+        for (a, b) in values.iter().zip(&other[name]) {
+            assert!((a - b).abs() <= 1e-9 * a.abs().max(1.0), "{over:?}, {name}: {a} {b}");
+        }
+    }
+}
+
+#[test]
+fn shares_that_are_drawn_anew_on_the_way_change_nothing() {
+    let _watchdog = Watchdog::new();
+    let config = ModelConfig { layers: 3, ..models().swap_remove(3) };
+    // Sequences go from one to the other; parts of the state stay.
+    let state = |ranks: &[(u64, u32)]| Case {
+        sharing: Sharing::State,
+        parts: vec![700, 324],
+        kind: DeviceKind::Virtual,
+        ..Case::new(&config, ranks)
+    };
+    goes_over(&state(&[(4, 2), (4, 2)]), Over::Adopting, &state(&[(7, 7), (1, 1)]));
+    // They go, too.
+    let other_parts = Case { parts: vec![1000, 24], ..state(&[(6, 3), (2, 1)]) };
+    goes_over(&state(&[(4, 4), (4, 4)]), Over::ByFiles, &other_parts);
+    // A layer goes to another stage.
+    let pipeline = |layers: &[u64]| Case { kind: DeviceKind::Virtual, ..Case::pipeline(&config, layers, 6, 2) };
+    goes_over(&pipeline(&[0, 1, 3]), Over::ByFiles, &pipeline(&[0, 2, 3]));
+}
+
 /// The same fifty steps of eight sequences in every way that there is to share them out.
 fn fifty_steps(precision: DType) -> Vec<(&'static str, Case)> {
     let config = ModelConfig { layers: 3, ..models().swap_remove(3) };

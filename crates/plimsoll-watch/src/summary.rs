@@ -111,15 +111,12 @@ fn team_lines(result: &RunResult) -> String {
     let all: u64 = result.team.iter().map(|member| member.sequences).sum();
     let line = |member: &MemberResult| {
         let simulated = if member.simulated { " (simulated)" } else { "" };
-        // In a pipeline everybody waits for everybody in every pass.
         let did = match sharing {
             Sharing::Layers => format!("{} layers of all sequences", member.recipe.recompute.len()),
-            _ => {
-                let (own, took) = (member.sequences, member.passes_over_predicted);
-                format!("{own} of {all} sequences, {took:.2} of the predicted time")
-            }
+            _ => format!("{} of {all} sequences", member.sequences),
         };
-        format!("  {}: {did}{simulated}\n", member.device)
+        let took = member.passes_over_predicted;
+        format!("  {}: {did}, {took:.2} of the predicted time{simulated}\n", member.device)
     };
     format!("{sharing} shared\n{}\n", result.team.iter().map(line).collect::<String>())
 }

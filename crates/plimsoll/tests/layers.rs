@@ -45,6 +45,32 @@ fn same_experiment(place: &Place, one: &str, other: &str) {
     }
 }
 
+/// The layers at which stages begin and end, as the plan that a run ended with says.
+fn stages(place: &Place, run: &str) -> Vec<(String, u64)> {
+    let plan = place.json(&format!("{run}/plan.json"));
+    let of = |member: &Value| {
+        let [first, end] = [0, 1].map(|at| member["layers"][at].as_u64().unwrap());
+        (member["device"].as_str().unwrap().to_owned(), end - first)
+    };
+    plan["team"].as_array().unwrap().iter().map(of).collect()
+}
+
+#[test]
+fn a_stage_that_becomes_slow_gives_layers_to_the_others() {
+    let place = place();
+    let words = ["--devices", "virtual:a=170MiB@0.15::0.2gbit,virtual:b=170MiB@0.15::0.2gbit,host=1MiB"];
+    let words = [&words[..], &["--set", "train.steps=26", "--set", "train.save_every=0"]].concat();
+    let words = [&words[..], &["--set", "train.batch_tokens=256"]].concat();
+    let result = train(&place, "even", &words);
+    assert_eq!((&result["sharing"], &result["retreats"]), (&"layers".into(), &Value::Array(vec![])));
+    assert!(place.events("even").iter().all(|event| event["event"] != "warning"), "nothing drifts");
+    let layers = |run: &str| stages(&place, run).into_iter().find(|(device, _)| device == "virtual:b").unwrap().1;
+    let result = train(&place, "slow", &[&words[..], &["--inject-slow", "virtual:b:2:3.0"]].concat());
+    assert_eq!(result["status"], "done");
+    assert!(layers("slow") < layers("even"), "{:?} {:?}", stages(&place, "even"), stages(&place, "slow"));
+    same_experiment(&place, "even", "slow");
+}
+
 #[test]
 fn a_model_that_fits_neither_device_trains_as_a_pipeline() {
     let place = place();

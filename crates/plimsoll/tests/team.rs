@@ -368,6 +368,33 @@ fn a_device_that_becomes_slow_is_given_less_to_do() {
     same_experiment(&place, "even", "slow", 1e-4);
 }
 
+/// So many sequences, as the plan that a run ended with says.
+fn shares(place: &Place, run: &str) -> Vec<u64> {
+    let plan = place.json(&format!("{run}/plan.json"));
+    plan["team"].as_array().unwrap().iter().map(|member| member["sequences"].as_u64().unwrap()).collect()
+}
+
+#[test]
+fn a_device_with_a_part_of_the_state_that_becomes_slow_is_given_less_to_do_and_keeps_its_part() {
+    let place = larger();
+    let words = ["--devices", "virtual:a=112MiB@0.15,virtual:b=112MiB@0.15,host=1MiB", "--set", "train.steps=26"];
+    let result = train(&place, "even", &words);
+    assert_eq!((&result["sharing"], &result["retreats"]), (&"state".into(), &Value::Array(vec![])), "nothing drifts");
+    assert!(place.events("even").iter().all(|event| event["event"] != "warning"), "nothing drifts");
+    let even = shares(&place, "even");
+    assert_eq!(even[0], even[1]);
+    let result = train(&place, "slow", &[&words[..], &["--inject-slow", "virtual:b:2:3.0"]].concat());
+    assert_eq!((&result["sharing"], &result["status"]), (&"state".into(), &"done".into()));
+    let shares = shares(&place, "slow");
+    assert!(shares[0] > shares[1], "{shares:?}");
+    let parts = |run: &str| {
+        let plan = place.json(&format!("{run}/plan.json"));
+        plan["team"].as_array().unwrap().iter().map(|member| member["state"].as_u64().unwrap()).collect::<Vec<_>>()
+    };
+    assert_eq!(parts("even"), parts("slow"));
+    same_experiment(&place, "even", "slow", 1e-4);
+}
+
 #[test]
 fn the_line_of_one_device_is_moved_by_its_name() {
     let place = Place::new(&Shape { steps: 400, ..QUICK });

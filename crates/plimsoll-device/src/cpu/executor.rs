@@ -15,6 +15,7 @@ use plimsoll_program::scalars::{Metric, Scalar};
 use plimsoll_program::{Op, OpKind, Operand, Placement, ProgramSet, TensorId};
 use std::marker::PhantomData;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 /// Opens the CPU as a device: takes the arenas, whole and at once, and starts the threads. The scratch file, where the
 /// plan has one, is in `scratch`.
@@ -34,7 +35,7 @@ pub fn open(
 ) -> Result<Box<dyn Device>, DeviceError> {
     let (run, pool) = (runner(precision), Pool::new(threads)?);
     let spaces = Spaces::map(&placement, scratch)?;
-    Ok(Box::new(CpuDevice { spaces, pool, set, placement, run, seat: None }))
+    Ok(Box::new(CpuDevice { spaces, pool, set, placement, run, seat: None, computed: Duration::ZERO }))
 }
 
 struct CpuDevice {
@@ -45,6 +46,8 @@ struct CpuDevice {
     run: RunOp,
     /// Its place in a team.
     seat: Option<Seat>,
+    /// What it ran took so long, others not waited for.
+    computed: Duration,
 }
 
 impl Device for CpuDevice {
@@ -56,6 +59,7 @@ impl Device for CpuDevice {
     ) -> Result<(), DeviceError> {
         let (spaces, pool, set, placement, run) = (&mut self.spaces, &self.pool, &self.set, &self.placement, self.run);
         let seat = self.seat.as_ref();
+        let (start, mut waited) = (Instant::now(), Duration::ZERO);
         let work = || {
             let missing = || DeviceError::NoProgram { program: call.program.to_owned() };
             let program = set.program(call.program).ok_or_else(missing)?;
@@ -66,12 +70,15 @@ impl Device for CpuDevice {
                 observer.before(tick, op, spaces)?;
                 let micro_batch = i64::from(call.micro_batch);
                 let site = Site { spaces, pool, set, placement, variable, micro_batch };
+                let came = Instant::now();
                 match &op.kind {
                     OpKind::CollectiveStart(exchange) => {
                         transport::exchange(site, seat, exchange, 0.0, 0.0)?;
+                        waited += came.elapsed();
                     }
                     OpKind::CollectiveWait(exchange) => {
                         transport::ended(site, seat, exchange, 0.0)?;
+                        waited += came.elapsed();
                     }
                     _ => run(site, op, files)?,
                 }
@@ -79,7 +86,13 @@ impl Device for CpuDevice {
             }
             Ok(())
         };
-        transport::seated(seat, || pool.enter(work))
+        let done = transport::seated(seat, || pool.enter(work));
+        self.computed += start.elapsed().saturating_sub(waited);
+        done
+    }
+
+    fn computed(&mut self) -> Option<f64> {
+        Some(self.computed.as_secs_f64())
     }
 
     fn join(&mut self, seat: Seat) -> Result<(), DeviceError> {

@@ -1113,7 +1113,14 @@ impl CudaDevice {
             self.machine.queues.compute().synchronize()?;
         }
         let mut put_off = VecDeque::new();
+        let timed = self.seat.is_some();
+        if timed {
+            self.machine.queues.computes()?;
+        }
         let started = self.start_steps(prepared, program, call, files, observer, &mut put_off);
+        if timed {
+            self.machine.queues.stands_still()?;
+        }
         let met = put_off.iter().try_for_each(|off| self.go_on_with(off, call.micro_batch, files));
         started.and(met)?;
         if prepared.forks {
@@ -1161,16 +1168,28 @@ impl CudaDevice {
             }
             // What they wait for has to be on its queue.
             let awaited = |off: &PutOff| off.step.gives.is_some_and(|event| step.awaits.contains(&event));
+            let for_others = put_off.iter().any(awaited);
+            let waits = for_others || step.queue == Queue::Compute && !step.awaits.is_empty();
+            let timed = waits && self.seat.is_some();
+            if timed {
+                self.machine.queues.stands_still()?;
+            }
             while put_off.iter().any(awaited) {
                 let first = put_off.pop_front().expect("there is one that is awaited");
                 self.go_on_with(&first, call.micro_batch, files)?;
             }
             if step.queue == Queue::Communication {
+                if timed {
+                    self.machine.queues.computes()?;
+                }
                 self.put_off(step, &mut gate, true, put_off)?;
                 members.iter().for_each(|&(tick, op, _)| observer.after(tick, op, &mut Unseen));
                 continue;
             }
             self.wait_before(step)?;
+            if timed {
+                self.machine.queues.computes()?;
+            }
             if members.len() == step.count as usize {
                 for work in &step.works {
                     self.start(work, step.queue, call.micro_batch, files)?;
@@ -1288,6 +1307,11 @@ impl Device for CudaDevice {
         self.machine.check()?;
         self.machine.context.enter()?;
         Ok(self.machine.context.synchronize()?)
+    }
+
+    /// By the GPU's own clock, of Programs that were run in a team.
+    fn computed(&mut self) -> Option<f64> {
+        self.machine.context.enter().and_then(|()| self.machine.queues.computed()).ok()
     }
 
     fn write(&mut self, tensor: TensorId, slot: u32, bytes: &[u8]) {

@@ -23,6 +23,18 @@ pub struct Queues {
     /// Numbered by [`Signals`]; as many as any Program needs at once.
     events: Vec<Event>,
     gates: Gates,
+    stopwatch: Stopwatch,
+}
+
+/// When the first queue began to have something to do, and when it had nothing more, in turn: what lies between is what it
+/// computed.
+#[derive(Default)]
+struct Stopwatch {
+    /// With the time, in the order in which they were passed.
+    marks: Vec<Event>,
+    passed: usize,
+    /// Of marks that were used again.
+    seconds: f64,
 }
 
 /// How far other queues have to be before a collective that is put off begins: what it waits for is put on a stream of its
@@ -46,6 +58,7 @@ impl Queues {
             marks: [event()?, event()?, event()?, event()?],
             events: Vec::new(),
             gates: Gates { stream: stream()?, marks: Vec::new() },
+            stopwatch: Stopwatch::default(),
         })
     }
 
@@ -119,6 +132,46 @@ impl Queues {
             Some(stream) => stream.wait(&self.events[event]),
             None => self.events[event].synchronize(),
         }
+    }
+
+    /// From here on the first queue computes; an end that was not reached before is forgotten with its beginning.
+    ///
+    /// # Errors
+    /// Where the driver refuses.
+    pub fn computes(&mut self) -> Result<(), CudaError> {
+        self.stopwatch.passed &= !1;
+        self.mark()
+    }
+
+    /// The first queue stands still when it comes to here, for some time perhaps.
+    ///
+    /// # Errors
+    /// Where the driver refuses.
+    pub fn stands_still(&mut self) -> Result<(), CudaError> {
+        self.mark()
+    }
+
+    fn mark(&mut self) -> Result<(), CudaError> {
+        let Stopwatch { marks, passed, .. } = &mut self.stopwatch;
+        if *passed == marks.len() {
+            marks.push(Event::timed(&self.context)?);
+        }
+        marks[*passed].record(&self.streams[0])?;
+        *passed += 1;
+        Ok(())
+    }
+
+    /// Seconds in which the first queue has computed so far, where all that it was given is over.
+    ///
+    /// # Errors
+    /// Where it is not.
+    pub fn computed(&mut self) -> Result<f64, CudaError> {
+        let Stopwatch { marks, passed, seconds } = &mut self.stopwatch;
+        for [begin, end] in marks[..*passed].as_chunks::<2>().0 {
+            *seconds += end.seconds_since(begin)?;
+        }
+        *passed = 0;
+        Ok(*seconds)
     }
 
     /// The other queues begin after all that was put on the first one so far.

@@ -31,6 +31,7 @@ use plimsoll_program::op::Queue;
 use plimsoll_program::order::{Wait, waits};
 use plimsoll_program::{Op, OpKind, Placement, Program, ProgramSet, TensorId};
 use std::path::PathBuf;
+use std::time::Instant;
 
 /// Predicted seconds of an op at the device's pace.
 pub type Price = Box<dyn Fn(&ProgramSet, &Op) -> f64 + Send>;
@@ -81,6 +82,10 @@ struct VirtualDevice {
     clock: Clock,
     /// Its place in a team.
     seat: Option<Seat>,
+    /// Seconds in which it has computed.
+    computed: f64,
+    /// What it computes takes so many times its price.
+    slower: f64,
 }
 
 /// What the device knows of a Program before it runs.
@@ -101,6 +106,38 @@ struct Takes {
     latency_seconds: f64,
     /// From then on.
     seconds: f64,
+}
+
+impl Takes {
+    /// The same of an op that the device computes, where that takes so many times as long.
+    fn slower(self, op: &Op, factor: f64) -> Takes {
+        let factor = if op.queue == Queue::Compute { factor } else { 1.0 };
+        Takes { seconds: self.seconds * factor, ..self }
+    }
+}
+
+/// What the ops that the device computes took.
+#[derive(Clone, Copy, Debug, Default)]
+struct Computed {
+    /// As it is played.
+    played: f64,
+    /// On this processor.
+    real: f64,
+}
+
+impl Computed {
+    /// An op was done that takes so long and was begun then.
+    fn add(&mut self, op: &Op, takes: Takes, begun: Instant) {
+        if op.queue == Queue::Compute {
+            self.played += takes.seconds;
+            self.real += begun.elapsed().as_secs_f64();
+        }
+    }
+
+    /// Seconds of all together: whoever falls behind its pace does so over a Program, not in single ops.
+    fn seconds(self) -> f64 {
+        self.played.max(self.real)
+    }
 }
 
 impl Prepared {
@@ -150,8 +187,9 @@ impl VirtualDevice {
         let spaces = Spaces::map(&placement, what.scratch.as_deref())?;
         let programs = prepare(&what, &set, &placement);
         let clock = Clock::start();
-        let (run, seat) = (runner(precision), None);
-        Ok(VirtualDevice { what, spaces, pool, single, run, set, placement, programs, clock, seat })
+        let run = runner(precision);
+        let (seat, computed, slower) = (None, 0.0, 1.0);
+        Ok(VirtualDevice { what, spaces, pool, single, run, set, placement, programs, clock, seat, computed, slower })
     }
 }
 
@@ -193,6 +231,16 @@ impl Device for VirtualDevice {
         self.spaces.join(seat.clone());
         self.seat = Some(seat);
         Ok(())
+    }
+
+    /// As it is played: noise of the machine is no part of it, unless that falls behind.
+    fn computed(&mut self) -> Option<f64> {
+        Some(self.computed)
+    }
+
+    fn slow_down(&mut self, factor: f64) -> bool {
+        self.slower = factor;
+        true
     }
 
     fn write(&mut self, tensor: TensorId, slot: u32, bytes: &[u8]) {

@@ -5,7 +5,7 @@
 //! refused can go on from that very op.
 
 use super::clock::Clock;
-use super::{Prepared, Takes, VirtualDevice, needs_files};
+use super::{Computed, Prepared, Takes, VirtualDevice, needs_files};
 use crate::cpu::executor::{RunOp, Site};
 use crate::cpu::pool::Pool;
 use crate::device::{Call, DeviceError, FileSpace, NoFiles, Observer, Unseen};
@@ -16,6 +16,7 @@ use plimsoll_program::order::Wait;
 use plimsoll_program::{Op, OpKind, Placement, Program, ProgramSet};
 use std::ops::RangeInclusive;
 use std::sync::{Condvar, Mutex, MutexGuard};
+use std::time::Instant;
 
 impl VirtualDevice {
     /// One op at a time, on the caller's thread and the pool.
@@ -30,13 +31,15 @@ impl VirtualDevice {
         let (program, prepared) = (&set.programs[number], &self.programs[number]);
         let (spaces, pool, single, clock) = (&mut self.spaces, &self.pool, &self.single, &mut self.clock);
         let (micro_batch, looked_at) = (i64::from(call.micro_batch), observer.one_at_a_time());
-        let seat = self.seat.as_ref();
+        let (seat, slower) = (self.seat.as_ref(), self.slower);
         let trace = (1..).zip(program.trace().zip(prepared.taken(program)));
-        pool.enter(|| {
+        let mut computed = Computed::default();
+        let done = pool.enter(|| {
             let mut end = clock.begin();
             let trace = trace.skip_while(|(tick, _)| *tick < call.from);
             for (tick, ((op, variable), takes)) in trace.filter(|(_, ((op, _), _))| op.runs(call.last)) {
                 if looked_at { observer.before(tick, op, spaces) } else { observer.before(tick, op, &mut Unseen) }?;
+                let takes = takes.slower(op, slower);
                 clock.wait_until(end + takes.latency_seconds);
                 let pool = if op.queue == Queue::Compute { pool } else { single };
                 let site = Site { spaces, pool, set, placement, variable, micro_batch };
@@ -47,7 +50,9 @@ impl VirtualDevice {
                     OpKind::CollectiveWait(exchange) => end = transport::ended(site, seat, exchange, end)?,
                     _ => {
                         end += takes.latency_seconds + takes.seconds;
+                        let begun = Instant::now();
                         run(site, op, files)?;
+                        computed.add(op, takes, begun);
                     }
                 }
                 clock.wait_until(end);
@@ -55,7 +60,9 @@ impl VirtualDevice {
                 if looked_at { observer.after(tick, op, spaces) } else { observer.after(tick, op, &mut Unseen) }
             }
             Ok(())
-        })
+        });
+        self.computed += computed.seconds();
+        done
     }
 
     /// Each queue by itself, in the order that the waits demand.
@@ -89,9 +96,15 @@ impl VirtualDevice {
             last: call.last,
             seat: self.seat.as_ref(),
             clock: self.clock,
+            slower: self.slower,
             begin: self.clock.begin(),
             files: Mutex::new(files),
-            state: Mutex::new(State { ends: vec![None; program.length()], failed: None, stopped: false }),
+            state: Mutex::new(State {
+                ends: vec![None; program.length()],
+                computed: Computed::default(),
+                failed: None,
+                stopped: false,
+            }),
             changed: Condvar::new(),
         };
         let (pool, single) = (&self.pool, &self.single);
@@ -109,6 +122,7 @@ impl VirtualDevice {
         let state = work.state.into_inner().expect("a panic has passed on before");
         let end = state.ends.iter().flatten().copied().fold(work.begin, f64::max);
         self.clock.end(end);
+        self.computed += state.computed.seconds();
         // What this device was refused comes before what others have told it.
         refused.and(state.failed.map_or(Ok(()), Err))
     }
@@ -129,6 +143,8 @@ struct Work<'a> {
     last: bool,
     seat: Option<&'a Seat>,
     clock: Clock,
+    /// What is computed takes so many times its price.
+    slower: f64,
     /// When the run is planned to begin.
     begin: f64,
     files: Mutex<&'a mut dyn FileSpace>,
@@ -140,6 +156,7 @@ struct Work<'a> {
 struct State {
     /// When each op that is over was planned to end, by its number less one.
     ends: Vec<Option<f64>>,
+    computed: Computed,
     failed: Option<DeviceError>,
     /// Nothing more begins.
     stopped: bool,
@@ -182,7 +199,7 @@ impl Work<'_> {
         for (tick, ((op, variable), takes)) in mine {
             let Some(ready) = self.wait(tick) else { return };
             if op.runs(self.last) {
-                match self.paced(op, variable, takes, free.max(ready), pool) {
+                match self.paced(op, variable, takes.slower(op, self.slower), free.max(ready), pool) {
                     Ok(end) => free = end,
                     Err(error) => return self.stop(Some(error)),
                 }
@@ -234,7 +251,9 @@ impl Work<'_> {
             let mut files = self.files.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
             (self.run)(site, op, &mut **files)?;
         } else {
+            let begun = Instant::now();
             (self.run)(site, op, &mut NoFiles)?;
+            self.state().computed.add(op, takes, begun);
         }
         self.clock.wait_until(end);
         Ok(end)

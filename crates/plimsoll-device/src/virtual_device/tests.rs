@@ -167,6 +167,20 @@ fn queues_that_do_not_wait_for_each_other_overlap_in_the_plan() {
 }
 
 #[test]
+fn what_is_slowed_down_takes_as_many_times_as_long_and_computes_all_that_time() {
+    let pieces = Pieces::new();
+    let ops = (0..10).map(|_| pieces.add(0, 1)).chain([pieces.copy(true, 0, 2)]).collect();
+    let mut device = pieces.open(ops, 0.01, 0.0);
+    for (factor, seconds) in [(1.0, 0.1), (3.0, 0.3)] {
+        assert!(device.slow_down(factor));
+        let (begin, before) = (device.clock.begin(), device.computed().unwrap());
+        device.run("p").unwrap();
+        let (planned, computed) = (device.clock.planned() - begin, device.computed().unwrap() - before);
+        assert!(planned > seconds - 1e-9 && computed > seconds - 1e-9, "{planned} {computed}");
+    }
+}
+
+#[test]
 fn more_than_the_device_has_is_refused() {
     let pieces = Pieces::new();
     let ops = vec![pieces.add(0, 1)];
@@ -232,6 +246,9 @@ fn a_collective_takes_the_links_time_after_the_slowest_is_ready() {
     let ends = devices.each_ref().map(|device| device.clock.planned());
     assert_eq!(ends[0], ends[1]);
     assert!(ends[0] > begin - LAG + 0.31 - 1e-9, "{} {begin}", ends[0]);
+    // Waiting for the slower one, and for the wire, is no computing.
+    let computed = devices.each_mut().map(|device| device.computed().unwrap());
+    assert!(computed[0] > 0.02 - 1e-9 && computed[1] > 0.21 - 1e-9 && computed[0] < 0.5 * computed[1], "{computed:?}");
     // Piece 0 had 0 and became 1 and 20: everybody has the sum, in both parts, and has added it to piece 2.
     for device in &mut devices {
         let values = numbers(device, 0);

@@ -24,7 +24,7 @@ use state::State;
 /// Recipes that are given up because they do not pack.
 const TRIES: usize = 40;
 /// Where devices can hold the model, the state in parts must take no more than this part of the time to be worth it: a part
-/// that stands on one device alone is lost with it, and shares cannot follow how fast devices turn out to be.
+/// that stands on one device alone is lost with it.
 const WORTH: f64 = 0.8;
 /// So many times what is worked out to wait on the host are tried, where a refusal looks for the least of it.
 const MORE: [f64; 4] = [1.01, 1.02, 1.04, 1.1];
@@ -85,7 +85,25 @@ pub struct TeamQuestion<'a> {
     /// Whether every device has to take part (`run.team = "all"`).
     pub all: bool,
     /// The only way to share out that is asked for.
-    pub only: Option<Sharing>,
+    pub only: Option<Only>,
+}
+
+/// What a team is held to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Only {
+    /// This way to share out.
+    Sharing(Sharing),
+    /// The state in these parts, one for each device: all take part, and only the sequences are shared out anew.
+    Parts(Vec<u64>),
+}
+
+impl Only {
+    fn sharing(&self) -> Sharing {
+        match self {
+            Only::Sharing(sharing) => *sharing,
+            Only::Parts(_) => Sharing::State,
+        }
+    }
 }
 
 /// One device of a team with all that is needed to run its part.
@@ -111,6 +129,11 @@ pub struct TeamAnswer {
 }
 
 impl<'a> TeamQuestion<'a> {
+    /// Whether a way to share out comes into question.
+    fn asked(&self, sharing: Sharing) -> bool {
+        self.only.as_ref().is_none_or(|only| only.sharing() == sharing)
+    }
+
     /// Sequences of a step, of all devices together.
     fn total(&self) -> u64 {
         self.devices.first().map_or(0, |question| question.sequences)
@@ -226,11 +249,10 @@ fn alone(team: &TeamQuestion, (device, answer): (usize, Answer), left_out: Vec<L
 /// The fastest team under some lossy rungs, if there is one: a batch shared out by devices that can hold the model, the
 /// state in parts, or a pipeline.
 fn under_rungs(team: &TeamQuestion, rungs: &[Rung]) -> Option<TeamAnswer> {
-    let asked = |sharing: Sharing| team.only.is_none_or(|only| only == sharing);
     let batch =
-        asked(Sharing::Batch).then(|| batch::with_hosts(team, rungs, |mut batch| packed(team, rungs, &mut batch)));
+        team.asked(Sharing::Batch).then(|| batch::with_hosts(team, rungs, |mut batch| packed(team, rungs, &mut batch)));
     let batch = batch.flatten();
-    if !asked(Sharing::State) && !asked(Sharing::Layers) {
+    if !team.asked(Sharing::State) && !team.asked(Sharing::Layers) {
         return batch;
     }
     let (mut state, mut layers) = (State::new(team, rungs), Layers::new(team, rungs));
@@ -241,7 +263,7 @@ fn under_rungs(team: &TeamQuestion, rungs: &[Rung]) -> Option<TeamAnswer> {
     // What does not promise enough is not packed.
     let (mut least, mut best) = (batch.as_ref().map_or(0.0, |batch| tokens(batch) / WORTH), batch);
     let promised = |sharing: Sharing, ways: &dyn ShareOut| {
-        let way = if asked(sharing) { ways.fastest() } else { None };
+        let way = if team.asked(sharing) { ways.fastest() } else { None };
         way.map_or(0.0, |way| team.tokens() / way.seconds)
     };
     let mut others: [(f64, &mut dyn ShareOut); 2] =
@@ -270,10 +292,9 @@ fn with_more_of_the_host(team: &TeamQuestion, refused: &Plan) -> Option<Need> {
         TeamQuestion { devices: devices.collect(), host, ..team.clone() }
     };
     let endless = with(Bytes::gib(1 << 20));
-    let asked = |sharing: Sharing| team.only.is_none_or(|only| only == sharing);
     for rungs in sets(first, &first.lossy.allow) {
-        let layers = asked(Sharing::Layers).then(|| Layers::new(&endless, &rungs).least_host()).flatten();
-        let state = asked(Sharing::State).then(|| State::new(&endless, &rungs).least_host()).flatten();
+        let layers = team.asked(Sharing::Layers).then(|| Layers::new(&endless, &rungs).least_host()).flatten();
+        let state = team.asked(Sharing::State).then(|| State::new(&endless, &rungs).least_host()).flatten();
         // The state in parts takes longer to look at: where it is no less, that is not done.
         let layers = layers.map(|least| (least, Sharing::Layers)).into_iter();
         let ways = layers.chain(state.map(|least| (least, Sharing::State)));

@@ -7,7 +7,7 @@
 //! computed again. A sketch of each is made from what a rank takes and holds where nothing is computed again, and where
 //! everything is; the most promising are searched for recipes.
 
-use super::{Given, LeftOut, ShareOut, TeamQuestion, Way, out_of_way, slowest};
+use super::{Given, LeftOut, Only, ShareOut, TeamQuestion, Way, out_of_way, slowest};
 use crate::search::{Candidate, InParts, Question, Rank, computing_seconds, fastest_by_bounds, side_by_side, under};
 use plimsoll_core::{Bytes, DeviceSpec, Rung, Sharing, Worth};
 use plimsoll_program::Share;
@@ -137,6 +137,14 @@ impl<'t, 'q> State<'t, 'q> {
         })
     }
 
+    /// The parts that stay as they are, where they do.
+    fn kept(&self) -> Option<&'t [u64]> {
+        match &self.team.only {
+            Some(Only::Parts(parts)) => Some(parts),
+            _ => None,
+        }
+    }
+
     fn in_parts(&self) -> InParts {
         *self.in_parts.get_or_init(|| InParts::of(&under(&self.team.devices[0], self.rungs)))
     }
@@ -165,6 +173,12 @@ impl<'t, 'q> State<'t, 'q> {
             let budget = self.spec(devices[rank], devices).arena_budget().0;
             budget.saturating_sub(tight[rank])
         };
+        // What is left beside a part that stays, and cannot wait on the host.
+        let beside = |rank: usize| {
+            let own = |parts: &[u64]| (self.in_parts().all * parts[rank] as f64 / WHOLE as f64) as u64;
+            let stays = self.kept().map_or(0, |parts| own(parts).saturating_sub(self.team.host.0));
+            budget(rank).saturating_sub(stays)
+        };
         let pinned = self.team.devices[0].pins.micro_batch.map(u64::from);
         let mut caps = vec![u64::MAX; devices.len()];
         for _ in 0..TRIES {
@@ -174,7 +188,7 @@ impl<'t, 'q> State<'t, 'q> {
             };
             let ranks: Vec<Rank> =
                 devices.iter().zip(&micro_batches).map(|(&device, &own)| self.rank(device, own, devices)).collect();
-            let over = (0..devices.len()).filter(|&rank| ranks[rank].beside[1] > budget(rank)).collect::<Vec<_>>();
+            let over = (0..devices.len()).filter(|&rank| ranks[rank].beside[1] > beside(rank)).collect::<Vec<_>>();
             if over.is_empty() {
                 let count = self.team.total().div_ceil(micro_batches.iter().sum());
                 let budgets = (0..devices.len()).map(budget).collect::<Vec<_>>();
@@ -184,15 +198,15 @@ impl<'t, 'q> State<'t, 'q> {
                 return None;
             }
             for rank in over {
-                let fits = micro_batches[rank] as u128 * u128::from(budget(rank)) / u128::from(ranks[rank].beside[1]);
+                let fits = micro_batches[rank] as u128 * u128::from(beside(rank)) / u128::from(ranks[rank].beside[1]);
                 caps[rank] = (fits as u64).min(micro_batches[rank] - 1);
             }
         }
         None
     }
 
-    /// Parts by free memory: first where nothing is computed again, then where so much is that it just fits, at last with
-    /// what waits on the host.
+    /// Parts by free memory, or as they are: first where nothing is computed again, then where so much is that it just fits,
+    /// at last with what waits on the host.
     fn filled(
         &self,
         devices: &[usize],
@@ -204,36 +218,53 @@ impl<'t, 'q> State<'t, 'q> {
         let InParts { all, optimizer } = self.in_parts();
         let wanted = all * ROOM;
         let between = |pair: [f64; 2], again: f64| pair[0] + again * (pair[1] - pair[0]);
-        let free = |again: f64| -> Vec<f64> {
-            let beside = |rank: &Rank| between(rank.beside.map(|bytes| bytes as f64), again);
-            ranks.iter().zip(budgets).map(|(rank, &budget)| (budget as f64 - beside(rank)).max(0.0)).collect()
+        let free = |rank: usize, again: f64| {
+            let beside = between(ranks[rank].beside.map(|bytes| bytes as f64), again);
+            (budgets[rank] as f64 - beside).max(0.0)
         };
-        let sum = |again: f64| free(again).iter().sum::<f64>();
-        let mut again = 0.0;
-        if sum(0.0) < wanted {
+        // How much is computed again, so that there is so much room.
+        let least_again = |room: &dyn Fn(f64) -> f64, wanted: f64| {
+            if room(0.0) >= wanted {
+                return 0.0;
+            }
             let (mut low, mut high) = (0.0, 1.0);
             for _ in 0..20 {
-                again = 0.5 * (low + high);
-                if sum(again) < wanted { low = again } else { high = again }
+                let again = 0.5 * (low + high);
+                if room(again) < wanted { low = again } else { high = again }
             }
-            again = high;
-        }
-        // What does not fit waits on the host, in proportion to the links that it has to cross.
-        let waits = (wanted - sum(again)).max(0.0);
-        if waits > self.team.host.0 as f64 {
-            return None;
-        }
+            high
+        };
         let link = |device: usize| self.team.devices[device].device.rates.host_link.bytes_per_second;
         let links: f64 = devices.iter().map(|&device| link(device)).sum();
         let of_links: Vec<f64> = devices.iter().map(|&device| link(device) / links).collect();
-        let room: Vec<f64> = free(again).iter().zip(&of_links).map(|(free, part)| free + waits * part).collect();
-        let parts = whole_parts(&room);
+        let own = |parts: &[u64], rank: usize| all * parts[rank] as f64 / WHOLE as f64;
+        let every = 0..devices.len();
+        let (parts, again): (Vec<u64>, Vec<f64>) = match self.kept() {
+            Some(kept) => {
+                let again = |rank: usize| least_again(&|again| free(rank, again), own(kept, rank) * ROOM);
+                (kept.to_vec(), every.clone().map(again).collect())
+            }
+            None => {
+                let sum = |again: f64| every.clone().map(|rank| free(rank, again)).sum::<f64>();
+                let again = least_again(&sum, wanted);
+                // What does not fit waits on the host, in proportion to the links that it has to cross.
+                let waits = (wanted - sum(again)).max(0.0);
+                let room: Vec<f64> = every.clone().map(|rank| free(rank, again) + waits * of_links[rank]).collect();
+                (whole_parts(&room), vec![again; devices.len()])
+            }
+        };
+        let elsewhere = |rank: usize| (own(&parts, rank) - free(rank, again[rank])).max(0.0);
+        let waits = match self.kept() {
+            Some(_) => every.clone().map(elsewhere).sum(),
+            None => (wanted - every.clone().map(|rank| free(rank, again[rank])).sum::<f64>()).max(0.0),
+        };
+        if waits > self.team.host.0 as f64 {
+            return None;
+        }
         let seconds = |rank: usize| {
-            let own = all * parts[rank] as f64 / WHOLE as f64;
-            let elsewhere = (own - free(again)[rank]).max(0.0);
-            let of_optimizer = elsewhere.min(own * optimizer / all);
+            let of_optimizer = elsewhere(rank).min(own(&parts, rank) * optimizer / all);
             let rate = link(devices[rank]);
-            let each = between(ranks[rank].passes, again) + 2.0 * (elsewhere - of_optimizer) / rate;
+            let each = between(ranks[rank].passes, again[rank]) + 2.0 * (elsewhere(rank) - of_optimizer) / rate;
             (ranks[rank].once + 2.0 * of_optimizer / rate, each)
         };
         let seconds: Vec<(f64, f64)> = (0..devices.len()).map(seconds).collect();
@@ -374,7 +405,7 @@ impl ShareOut for State<'_, '_> {
     fn fastest(&self) -> Option<Way> {
         let total = self.team.total() as usize;
         let mut devices: Vec<usize> = (0..self.team.devices.len()).collect();
-        if !self.team.all && devices.len() > total {
+        if !self.team.all && self.kept().is_none() && devices.len() > total {
             devices.sort_by(|&a, &b| self.computing(a, 1).total_cmp(&self.computing(b, 1)));
             devices.truncate(total);
             devices.sort_unstable();
@@ -386,7 +417,7 @@ impl ShareOut for State<'_, '_> {
             devices.iter().copied().filter(|&device| device != out).collect()
         };
         let mut best = self.way(&devices);
-        if self.team.all {
+        if self.team.all || self.kept().is_some() {
             return best;
         }
         while devices.len() > 2 {

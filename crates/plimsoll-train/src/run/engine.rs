@@ -18,7 +18,7 @@ use plimsoll_program::scalars::{METRIC_COUNT, METRICS, Metric, SCALAR_COUNT, SCA
 use plimsoll_program::{ProgramSet, Schedule, TensorId, schedule};
 use std::collections::HashMap;
 use std::path::Path;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// What the host must give for a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -173,13 +173,15 @@ pub struct Engine {
     update_from: u32,
     /// Whether it works in a team.
     seated: bool,
-    own_passes: OwnPasses,
+    /// Seconds that a rehearsal has held it up, whose pace cannot be changed.
+    held_up: f64,
+    computed: Option<Computed>,
 }
 
-/// The passes of a step in which a device of a team waits for nobody: all but the last backward pass.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct OwnPasses {
-    /// Micro-batches of the step: so many forward passes, and one backward pass less.
+/// What a device of a team computed in a step before the update: what it waited for is left out.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Computed {
+    /// So many forward and backward passes, between `begin` and `norm`.
     pub micro_batches: u64,
     /// What they took, measured.
     pub seconds: f64,
@@ -248,7 +250,8 @@ impl Engine {
             rehearsal: Rehearsal::default(),
             update_from: 1,
             seated: false,
-            own_passes: OwnPasses::default(),
+            held_up: 0.0,
+            computed: None,
         }
     }
 
@@ -277,10 +280,9 @@ impl Engine {
         Ok(())
     }
 
-    /// What the passes of the last step took in which it waited for nobody; nothing for a device alone, and nothing
-    /// useful for a stage of a pipeline.
-    pub fn own_passes(&self) -> OwnPasses {
-        self.own_passes
+    /// What it computed in the last step; none of a device alone, or where it does not tell.
+    pub fn computed(&self) -> Option<Computed> {
+        self.computed
     }
 
     /// What its products are done with, where a library had to choose.
@@ -334,14 +336,18 @@ impl Engine {
             return device.run_observed(call, files, &mut **observer);
         }
         rehearsal.check_presence(call.program)?;
-        let start = Instant::now();
-        let slower = rehearsal.slower();
+        let slower = if ["forward", "backward"].contains(&call.program) { rehearsal.slower() } else { 1.0 };
+        let held_up = !device.slow_down(slower) && slower > 1.0;
+        let (start, before) = (Instant::now(), device.computed());
         let length = names.lengths.get(call.program).copied().unwrap_or(1);
         let mut observer = rehearsal.observer(call.program, length, &mut **observer);
         device.run_observed(call, files, &mut observer)?;
-        if slower > 1.0 && ["forward", "backward"].contains(&call.program) {
+        if held_up {
             device.settle()?;
-            std::thread::sleep(start.elapsed().mul_f64(slower - 1.0));
+            let computed = device.computed().zip(before).map(|(now, before)| now - before);
+            let seconds = computed.unwrap_or_else(|| start.elapsed().as_secs_f64()) * (slower - 1.0);
+            std::thread::sleep(Duration::from_secs_f64(seconds));
+            self.held_up += seconds;
         }
         Ok(())
     }
@@ -422,6 +428,7 @@ impl Engine {
             (Scalar::ClipFactor, 1.0),
             (Scalar::InverseTokens, inverse_tokens),
         ]);
+        let before = self.spent()?;
         self.run("begin")?;
         let values = self.recipe.micro_batch as usize * self.sequence;
         if rows.is_empty() {
@@ -429,7 +436,6 @@ impl Engine {
             rows.push_empty();
         }
         let count = self.fill_up(rows);
-        let start = Instant::now();
         let schedule = Schedule::one_forward_one_backward(self.names.in_flight, 0, count as u32);
         for schedule::Call { program, micro_batch, last } in &schedule.calls {
             match program.as_str() {
@@ -439,11 +445,6 @@ impl Engine {
                     let (device, range) = (&mut *self.device, first..first + values);
                     Engine::feed(device, self.precision, inputs, rows, range, *micro_batch);
                 }
-                "backward" if *last && self.seated => {
-                    // From here on it waits for the others, too.
-                    self.device.settle()?;
-                    self.own_passes = OwnPasses { micro_batches: count as u64, seconds: start.elapsed().as_secs_f64() };
-                }
                 "backward" => {}
                 _ => continue,
             }
@@ -451,10 +452,21 @@ impl Engine {
         }
         self.run("norm")?;
         self.device.settle()?;
+        let computed = self.spent()?.zip(before).map(|(now, before)| now - before);
+        self.computed = computed.map(|seconds| Computed { micro_batches: count as u64, seconds });
         Ok(StepLoss {
             loss: self.metric(Metric::LossSum) * inverse_tokens,
             norm: self.metric(Metric::NormSquared).sqrt(),
         })
+    }
+
+    /// Seconds in which a device of a team has computed, and was held up as if it had.
+    fn spent(&mut self) -> Result<Option<f64>, DeviceError> {
+        if !self.seated {
+            return Ok(None);
+        }
+        self.device.settle()?;
+        Ok(self.device.computed().map(|seconds| seconds + self.held_up))
     }
 
     /// The weights change. Refused in the middle, it has changed some tensors whole and left the others as they were:

@@ -14,7 +14,7 @@ use crate::run_file::{LoraSection, RunFile};
 use plimsoll_core::{Algorithms, Bytes, DeviceKind, DeviceSpec, Failure, Member, Plan, Recipe, Sharing};
 use plimsoll_device::{calibration, process};
 use plimsoll_plan::search::{Answer, Question, plan_of, search};
-use plimsoll_plan::team::{TeamAnswer, TeamQuestion, plan_of_team, share_out};
+use plimsoll_plan::team::{Only, TeamAnswer, TeamQuestion, plan_of_team, share_out};
 use plimsoll_program::{ProgramSet, Share};
 use std::ops::ControlFlow;
 use std::path::PathBuf;
@@ -306,7 +306,7 @@ pub(super) fn share_among(
     devices: &[DeviceSpec],
     host: Bytes,
     known: Option<&Known>,
-    only: Option<Sharing>,
+    only: Option<Only>,
 ) -> Result<Planned, Failure> {
     let mut team = TeamQuestion { host, only, ..team_question(run, model, devices)? };
     // What is free now is what this run leaves.

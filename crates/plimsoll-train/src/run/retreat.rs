@@ -11,7 +11,7 @@ use super::control::Moved;
 use super::events::EventLog;
 use super::prepare::{programs_bytes, question_of};
 use super::pressure::{Felt, Held, Pressure, room};
-use super::team::{Worker, passes};
+use super::team::{Computing, Worker};
 use super::training::Trainer;
 use super::trouble::{Halt, Trouble};
 use plimsoll_core::{Budget, Bytes, Class, DeviceKind, DeviceSpec, Event, Failure, Plan, Recipe, Retreat};
@@ -274,11 +274,13 @@ impl Trainer {
         let worker = self.team.worker(rank);
         answer.plan.devices[0].budget_bytes = worker.line.bytes;
         answer.plan.host.budget_bytes = worker.line.host;
-        let (plan, passes) = (answer.plan.clone(), passes(&worker.device, &answer));
+        let (plan, computing) = (answer.plan.clone(), Computing::of(&worker.device, &answer));
         worker.engine.adopt(answer).map_err(|error| Trouble::from(error).of_rank(rank))?;
-        worker.goes_by(plan, passes);
+        worker.goes_by(plan, computing);
         // What planning took goes back, too: others may need it.
         process::give_back();
+        // On the way there were arenas of both.
+        let _ = process::reset_peak();
         self.write_plan()?;
         Ok(left)
     }

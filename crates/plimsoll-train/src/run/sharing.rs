@@ -1,19 +1,25 @@
 //! How a run shares its work anew while it is under way: when a device is gone, and when devices turn out to be faster or
-//! slower than the plan says. The experiment stays what it is: every step has the same samples.
+//! slower than the plan says. The experiment stays what it is: every step has the same samples. Where devices keep what
+//! stands on them, only sequences go to others; else all goes by way of a checkpoint of the present step.
 
 use super::drift::Drift;
 use super::events::EventLog;
-use super::prepare::{Known, Planned, share_among};
+use super::prepare::{Known, Part, Planned, share_among};
 use super::retreat::Left;
+use super::team::Worker;
 use super::training::Trainer;
 use super::trouble::{Halt, Trouble};
 use crate::run::checkpoint::newest;
 use plimsoll_core::{Bytes, Class, DeviceSpec, Event, Failure, LostDevice, Sharing};
+use plimsoll_device::process;
+use plimsoll_plan::team::Only;
 use std::path::Path;
 use std::time::Instant;
 
 /// Other shares must make a step this much faster to be worth the move.
 const WORTH: f64 = 0.98;
+/// And save so many times what the move is expected to take in the steps that are left.
+const PAYS: f64 = 2.0;
 
 impl Trainer {
     /// A device is gone. What it computed of the present step is dropped, and where the others have all that the run needs,
@@ -69,32 +75,73 @@ impl Trainer {
         Ok(true)
     }
 
-    /// Devices that turn out to be faster or slower than planned share the work as they really are.
-    /// What stands in parts stays where it is.
+    /// Devices that turn out to be faster or slower than planned share the work as they really are, in the same way. Between
+    /// two steps.
     pub(super) fn watch_drift(&mut self, log: &mut EventLog) -> Result<(), Halt> {
-        if self.team.len() == 1 || self.team.holds_parts() {
-            return Ok(());
-        }
-        let Some(factors) = self.drift.see(self.info.step, &self.team.passed()) else { return Ok(()) };
+        let Some(sharing) = self.plan.sharing.filter(|_| self.team.len() > 1) else { return Ok(()) };
+        let Some(factors) = self.drift.see(self.info.step, &self.team.computed()) else { return Ok(()) };
         let start = Instant::now();
         let mut specs = self.team.specs();
         for (spec, factor) in specs.iter_mut().zip(&factors) {
             spec.rates = spec.rates.paced(1.0 / factor);
         }
-        let host = self.host_line();
-        let (now, batch) = (Known::of_plan(&self.plan), Some(Sharing::Batch));
-        let as_they_are = share_among(&self.run, &self.resolved.model, &specs, host, now.as_ref(), batch)?;
-        let planned = share_among(&self.run, &self.resolved.model, &specs, host, None, batch)?;
-        self.shared_again += 1;
-        let worth = planned.plan.predicted.step_seconds < as_they_are.plan.predicted.step_seconds * WORTH;
-        if !planned.plan.fits || !worth {
-            self.drift = Drift::rested(self.info.step, self.shared_again);
-            return Ok(());
+        let (host, whole) = (self.host_line(), Only::Sharing(sharing));
+        let among = |known: Option<&Known>, only: &Only| {
+            let planned = share_among(&self.run, &self.resolved.model, &specs, host, known, Some(only.clone()));
+            // What planning took goes back: it is beside arenas that are full.
+            process::give_back();
+            planned
+        };
+        let as_they_are = among(Known::of_plan(&self.plan).as_ref(), &whole)?.plan.predicted.step_seconds;
+        // Parts of the state stay where they are, if that is enough.
+        let parts = self.team.workers()[0].share.state.clone();
+        let parts = (sharing == Sharing::State).then_some(Only::Parts(parts));
+        let mut found = None;
+        for only in parts.iter().chain([&whole]) {
+            let planned = among(None, only)?;
+            if planned.plan.fits && self.pays(&planned, as_they_are) {
+                found = Some(planned);
+                break;
+            }
         }
+        self.shared_again += 1;
+        self.drift = Drift::rested(self.info.step, self.shared_again);
+        let Some(planned) = found else { return Ok(()) };
         let name =
             |(spec, factor): (&DeviceSpec, &f64)| format!("{} takes {factor:.2} times what was planned", spec.name);
         let why = specs.iter().zip(&factors).map(name).collect::<Vec<_>>().join(", ");
         self.take_shares(planned, &why, start, log)
+    }
+
+    /// Whether other shares save more, over the steps that are left, than the move to them takes; `as_they_are` are the
+    /// predicted seconds of a step that is not shared out anew.
+    fn pays(&self, planned: &Planned, as_they_are: f64) -> bool {
+        let step_seconds = planned.plan.predicted.step_seconds;
+        let costs = match self.stays(planned) {
+            true => 0.0,
+            // There is nothing to go back to.
+            false if !self.saves => f64::INFINITY,
+            false => self.filling_seconds + self.saving_seconds.unwrap_or(self.filling_seconds),
+        };
+        let saves = (as_they_are - step_seconds) * self.steps_left(as_they_are);
+        step_seconds < as_they_are * WORTH && saves > PAYS * costs
+    }
+
+    /// Whether everybody holds under these shares what it holds now.
+    fn stays(&self, planned: &Planned) -> bool {
+        let both = [self.plan.sharing, planned.plan.sharing].map(|sharing| sharing.unwrap_or(Sharing::Batch));
+        match both {
+            [Sharing::Batch, Sharing::Batch] => true,
+            [Sharing::State, Sharing::State] | [Sharing::Layers, Sharing::Layers] => {
+                let workers = self.team.workers();
+                let same = |(worker, part): (&Worker, &Part)| {
+                    let (now, then) = (&worker.share, &part.share);
+                    worker.device.name == part.device.name && (&now.state, &now.layers) == (&then.state, &then.layers)
+                };
+                workers.len() == planned.parts.len() && workers.iter().zip(&planned.parts).all(same)
+            }
+            _ => false,
+        }
     }
 
     fn host_line(&self) -> Bytes {
@@ -120,8 +167,8 @@ impl Trainer {
         Ok(planned)
     }
 
-    /// All go over to other shares; who has none leaves. What stands in parts, or is going to, does so by way of a
-    /// checkpoint.
+    /// All go over to other shares; who has none leaves. Where something that stands in parts, or is going to, has to go
+    /// elsewhere, it does so by way of a checkpoint.
     pub(super) fn take_shares(
         &mut self,
         planned: Planned,
@@ -129,7 +176,7 @@ impl Trainer {
         start: Instant,
         log: &mut EventLog,
     ) -> Result<(), Halt> {
-        if self.team.holds_parts() || planned.plan.sharing.is_some_and(|sharing| sharing != Sharing::Batch) {
+        if !self.stays(&planned) {
             if self.filled && self.info.step > 0 {
                 self.save(log)?;
             }

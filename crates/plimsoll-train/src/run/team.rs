@@ -56,11 +56,10 @@ pub struct Worker {
     rows: Rows,
     /// Whether it has done the update of the present step.
     updated: bool,
-    /// Predicted seconds of a forward and of a backward pass in which it waits for nobody.
-    passes: [f64; 2],
-    /// What such passes took in the last step, measured and predicted.
-    passed: (f64, f64),
-    /// What was measured of them over what was predicted, in each step.
+    computing: Computing,
+    /// What it computed in the last step took so long, measured and predicted; nothing where it does not tell.
+    computed: (f64, f64),
+    /// What was measured of that over what was predicted, in each step.
     factors: Vec<f64>,
     /// Its signs of life, where others may wait for it.
     heart: Option<Heart>,
@@ -84,8 +83,8 @@ impl Worker {
             line,
             rows: Rows::default(),
             updated: false,
-            passes: passes(&part.device, &part.answer),
-            passed: (0.0, 0.0),
+            computing: Computing::of(&part.device, &part.answer),
+            computed: (0.0, 0.0),
             factors: Vec::new(),
             heart: None,
         }
@@ -115,9 +114,9 @@ impl Worker {
         }
     }
 
-    /// It has gone over to another plan; `passes` are its predicted passes.
-    pub fn goes_by(&mut self, plan: Plan, passes: [f64; 2]) {
-        self.passes = passes;
+    /// It has gone over to another plan, which predicts what it computes.
+    pub fn goes_by(&mut self, plan: Plan, computing: Computing) {
+        self.computing = computing;
         // Products of other sizes have algorithms now that the next checkpoint has to know.
         self.plan = Plan { algorithms: self.engine.algorithms(), ..plan };
         self.device.charges = self.plan.devices[0].charges_bytes;
@@ -134,12 +133,26 @@ impl Worker {
     }
 }
 
-/// Predicted seconds of a forward and of a backward pass in which a device waits for nobody.
-pub fn passes(device: &DeviceSpec, answer: &Answer) -> [f64; 2] {
-    let (rates, team_link) = (&device.rates, device.team_link);
-    let prices = Prices { rates, host: &HostSpec::NONE, precision: answer.precision, team_link };
-    ["forward", "backward"]
-        .map(|name| answer.set.program(name).map_or(0.0, |program| prices.program_seconds(&answer.set, program, false)))
+/// Predicted seconds in which a device computes before the update of a step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Computing {
+    /// A forward and a backward pass.
+    micro_batch: f64,
+    /// What comes before the first and after the last.
+    once: f64,
+}
+
+impl Computing {
+    /// What a plan says.
+    pub fn of(device: &DeviceSpec, answer: &Answer) -> Computing {
+        let (rates, team_link) = (&device.rates, device.team_link);
+        let prices = Prices { rates, host: &HostSpec::NONE, precision: answer.precision, team_link };
+        let of = |programs: [&str; 2]| {
+            let found = programs.iter().filter_map(|name| answer.set.program(name));
+            found.map(|program| prices.computing_seconds(&answer.set, program)).sum()
+        };
+        Computing { micro_batch: of(["forward", "backward"]), once: of(["begin", "norm"]) }
+    }
 }
 
 /// All devices of a run, in the order of ranks.
@@ -343,13 +356,10 @@ impl Team {
             }
             Ok(worker.engine.gradients(&mut worker.rows, input)?)
         })?;
-        // A stage of a pipeline waits for its neighbours in every pass: what it takes says nothing of its speed.
-        let staged = |worker: &Worker| worker.share.sharing == Some(Sharing::Layers);
-        for worker in self.workers.iter_mut().filter(|worker| !staged(worker)) {
-            let own = worker.engine.own_passes();
-            let (forward, backward) = (own.micro_batches as f64, own.micro_batches as f64 - 1.0);
-            let predicted = forward * worker.passes[0] + backward * worker.passes[1];
-            worker.passed = (own.seconds, predicted);
+        for worker in &mut self.workers {
+            let Some(own) = worker.engine.computed() else { continue };
+            let predicted = own.micro_batches as f64 * worker.computing.micro_batch + worker.computing.once;
+            worker.computed = (own.seconds, predicted);
             worker.factors.push(own.seconds / predicted);
         }
         Ok(found[0])
@@ -374,9 +384,9 @@ impl Team {
         if self.holds_parts() { self.workers.iter().map(of).max().unwrap_or(0) } else { 0 }
     }
 
-    /// Measured and predicted seconds of the passes in which each device waited for nobody, in the last step.
-    pub fn passed(&self) -> Vec<(f64, f64)> {
-        self.workers.iter().map(|worker| worker.passed).collect()
+    /// Measured and predicted seconds in which each device computed in the last step.
+    pub fn computed(&self) -> Vec<(f64, f64)> {
+        self.workers.iter().map(|worker| worker.computed).collect()
     }
 
     /// The weights change, on all devices in the same way. Called again after a refusal, it goes on where it stopped, on
@@ -432,6 +442,7 @@ impl Team {
 
     /// Lets all devices go, with all that stands on them.
     pub fn disband(&mut self) {
+        self.watch = None;
         self.workers.clear();
     }
 
@@ -530,9 +541,11 @@ impl Team {
             worker.engine.adopt(part.answer.clone()).map_err(|error| Trouble::from(error).of_rank(rank))?;
             (worker.share, worker.sequences) = (part.share.clone(), part.sequences);
             worker.device.rates = part.device.rates.clone();
-            worker.goes_by(part.answer.plan.clone(), passes(&part.device, &part.answer));
+            worker.goes_by(part.answer.plan.clone(), Computing::of(&part.device, &part.answer));
             worker.line.home = worker.plan.recipe.clone();
         }
+        // On the way there were arenas of both.
+        let _ = process::reset_peak();
         Ok(self.seat()?)
     }
 

@@ -242,8 +242,12 @@ pub(super) struct Trainer {
     pub(super) pace: Pace,
     last_eval: Option<(u64, EvalResult)>,
     last_saved: (u64, Instant),
+    /// What it took to open the devices and to bring weights and optimizer onto them.
+    pub(super) filling_seconds: f64,
+    /// What the newest checkpoint took.
+    pub(super) saving_seconds: Option<f64>,
     generates: bool,
-    saves: bool,
+    pub(super) saves: bool,
     /// The share of the time in which the processor computes.
     works: f64,
 }
@@ -266,6 +270,7 @@ impl Trainer {
         let product_flops = planned.parts.iter().map(step_product_flops).sum();
         // From here on the peak is this run's: what the data took before has been given back or is a charge.
         let _ = process::reset_peak();
+        let start = Instant::now();
         let (mut team, plan) = open_team(&run, &resolved, planned, log)?;
         let recipe = plan.recipe.clone();
         let first = &team.first().device;
@@ -334,8 +339,12 @@ impl Trainer {
             cooling,
             pace: Pace::default(),
             last_eval: None,
+            filling_seconds: 0.0,
+            saving_seconds: None,
         };
-        match trainer.fill_up(checkpoint.as_ref(), log) {
+        let filled = trainer.fill_up(checkpoint.as_ref(), log);
+        trainer.filling_seconds = start.elapsed().as_secs_f64();
+        match filled {
             Ok(()) => {
                 trainer.finished();
                 Ok(trainer)
@@ -418,6 +427,15 @@ impl Trainer {
         self.info.steps.is_some_and(|steps| self.info.step >= steps) || self.info.elapsed_seconds >= hours
     }
 
+    /// Steps that are still to be done, if each takes so many seconds.
+    pub(super) fn steps_left(&self, step_seconds: f64) -> f64 {
+        match (self.info.steps, self.run.length()) {
+            (Some(steps), _) => steps.saturating_sub(self.info.step) as f64,
+            (None, Some(Length::Hours(hours))) => (hours * 3600.0 - self.info.elapsed_seconds).max(0.0) / step_seconds,
+            _ => f64::INFINITY,
+        }
+    }
+
     /// How far the run is behind the warm-up: 0 to 1.
     fn progress(&self, step: u64) -> f64 {
         let warmup = self.run.train.warmup_steps;
@@ -488,6 +506,9 @@ impl Trainer {
             if stop.load(Ordering::Relaxed) && !self.is_last() {
                 self.save(log)?;
                 return Ok(RunStatus::Stopped);
+            }
+            if !self.is_last() {
+                self.watch_drift(log)?;
             }
             self.look_around(log)?;
             self.cool_down(stop, log)?;
@@ -566,7 +587,6 @@ impl Trainer {
             seconds,
             bytes: self.team.held_by_all(),
         })?;
-        self.watch_drift(log)?;
         match gone {
             Some(why) => self.share_anew(&why, log),
             None => Ok(()),
@@ -648,8 +668,10 @@ impl Trainer {
 
     fn saved(&mut self, start: Instant, log: &mut EventLog) -> Result<(), Failure> {
         self.last_saved = (self.info.step, Instant::now());
+        let seconds = start.elapsed().as_secs_f64();
+        self.saving_seconds = Some(seconds);
         let (step, path) = (self.info.step, self.checkpoint_path().display().to_string());
-        log.emit(Event::Checkpoint { step, path, seconds: start.elapsed().as_secs_f64() })
+        log.emit(Event::Checkpoint { step, path, seconds })
     }
 
     /// Writes what was trained, whole or not at all: a Hugging Face directory, or adapters as a PEFT directory.
@@ -799,13 +821,16 @@ fn open_worker(run: &RunFile, resolved: &Resolved, part: &mut Part) -> Result<Wo
         DeviceKind::Virtual => part.device.budget.max(budget.of(Memory::read().free)),
         _ => Bytes(u64::MAX),
     };
+    // A simulated device has the pace that its user says, whatever it is planned with by now.
+    let mut all = std::iter::once(&resolved.device).chain(&resolved.others);
+    let rates = all.find(|device| device.name == part.device.name).map_or(&part.device.rates, |device| &device.rates);
     let mut plans = 1;
     loop {
         let (answer, plan) = (part.answer.clone(), part.answer.plan.clone());
         let programs = charged_programs(&part.device, &answer.set);
         let algorithms = part.algorithms.as_ref();
         let spec = match part.device.kind {
-            DeviceKind::Virtual => &DeviceSpec { budget: most, ..part.device.clone() },
+            DeviceKind::Virtual => &DeviceSpec { budget: most, rates: rates.clone(), ..part.device.clone() },
             _ => &part.device,
         };
         let held = match Engine::open(answer, precision, spec, algorithms, run.scratch(), sequence, vocab) {
