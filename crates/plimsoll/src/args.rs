@@ -460,9 +460,9 @@ pub struct BenchStepArgs {
     /// Micro-batches of one optimizer step
     #[arg(long, default_value_t = 1, value_parser = at_least_one())]
     pub accumulate: u32,
-    /// Threads that compute
-    #[arg(long, default_value_t = 2, value_parser = at_least_one())]
-    pub threads: u32,
+    /// Threads that compute, no more than there are [default: 2, where there are as many]
+    #[arg(long, value_parser = at_least_one())]
+    pub threads: Option<u32>,
     /// Steps that are timed
     #[arg(long, default_value_t = 10, value_parser = at_least_one())]
     pub steps: u32,

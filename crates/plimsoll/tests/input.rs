@@ -129,4 +129,9 @@ fn programs_get_the_failure_as_an_object_too() {
             "hints": ["did you mean `train.steps`?"],
         }})
     );
+    let output = plimsoll(dir.path(), &["bench", "step", "--threads", "99999"]);
+    assert_eq!(output.status.code(), Some(2));
+    let object: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let message = object["error"]["message"].as_str().unwrap();
+    assert!(message.starts_with("--threads: 99999 threads are more than the "), "{message}");
 }

@@ -6,6 +6,7 @@ use crate::args::{BenchDevicesArgs, BenchStepArgs, DevicesArgs};
 use crate::say;
 use plimsoll_core::{DType, Exit, Failure};
 use plimsoll_device::calibration::{self, Short};
+use plimsoll_device::probe::Cpu;
 use plimsoll_device::{bench, probe};
 use plimsoll_program::models::decoder::Base;
 use plimsoll_train::run::bench::{StepShape, step};
@@ -69,6 +70,9 @@ pub fn time_step(args: &BenchStepArgs) -> Result<Exit, Failure> {
         let text = format!("--base {}: matrices that are trained are not quantised", args.base);
         return Err(Failure::input(text).hint("add --method lora"));
     }
+    let cpu = Cpu::read();
+    let threads = cpu.threads_for(Some(args.threads.unwrap_or(2.min(cpu.threads))));
+    let threads = threads.map_err(|error| Failure::input(format!("--threads: {error}")))?;
     let measured = step(&StepShape {
         vocab: u64::from(args.vocab),
         layers: u64::from(args.layers),
@@ -79,7 +83,7 @@ pub fn time_step(args: &BenchStepArgs) -> Result<Exit, Failure> {
         sequence: u64::from(args.sequence),
         batch: u64::from(args.batch),
         accumulate: u64::from(args.accumulate),
-        threads: args.threads,
+        threads,
         steps: u64::from(args.steps),
         warmup: u64::from(args.warmup),
         dtype: if args.dtype == "bf16" { DType::Bf16 } else { DType::F32 },
