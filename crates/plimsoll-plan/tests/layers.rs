@@ -1,41 +1,23 @@
 //! Pipelines: stages of unequal size on devices none of which holds the model, each under its own load line.
 
-use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, HostSpec, Link, Offload, Rates, Sharing};
-use plimsoll_plan::search::{Lossy, Pins, Question, search};
+mod common;
+
+use common::question;
+use plimsoll_core::{Bytes, DeviceKind, DeviceSpec, HostSpec, Link, Offload, Sharing};
+use plimsoll_plan::search::{Question, search};
 use plimsoll_plan::team::{Only, TeamAnswer, TeamQuestion, alternatives, plan_of_team, share_out};
-use plimsoll_program::models::decoder::{AdamState, Optimizer, Source};
+use plimsoll_program::Schedule;
 use plimsoll_program::models::{ModelConfig, preset};
 use plimsoll_program::passes::check::check;
 use plimsoll_program::passes::collectives::agree;
-use plimsoll_program::{Schedule, Share};
 use std::time::Instant;
-
-const ADAMW: Optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full };
 
 /// Too slow for weights to go to and fro.
 const SLOW: Link = Link { bytes_per_second: 12e6, latency_seconds: 100e-6 };
 
 /// A device of so much of a core's speed.
 fn device(name: &str, budget: Bytes, pace: f64) -> DeviceSpec {
-    let core = Rates {
-        f32_flops: 100e9,
-        bf16_flops: 200e9,
-        memory_bytes_per_second: 20e9,
-        op_seconds: 2e-6,
-        host_link: Link { bytes_per_second: 16e9, latency_seconds: 10e-6 },
-        measured: false,
-        ops: plimsoll_core::OpRates::default(),
-    };
-    DeviceSpec {
-        name: name.into(),
-        kind: DeviceKind::Virtual,
-        budget,
-        charges: Bytes::mib(8),
-        charges_measured: false,
-        threads: 1,
-        rates: core.paced(pace),
-        team_link: SLOW,
-    }
+    common::device(name, budget, pace, SLOW)
 }
 
 fn team<'a>(config: &'a ModelConfig, devices: &'a [DeviceSpec], sequences: u64) -> TeamQuestion<'a> {
@@ -45,22 +27,7 @@ fn team<'a>(config: &'a ModelConfig, devices: &'a [DeviceSpec], sequences: u64) 
 /// The same beside so much of a host.
 fn beside<'a>(config: &'a ModelConfig, devices: &'a [DeviceSpec], sequences: u64, host: Bytes) -> TeamQuestion<'a> {
     let spec = HostSpec { budget: host, memory_bytes_per_second: 1e10, ..HostSpec::NONE };
-    let question = |device: &'a DeviceSpec| Question {
-        config,
-        precision: DType::F32,
-        sequence: 256,
-        sequences,
-        source: Source::Random { seed: 1 },
-        optimizer: Some(ADAMW),
-        evaluate: true,
-        generation: None,
-        device,
-        host: spec,
-        lossy: Lossy::default(),
-        pins: Pins::default(),
-        rungs: vec![],
-        share: Share::ALONE,
-    };
+    let question = |device: &'a DeviceSpec| Question { host: spec, ..question(config, device, [sequences, 256]) };
     TeamQuestion { devices: devices.iter().map(question).collect(), host, all: false, only: None }
 }
 
@@ -186,7 +153,10 @@ fn what_a_stage_has_no_room_for_waits_on_the_host() {
             assert!(!offload.head && (ends || !offload.embedding), "{offload}");
         }
         // More of the host is never slower.
-        let more = TeamQuestion { only: Some(Only::Sharing(Sharing::Layers)), ..beside(&config, &devices, 16, Bytes::gib(16)) };
+        let more = TeamQuestion {
+            only: Some(Only::Sharing(Sharing::Layers)),
+            ..beside(&config, &devices, 16, Bytes::gib(16))
+        };
         let more = planned(&more).plan;
         assert!(more.fits && more.predicted.step_seconds <= 1.01 * answer.plan.predicted.step_seconds);
     }

@@ -1,13 +1,13 @@
 //! Every preset plans: its Programs are well-formed, the packing meets the bound, and what is
 //! refused fits at the budget that the refusal names.
 
-use plimsoll_core::{
-    Bytes, DType, DeviceKind, DeviceSpec, HostSpec, Link, Rates, Recipe, RecomputeLevel, Space, WorkName,
-};
-use plimsoll_plan::search::{Lossy, Pins, Question, plan_of, search};
-use plimsoll_program::models::decoder::{AdamState, Generation, Optimizer, Source};
+mod common;
+
+use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, Link, Rates, Recipe, RecomputeLevel, Space, WorkName};
+use plimsoll_plan::search::{Pins, Question, plan_of, search};
+use plimsoll_program::models::decoder::Generation;
 use plimsoll_program::models::{preset, preset_names};
-use plimsoll_program::{Lifetime, Share, Tensor};
+use plimsoll_program::{Lifetime, Tensor};
 
 fn device(budget: Bytes) -> DeviceSpec {
     DeviceSpec {
@@ -31,22 +31,8 @@ fn device(budget: Bytes) -> DeviceSpec {
 }
 
 fn question<'a>(config: &'a plimsoll_program::models::ModelConfig, device: &'a DeviceSpec) -> Question<'a> {
-    Question {
-        config,
-        precision: DType::F32,
-        sequence: 1024.min(config.max_positions),
-        sequences: 64,
-        source: Source::Random { seed: 1 },
-        optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full }),
-        evaluate: true,
-        generation: Some(Generation { capacity: 256, chunk: 64 }),
-        device,
-        host: HostSpec::NONE,
-        lossy: Lossy::default(),
-        pins: Pins::default(),
-        rungs: vec![],
-        share: Share::ALONE,
-    }
+    let generation = Some(Generation { capacity: 256, chunk: 64 });
+    Question { generation, ..common::question(config, device, [64, 1024.min(config.max_positions)]) }
 }
 
 #[test]

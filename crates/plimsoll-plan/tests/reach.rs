@@ -1,18 +1,16 @@
 //! How far a small device goes, on paper and charges included: with what may wait on the host, and with the rungs that
 //! the user allows.
 
-use plimsoll_core::{
-    Budget, Bytes, Class, DType, DeviceKind, DeviceSpec, FileSpec, HostSpec, Offload, Recipe, RecomputeLevel, Rung,
-};
+mod common;
+
+use common::question;
+use plimsoll_core::{Budget, Bytes, Class, DType, DeviceKind, DeviceSpec, Offload, Recipe, RecomputeLevel, Rung};
 use plimsoll_plan::paper::paper;
-use plimsoll_plan::search::{Answer, Lossy, Pins, Question, plan_of, search};
-use plimsoll_program::Share;
-use plimsoll_program::models::decoder::{AdamState, Base, Method, Optimizer, Source, head_blocks};
+use plimsoll_plan::search::{Answer, Lossy, Question, plan_of, search};
+use plimsoll_program::models::decoder::{Base, Method, head_blocks};
 use plimsoll_program::models::preset;
 use plimsoll_program::passes::check::check;
 use std::time::Instant;
-
-const ADAMW: Optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full };
 
 /// What is planned; lossy rungs are offered.
 #[derive(Clone)]
@@ -34,20 +32,10 @@ impl Case {
         let device = paper(device, budget).expect("listed");
         let begin = Instant::now();
         let answer = search(&Question {
-            config: &config,
             precision: DType::Bf16,
-            sequence,
-            sequences: 65536 / sequence,
-            source: Source::Random { seed: 1 },
-            optimizer: Some(ADAMW),
-            evaluate: true,
-            generation: None,
-            device: &device,
-            host: HostSpec { budget: host, memory_bytes_per_second: 30e9, file: FileSpec::NONE },
+            host: common::host(host),
             lossy: Lossy { allow: self.allow.clone(), offer: Rung::ALL.to_vec(), ..self.lossy.clone() },
-            pins: Pins::default(),
-            rungs: vec![],
-            share: Share::ALONE,
+            ..question(&config, &device, [65536 / sequence, sequence])
         });
         let plan = &answer.plan;
         println!(
@@ -237,22 +225,8 @@ fn what_the_host_adds_up_for_a_gpu_has_another_order_and_for_a_part_of_itself_ha
     for (device, embedding, class) in
         [(&gpu, false, Class::Identical), (&gpu, true, Class::Reordered), (&simulated, true, Class::Identical)]
     {
-        let question = Question {
-            config: &config,
-            precision: DType::F32,
-            sequence: 128,
-            sequences: 2,
-            source: Source::Random { seed: 1 },
-            optimizer: Some(ADAMW),
-            evaluate: false,
-            generation: None,
-            device,
-            host: HostSpec { budget: Bytes::gib(8), memory_bytes_per_second: 30e9, file: FileSpec::NONE },
-            lossy: Lossy::default(),
-            pins: Pins::default(),
-            rungs: vec![],
-            share: Share::ALONE,
-        };
+        let host = common::host(Bytes::gib(8));
+        let question = Question { evaluate: false, host, ..question(&config, device, [2, 128]) };
         let on_device = Recipe::on_device(2, vec![RecomputeLevel::Nothing; config.layers as usize]);
         let recipe = Recipe { offload: Offload { embedding, ..Offload::NOTHING }, ..on_device.clone() };
         assert_eq!(question.class_between(&on_device, &recipe), class, "{} {embedding}", device.name);
@@ -267,22 +241,9 @@ fn who_does_the_update_is_a_matter_of_price() {
     let mut slow = fast.clone();
     slow.rates.host_link.bytes_per_second = 1e9;
     for (device, by_host) in [(fast, false), (slow, true)] {
-        let question = Question {
-            config: &config,
-            precision: DType::Bf16,
-            sequence: 512,
-            sequences: 8,
-            source: Source::Random { seed: 1 },
-            optimizer: Some(ADAMW),
-            evaluate: false,
-            generation: None,
-            device: &device,
-            host: HostSpec { budget: Bytes::gib(64), memory_bytes_per_second: 30e9, file: FileSpec::NONE },
-            lossy: Lossy::default(),
-            pins: Pins::default(),
-            rungs: vec![],
-            share: Share::ALONE,
-        };
+        let host = common::host(Bytes::gib(64));
+        let question =
+            Question { precision: DType::Bf16, evaluate: false, host, ..question(&config, &device, [8, 512]) };
         let plan = search(&question).plan;
         assert!(plan.fits && plan.recipe.offload.optimizer > 0, "{}", plan.recipe);
         assert_eq!(plan.recipe.offload.update, by_host, "{}", plan.recipe);
@@ -298,20 +259,10 @@ fn a_head_that_waits_frees_all_but_two_blocks_of_it() {
     let device = paper("rtx3070", Budget::Share(1.0)).expect("listed");
     let sequence = 4096;
     let question = Question {
-        config: &config,
         precision: DType::Bf16,
-        sequence,
-        sequences: 16,
-        source: Source::Random { seed: 1 },
-        optimizer: Some(ADAMW),
-        evaluate: true,
-        generation: None,
-        device: &device,
-        host: HostSpec { budget: Bytes::gib(16), memory_bytes_per_second: 30e9, file: FileSpec::NONE },
+        host: common::host(Bytes::gib(16)),
         lossy: adapters_in_4_bit(),
-        pins: Pins::default(),
-        rungs: vec![],
-        share: Share::ALONE,
+        ..question(&config, &device, [16, sequence])
     };
     let layers = config.layers as usize;
     let planned = |head: bool| {

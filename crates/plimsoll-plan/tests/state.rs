@@ -1,11 +1,13 @@
 //! A rank whose team shares out its state: what it holds, what it takes to gather, and that a search finds recipes for it
 //! under a load line that one device could not hold the model under.
 
+mod common;
+
+use common::question;
 use plimsoll_core::{Budget, Bytes, DType, Sharing};
 use plimsoll_plan::paper;
-use plimsoll_plan::search::{Answer, Lossy, Pins, Question, search};
+use plimsoll_plan::search::{Answer, Question, search};
 use plimsoll_program::Share;
-use plimsoll_program::models::decoder::{AdamState, Optimizer, Source};
 use plimsoll_program::models::preset;
 use std::time::Instant;
 
@@ -14,22 +16,7 @@ fn rank_of_eight(sharing: Option<Sharing>) -> Answer {
     let config = preset("llama-3.1-8b").expect("listed");
     let device = paper::paper("rtx5090", Budget::Share(0.95)).expect("listed");
     let share = Share { sharing, rank: 0, ranks: 8, state: vec![128; 8], ..Share::ALONE };
-    let question = Question {
-        config: &config,
-        precision: DType::Bf16,
-        sequence: 1024,
-        sequences: 2,
-        source: Source::Random { seed: 1 },
-        optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full }),
-        evaluate: true,
-        generation: None,
-        device: &device,
-        host: plimsoll_core::HostSpec::NONE,
-        lossy: Lossy::default(),
-        pins: Pins::default(),
-        rungs: vec![],
-        share,
-    };
+    let question = Question { precision: DType::Bf16, share, ..question(&config, &device, [2, 1024]) };
     let begin = Instant::now();
     let answer = search(&question);
     let plan = &answer.plan;

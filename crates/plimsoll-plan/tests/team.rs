@@ -1,60 +1,22 @@
 //! Shares of a batch: whole sequences that make the slowest as fast as it can be, everybody under its own load line, and
 //! nobody in the team who slows it.
 
+mod common;
+
+use common::device;
 use plimsoll_core::{
-    Budget, Bytes, Class, DType, DeviceKind, DeviceSpec, FileSpec, HostSpec, Link, Plan, Rates, Rung, Sharing,
+    Budget, Bytes, Class, DType, DeviceKind, DeviceSpec, FileSpec, HostSpec, Link, Plan, Rung, Sharing,
 };
 use plimsoll_plan::paper;
-use plimsoll_plan::search::{Lossy, Pins, Question, search};
+use plimsoll_plan::search::{Question, search};
 use plimsoll_plan::team::{Only, TeamAnswer, TeamQuestion, alternatives, plan_again, plan_of_team, share_out};
-use plimsoll_program::models::decoder::{AdamState, Optimizer, Source};
+use plimsoll_program::Schedule;
 use plimsoll_program::models::{ModelConfig, preset};
 use plimsoll_program::passes::collectives::agree;
-use plimsoll_program::{Schedule, Share};
 use std::time::Instant;
 
-const ADAMW: Optimizer = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full };
-
-/// A device of so much of a core's speed.
-fn device(name: &str, budget: Bytes, pace: f64, link: Link) -> DeviceSpec {
-    let core = Rates {
-        f32_flops: 100e9,
-        bf16_flops: 200e9,
-        memory_bytes_per_second: 20e9,
-        op_seconds: 2e-6,
-        host_link: Link { bytes_per_second: 16e9, latency_seconds: 10e-6 },
-        measured: false,
-        ops: plimsoll_core::OpRates::default(),
-    };
-    DeviceSpec {
-        name: name.into(),
-        kind: DeviceKind::Virtual,
-        budget,
-        charges: Bytes::mib(8),
-        charges_measured: false,
-        threads: 1,
-        rates: core.paced(pace),
-        team_link: link,
-    }
-}
-
 fn question<'a>(config: &'a ModelConfig, device: &'a DeviceSpec, sequences: u64) -> Question<'a> {
-    Question {
-        config,
-        precision: DType::F32,
-        sequence: 256.min(config.max_positions),
-        sequences,
-        source: Source::Random { seed: 1 },
-        optimizer: Some(ADAMW),
-        evaluate: true,
-        generation: None,
-        device,
-        host: HostSpec::NONE,
-        lossy: Lossy::default(),
-        pins: Pins::default(),
-        rungs: vec![],
-        share: Share::ALONE,
-    }
+    common::question(config, device, [sequences, 256.min(config.max_positions)])
 }
 
 fn team<'a>(config: &'a ModelConfig, devices: &'a [DeviceSpec], sequences: u64) -> TeamQuestion<'a> {
