@@ -132,6 +132,10 @@ impl Heart {
     }
 }
 
+/// What is done where a device hangs and the run cannot come back to say so, because its own thread waits for it: called
+/// from beside the run, to say why and to end the process. Files are whole at every moment.
+pub type Hangs = Arc<dyn Fn(&Failure) + Send + Sync>;
+
 /// The thread that misses signs of life.
 #[derive(Debug)]
 pub struct Watch {
@@ -147,12 +151,13 @@ impl Drop for Watch {
 
 impl Watch {
     /// Watches the devices of a team, by name and rank. Who is silent for longer than `silence` is lost, and all who wait
-    /// for it are told; where its thread does not come back then, the process ends, because the others cannot go on beside
-    /// it. Nothing where the system gives no thread: then nobody is missed.
+    /// for it are told; where its thread does not come back then, it `hangs`, and the others cannot go on beside it. Nothing
+    /// where the system gives no thread: then nobody is missed.
     pub fn start(
         team: Vec<(u32, String, Arc<Pulse>)>,
         transport: Arc<dyn Transport>,
         silence: Duration,
+        hangs: Hangs,
     ) -> Option<Watch> {
         let (end, ended) = channel::<()>();
         let all: Vec<Arc<Pulse>> = team.iter().map(|(_, _, pulse)| Arc::clone(pulse)).collect();
@@ -162,7 +167,7 @@ impl Watch {
                     match pulse.look() {
                         Seen::Nothing => {}
                         Seen::Lost => transport.give_up(*rank, &silent(device, silence)),
-                        Seen::Stuck => end_process(device, silence),
+                        Seen::Stuck => return hangs(&stuck(device, silence)),
                     }
                 }
             }
@@ -178,13 +183,9 @@ pub fn silent(device: &str, silence: Duration) -> String {
     format!("{device} gave no sign of life for {} s", silence.as_secs())
 }
 
-/// Ends the process from beside the run, which cannot say it: its thread waits for one that hangs. Files are whole at every
-/// moment.
-fn end_process(device: &str, silence: Duration) -> ! {
-    let failure = Failure::stopped(format!("{}, and what it was doing does not end", silent(device, silence)))
-        .hint("start the run again with --resume: it goes on from its newest checkpoint");
-    eprintln!("stopped: {failure}");
-    std::process::exit(failure.exit as i32)
+fn stuck(device: &str, silence: Duration) -> Failure {
+    Failure::stopped(format!("{}, and what it was doing does not end", silent(device, silence)))
+        .hint("start the run again with --resume: it goes on from its newest checkpoint")
 }
 
 #[cfg(test)]
@@ -222,11 +223,18 @@ mod tests {
             Heart::start("b", silence, move || asked.load(Ordering::Relaxed)).expect("a thread"),
         ];
         let of = |(rank, heart): (u32, &Heart)| (rank, rank.to_string(), heart.pulse());
-        let _watch = Watch::start((0..).zip(&hearts).map(of).collect(), Memory::between(2), silence).expect("a thread");
+        let team = (0..).zip(&hearts).map(of).collect();
+        let (hangs, hung) = channel();
+        let hangs = Arc::new(move |failure: &Failure| drop(hangs.send(failure.message.clone())));
+        let _watch = Watch::start(team, Memory::between(2), silence, hangs).expect("a thread");
         answers.store(false, Ordering::Relaxed);
         let pulse = hearts[1].pulse();
         // Comes back when it has been missed; a test that hung here would say so by its time limit.
         assert!(pulse.stop(false) && pulse.is_lost());
+        // It does nothing, so nobody waits for it; then it begins something and does not come back.
+        assert!(hung.try_recv().is_err());
+        pulse.at_work(true);
+        assert!(hung.recv().expect("the watch is there").contains("does not end"));
     }
 
     #[test]

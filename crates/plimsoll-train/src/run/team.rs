@@ -4,7 +4,7 @@
 
 use super::drift::SECONDS_LEAST;
 use super::engine::{Engine, Evaluated, StepInput, StepLoss};
-use super::heartbeat::{Heart, Watch, silent};
+use super::heartbeat::{Hangs, Heart, Watch, silent};
 use super::pace::quantile;
 use super::prepare::Part;
 use super::rehearsal::{Asked, Rehearsal};
@@ -162,6 +162,7 @@ pub struct Team {
     /// After so long without a sign of life a device is lost.
     silence: Duration,
     watch: Option<Watch>,
+    hangs: Hangs,
 }
 
 /// What carries bytes between these devices: those of a GPU go through its staging.
@@ -204,9 +205,9 @@ impl Team {
     ///
     /// # Errors
     /// A device that cannot work in a team.
-    pub fn new(workers: Vec<Worker>, silence: Duration) -> Result<Team, DeviceError> {
+    pub fn new(workers: Vec<Worker>, silence: Duration, hangs: Hangs) -> Result<Team, DeviceError> {
         let transport = transport(&workers);
-        let mut team = Team { workers, transport, silence, watch: None };
+        let mut team = Team { workers, transport, silence, watch: None, hangs };
         if team.len() > 1 {
             team.workers.iter_mut().for_each(|worker| worker.live(silence));
         }
@@ -221,7 +222,7 @@ impl Team {
         // The one before looks away first.
         self.watch = None;
         let team: Vec<_> = (0..).zip(&self.workers).filter_map(pulse).collect();
-        let watch = || Watch::start(team, Arc::clone(&self.transport), self.silence);
+        let watch = || Watch::start(team, Arc::clone(&self.transport), self.silence, Arc::clone(&self.hangs));
         self.watch = if self.len() > 1 { watch() } else { None };
     }
 

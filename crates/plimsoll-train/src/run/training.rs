@@ -6,6 +6,7 @@ use super::cooling::Cooling;
 use super::drift::Drift;
 use super::engine::{Engine, Evaluated, StepInput};
 use super::events::EventLog;
+use super::heartbeat::Hangs;
 use super::pace::Pace;
 use super::prepare::{Known, Part, Planned, Prepared, load_weights, prepare, rounded};
 use super::rate::learning_rate;
@@ -168,7 +169,8 @@ impl Run {
         &self.prepared
     }
 
-    /// Runs to the end, or until `stop` is raised: then the step is finished and saved.
+    /// Runs to the end, or until `stop` is raised: then the step is finished and saved. Where a device `hangs` for good this
+    /// never comes back.
     ///
     /// # Errors
     /// What stops a run: weights or a disk that are not what they should be, a loss that is no number. What was
@@ -176,7 +178,7 @@ impl Run {
     ///
     /// # Panics
     /// When the plan does not fit: the caller has seen it.
-    pub fn start(self, watch: &mut dyn FnMut(&Record), stop: &AtomicBool) -> Result<Outcome, Failure> {
+    pub fn start(self, watch: &mut dyn FnMut(&Record), stop: &AtomicBool, hangs: Hangs) -> Result<Outcome, Failure> {
         assert!(self.prepared.planned.plan.fits, "a plan that does not fit is not started");
         let folder = PathBuf::from(&self.prepared.run.run.dir);
         make_folder(&folder)?;
@@ -190,7 +192,7 @@ impl Run {
             })
             .ok();
         // From here on the folder holds a run: what it begins with has been read.
-        let mut trainer = Trainer::open(self, folder.clone(), control, &mut log)?;
+        let mut trainer = Trainer::open(self, folder.clone(), control, hangs, &mut log)?;
         if trainer.info.step == 0 {
             atomic::write_file(&folder.join("run.toml"), trainer.run.to_toml().as_bytes())?;
         }
@@ -218,6 +220,7 @@ pub(super) struct Trainer {
     data: Arc<Dataset>,
     eval: Option<Arc<Dataset>>,
     pub(super) team: Team,
+    hangs: Hangs,
     /// The plan of all.
     pub(super) plan: Plan,
     pub(super) info: CheckpointInfo,
@@ -262,7 +265,13 @@ struct Ending {
 }
 
 impl Trainer {
-    fn open(run: Run, folder: PathBuf, control: Option<Control>, log: &mut EventLog) -> Result<Trainer, Failure> {
+    fn open(
+        run: Run,
+        folder: PathBuf,
+        control: Option<Control>,
+        hangs: Hangs,
+        log: &mut EventLog,
+    ) -> Result<Trainer, Failure> {
         let Run { prepared, checkpoint, rehearsed, saves, .. } = run;
         let Prepared { run, resolved, train, eval, planned, .. } = prepared;
         let precision = run.arithmetic(resolved.device.kind);
@@ -271,7 +280,7 @@ impl Trainer {
         // From here on the peak is this run's: what the data took before has been given back or is a charge.
         let _ = process::reset_peak();
         let start = Instant::now();
-        let (mut team, plan) = open_team(&run, &resolved, planned, log)?;
+        let (mut team, plan) = open_team(&run, &resolved, planned, &hangs, log)?;
         let recipe = plan.recipe.clone();
         let first = &team.first().device;
         let (threads, charges_bytes, kind) = (first.threads, first.charges, first.kind);
@@ -324,6 +333,7 @@ impl Trainer {
             data: Arc::new(train),
             eval: eval.map(Arc::new),
             team,
+            hangs,
             plan,
             now: info.step,
             info,
@@ -368,7 +378,7 @@ impl Trainer {
         for message in warnings {
             log.emit(Event::Warning { message })?;
         }
-        (self.team, self.plan) = open_team(&self.run, &self.resolved, planned, log)?;
+        (self.team, self.plan) = open_team(&self.run, &self.resolved, planned, &self.hangs, log)?;
         self.team.rehearse(&self.rehearsed, self.run.train.seed);
         let (step, elapsed_seconds, first_loss, last_loss) = match &checkpoint {
             Some(Checkpoint { info, .. }) => (info.step, info.elapsed_seconds, info.first_loss, info.last_loss),
@@ -782,6 +792,7 @@ fn open_team(
     run: &RunFile,
     resolved: &Resolved,
     planned: Planned,
+    hangs: &Hangs,
     log: &mut EventLog,
 ) -> Result<(Team, Plan), Failure> {
     let Planned { mut plan, mut parts } = planned;
@@ -799,7 +810,7 @@ fn open_team(
         }
         workers.push(worker);
     }
-    let team = Team::new(workers, Duration::from_secs_f64(run.run.heartbeat_seconds))?;
+    let team = Team::new(workers, Duration::from_secs_f64(run.run.heartbeat_seconds), Arc::clone(hangs))?;
     if let [only] = team.workers() {
         let Plan { of, learned, disturbed, .. } = plan;
         plan = Plan { of, learned, disturbed, ..only.plan.clone() };

@@ -12,7 +12,8 @@ use plimsoll_watch::plan::{PlanView, table};
 use plimsoll_watch::summary::{Sample, resume_command, summary};
 use plimsoll_watch::terminal::for_stdout;
 use std::os::unix::process::CommandExt;
-use std::process::Command;
+use std::process::{self, Command};
+use std::sync::Arc;
 
 /// Plans, runs, and says what came of it.
 ///
@@ -59,7 +60,12 @@ pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
         signals::stop_on_eof(&stop);
     }
     let mut watcher = for_stdout(args.json, args.quiet);
-    let outcome = run.start(&mut |record| watcher.see(record), &stop)?;
+    let json = args.json;
+    let hangs = move |failure: &Failure| {
+        say::failure(failure, json);
+        process::exit(failure.exit as i32);
+    };
+    let outcome = run.start(&mut |record| watcher.see(record), &stop, Arc::new(hangs))?;
     Ok(tell(args, &outcome, simulated))
 }
 
