@@ -731,7 +731,7 @@ pub fn plan(file: &RunFile, explain: bool) -> Result<Planned, Failure> {
     }
     let mut answer = with_programs(&mut devices, |devices| {
         let answer = share_out(&team_question(file, &resolved.model, devices)?);
-        let programs = || answer.parts.iter().map(|part| programs_bytes(&part.answer.set)).sum();
+        let programs = || programs_bytes(answer.parts.iter().map(|part| &part.answer.set));
         let programs = answer.plan.fits.then(programs);
         Ok((answer, programs))
     })?;
@@ -753,7 +753,7 @@ pub fn plan(file: &RunFile, explain: bool) -> Result<Planned, Failure> {
         let device = std::slice::from_mut(&mut resolved.device);
         with_programs(device, |devices| {
             let answer = search(&question(file, &resolved.model, &devices[0], Work::Train)?);
-            let programs = answer.plan.fits.then(|| programs_bytes(&answer.set));
+            let programs = answer.plan.fits.then(|| programs_bytes([&answer.set]));
             Ok((answer, programs))
         })
     })?;

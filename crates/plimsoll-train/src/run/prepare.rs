@@ -214,7 +214,7 @@ fn planned_alone(resolved: &mut Resolved, run: &RunFile, known: Option<&Known>) 
         answer = with_programs(device, |devices| {
             let search = || Ok::<_, Failure>(search(&question(run, &resolved.model, &devices[0], Work::Train)?));
             let answer = found.take().map_or_else(search, Ok)?;
-            let programs = answer.plan.fits.then(|| programs_bytes(&answer.set));
+            let programs = answer.plan.fits.then(|| programs_bytes([&answer.set]));
             Ok((answer, programs))
         })?;
     }
@@ -284,7 +284,7 @@ fn planned_team(resolved: &mut Resolved, run: &RunFile, known: Option<&Known>) -
             }
         }
         // The Programs of all devices are in this process.
-        let programs: Bytes = planned.parts.iter().map(|part| programs_bytes(&part.answer.set)).sum();
+        let programs = programs_bytes(planned.parts.iter().map(|part| &part.answer.set));
         if !settled && (before.is_some() || !planned.plan.fits || programs <= counted) {
             return Ok(planned);
         }
@@ -364,12 +364,13 @@ pub fn dataset(run: &RunFile, model: &Model, patterns: &[String], threads: usize
     Ok(Dataset::open(&spec, model.tokenizer().as_deref(), &token_cache(), threads, go_on)?)
 }
 
-/// What Programs hold beyond what a process is charged with anyway: about so many bytes an op, with the order of its
-/// queues and the names of its tensors, as it was measured.
-pub(crate) fn programs_bytes(set: &ProgramSet) -> Bytes {
+/// What the Programs of all devices of a process hold beyond what it is charged with anyway: about so many bytes an op, with
+/// the order of its queues and the names of its tensors, as it was measured.
+pub(crate) fn programs_bytes<'a>(sets: impl IntoIterator<Item = &'a ProgramSet>) -> Bytes {
     const FREE_OPS: u64 = 4096;
     const OP_BYTES: u64 = 1792;
-    let ops = set.programs.iter().flat_map(|program| &program.blocks).map(|block| block.ops.len() as u64).sum::<u64>();
+    let blocks = sets.into_iter().flat_map(|set| &set.programs).flat_map(|program| &program.blocks);
+    let ops = blocks.map(|block| block.ops.len() as u64).sum::<u64>();
     rounded(Bytes(ops.saturating_sub(FREE_OPS) * OP_BYTES))
 }
 

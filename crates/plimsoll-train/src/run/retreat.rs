@@ -94,7 +94,7 @@ impl Line {
 
 /// What the Programs of a plan add to the charges: those of a GPU are measured with them.
 pub(super) fn charged_programs(device: &DeviceSpec, set: &ProgramSet) -> Bytes {
-    if device.kind == DeviceKind::Cuda { Bytes::ZERO } else { programs_bytes(set) }
+    if device.kind == DeviceKind::Cuda { Bytes::ZERO } else { programs_bytes([set]) }
 }
 
 impl Trainer {
