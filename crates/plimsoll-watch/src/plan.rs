@@ -5,8 +5,8 @@ mod team;
 
 use crate::text::{columns, count, percent, seconds, wrapped};
 use plimsoll_core::{
-    Bytes, Category, Class, DevicePlan, DeviceSpec, Effect, Failure, Fallback, Need, Plan, Recipe, Rung, RungPrice,
-    WorkName,
+    Bytes, Category, Class, DevicePlan, DeviceSpec, Effect, Failure, Fallback, Need, Offload, Plan, Recipe, Rung,
+    RungPrice, WorkName,
 };
 use plimsoll_plan::search::Tried;
 
@@ -314,7 +314,24 @@ fn recipes_tried(view: &PlanView) -> String {
         let figures = [tried.peak_bytes.to_string(), seconds(tried.step_seconds), verdict];
         rows.push(row(short(&tried.recipe, longest), rungs(&tried.recipe), figures));
     }
-    format!("{} tried; bytes and seconds are predicted\n{}", recipes(view.tried.len()), columns(&rows, ""))
+    let mut text = format!("{} tried; bytes and seconds are predicted\n", recipes(view.tried.len()));
+    let waiting = std::iter::once(String::new()).chain(view.tried.iter().map(|tried| waiting(&tried.recipe.offload)));
+    for (line, waiting) in columns(&rows, "").lines().zip(waiting) {
+        text += &format!("{line}\n{waiting}");
+    }
+    text
+}
+
+/// What waits, below its recipe: two of them may differ in nothing else, and there is no room beside the figures.
+fn waiting(offload: &Offload) -> String {
+    if offload.is_nothing() {
+        return String::new();
+    }
+    let file = match offload.file.is_nothing() {
+        true => String::new(),
+        false => format!("; of that in the scratch file: {}", offload.file),
+    };
+    format!("  {}", wrapped(&format!("on the host: {offload}{file}"), WIDTH - 2, "    "))
 }
 
 /// A recipe in so many letters: `32: 2 × nothing, 1 × block`.
@@ -504,6 +521,32 @@ recipe                            peak     step         verdict
 256: 3 × nothing            130.00 MiB  80.0 ms  82.00 MiB over
 64: 2 × nothing, 1 × block   40.00 MiB  84.1 ms           taken
 32: 3 × nothing              36.00 MiB  86.0 ms    fits, slower
+"
+        );
+    }
+
+    #[test]
+    fn recipes_that_differ_in_what_waits_can_be_told_apart() {
+        let (plan, mut tried) = (plan(), tried());
+        let optimizer = Offload { optimizer: 3, update: true, ..Offload::NOTHING };
+        let file = plimsoll_core::InFile { optimizer: 2, gradients: 1, weights: 1 };
+        let all = Offload { gradients: 3, weights: 3, inputs: 3, embedding: true, head: true, file, ..optimizer };
+        tried[2].recipe = tried[1].recipe.clone();
+        tried[1].recipe.offload = optimizer;
+        tried[2].recipe.offload = all;
+        let view = PlanView { title: "sums", plan: &plan, specs: &[], tried: &tried, allow: &[] };
+        assert_eq!(
+            explain(&view),
+            "\
+3 recipes tried; bytes and seconds are predicted
+recipe                            peak     step         verdict
+256: 3 × nothing            130.00 MiB  80.0 ms  82.00 MiB over
+64: 2 × nothing, 1 × block   40.00 MiB  84.1 ms            fits
+  on the host: optimizer of 3, the update
+64: 2 × nothing, 1 × block   36.00 MiB  86.0 ms            fits
+  on the host: optimizer of 3, gradients of 3, weights of 3, inputs of 3,
+    embedding, head, the update; of that in the scratch file: optimizer of 2,
+    gradients of 1, weights of 1
 "
         );
     }
