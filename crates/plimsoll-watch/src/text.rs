@@ -17,14 +17,17 @@ fn scaled(number: f64, units: &[(&str, f64)]) -> Option<String> {
     Some(format!("{number:.decimals$} {unit}"))
 }
 
-/// A short time: `820 µs`, `84.1 ms`, `1.25 s`, `3 min 20 s`.
+/// A short time: `820 µs`, `84.1 ms`, `1.25 s`, `3 min 20 s`. What rounds up to a larger unit is shown in that.
 pub fn seconds(number: f64) -> String {
     match number {
         _ if !number.is_finite() => "?".to_owned(),
-        _ if number < 1e-3 => format!("{:.0} µs", number * 1e6),
-        _ if number < 1.0 => format!("{:.1} ms", number * 1e3),
-        _ if number < 100.0 => format!("{number:.2} s"),
-        _ => format!("{:.0} min {:02.0} s", (number / 60.0).floor(), number % 60.0),
+        _ if number < 0.9995e-3 => format!("{:.0} µs", number * 1e6),
+        _ if number < 0.99995 => format!("{:.1} ms", number * 1e3),
+        _ if number < 99.995 => format!("{number:.2} s"),
+        _ => {
+            let whole = number.round() as u64;
+            format!("{} min {:02} s", whole / 60, whole % 60)
+        }
     }
 }
 
@@ -101,6 +104,8 @@ mod tests {
     fn numbers_have_the_figures_that_matter() {
         assert_eq!([344.0, 12_300.0, 134.5e6, 8.03e9].map(count), ["344", "12.3 k", "134.5 M", "8.03 B"]);
         assert_eq!([8.2e-4, 0.0841, 1.25, 200.0].map(seconds), ["820 µs", "84.1 ms", "1.25 s", "3 min 20 s"]);
+        assert_eq!([179.4, 179.7, 99.996].map(seconds), ["2 min 59 s", "3 min 00 s", "1 min 40 s"]);
+        assert_eq!([9.996e-4, 0.99996].map(seconds), ["1.0 ms", "1.00 s"]);
         assert_eq!([26.0, 3723.0, 260_000.0, f64::NAN].map(clock), ["0:26", "1:02:03", "3 days", "?"]);
         assert_eq!(percent(0.975, 1), "97.5 %");
         assert_eq!(flops(1.35e12), "1.35 TFLOP/s");
