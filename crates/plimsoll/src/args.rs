@@ -391,8 +391,8 @@ pub struct BudgetArgs {
     /// The folder of the run
     #[arg(value_name = "RUN_DIR")]
     pub run_dir: PathBuf,
-    /// The most that its device may hold from the next step on: an amount, such as 6GiB, or a share of what is free and
-    /// what the run holds, such as 50%
+    /// The most that its device may hold from the next step on: an amount, such as 6GiB, or a share, such as 50%, of what
+    /// is free and what the run holds, of a virtual device of what it was made with
     pub budget: Budget,
     /// The device that is meant, where several work on the run
     #[arg(long)]

@@ -37,10 +37,10 @@ const WAVER: Bytes = Bytes::mib(4);
 
 /// What a run knows about the memory that a device may hold for it.
 pub struct Line {
-    /// As the user said.
+    /// As the user said; of a virtual device, what that came to when it was made.
     budget: Budget,
-    /// The most that it can ever come to: a virtual device has what it was made with.
-    most: Bytes,
+    /// What a virtual device was made with: the most that the line can come to, and what a share is one of.
+    made_with: Option<Bytes>,
     /// The load line that holds: the budget, or less while others press.
     pub(super) bytes: Bytes,
     /// The load line of the host: what the user said came to at the start, or less while others press.
@@ -63,13 +63,13 @@ pub struct Line {
 }
 
 impl Line {
-    /// A run that starts with this plan, under what `budget` means for its device, which has `most`; `programs` of its
-    /// charges are those of its Programs.
-    pub fn new(budget: Budget, most: Bytes, plan: &Plan, programs: Bytes) -> Line {
+    /// A run that starts with this plan, under what `budget` means for its device, a virtual one if it was `made_with` so
+    /// much; `programs` of its charges are those of its Programs.
+    pub fn new(budget: Budget, made_with: Option<Bytes>, plan: &Plan, programs: Bytes) -> Line {
         let pressure = Pressure::new(Instant::now());
         Line {
-            budget,
-            most,
+            budget: made_with.map_or(budget, Budget::Amount),
+            made_with,
             bytes: plan.devices[0].budget_bytes,
             host: plan.host.budget_bytes,
             host_budget: plan.host.budget_bytes,
@@ -86,6 +86,16 @@ impl Line {
 }
 
 impl Line {
+    /// What a budget comes to where the memory that the device is in has `free` for this run.
+    fn of(&self, budget: Budget, free: Bytes) -> Bytes {
+        budget.of(self.made_with.unwrap_or(free))
+    }
+
+    /// The same, or less where the device was not made with so much.
+    fn at_most(&self, bytes: Bytes) -> Bytes {
+        self.made_with.map_or(bytes, |made_with| bytes.min(made_with))
+    }
+
     /// So much waits on the host now.
     pub fn waits(&mut self, host: Bytes) {
         self.host_wanted = self.host_wanted.max(host);
@@ -372,8 +382,8 @@ impl Trainer {
         let Worker { plan, line, .. } = self.worker(rank);
         match memory {
             // What is planned has room already.
-            Some(memory) => (memory.free + held, room(&memory, held).max(plan.devices[0].peak_bytes).min(line.most)),
-            None => (held, line.most),
+            Some(memory) => (memory.free + held, line.at_most(room(&memory, held).max(plan.devices[0].peak_bytes))),
+            None => (held, line.at_most(Bytes(u64::MAX))),
         }
     }
 
@@ -387,9 +397,9 @@ impl Trainer {
     ) -> Result<Result<Moved, Failure>, Failure> {
         let start = Instant::now();
         let (all, most) = self.has(rank);
-        let asked = budget.of(all);
-        let line = asked.min(most);
         let worker = self.worker(rank);
+        let asked = worker.line.of(budget, all);
+        let line = asked.min(most);
         let told = match line < asked {
             true => format!("{line}, all that {} has for it ({asked} was asked for)", worker.device.name),
             false => line.to_string(),
@@ -470,7 +480,7 @@ impl Trainer {
         let Some(memory) = self.team.worker(rank).engine.memory() else { return Ok(()) };
         let now = self.team.held(rank);
         let worker = self.team.worker(rank);
-        let budget = worker.line.budget.of(memory.free + now).min(worker.line.most);
+        let budget = worker.line.at_most(worker.line.of(worker.line.budget, memory.free + now));
         let held = Held { now, line: worker.line.bytes, budget, wanted: worker.largest.peak_bytes };
         match worker.line.pressure.feel(&memory, held, start) {
             Felt::Nothing => Ok(()),

@@ -21,7 +21,7 @@ use crate::files::{WeightWriter, atomic, write_adapter_dir, write_model_dir};
 use crate::resolve::{Resolved, lora, pace};
 use crate::run_file::{Length, Method, RunFile, Threads};
 use plimsoll_core::{
-    Budget, Bytes, DType, DeviceKind, DeviceSpec, EvalResult, Event, Exit, Failure, LossSpan, LostDevice, Member, Plan,
+    Budget, DType, DeviceKind, DeviceSpec, EvalResult, Event, Exit, Failure, LossSpan, LostDevice, Member, Plan,
     Recipe, Record, Retreat, RunResult, RunStatus, Sharing, StepSeconds,
 };
 use plimsoll_device::device::DeviceError;
@@ -827,11 +827,9 @@ fn open_worker(run: &RunFile, resolved: &Resolved, part: &mut Part) -> Result<Wo
         Some(_) => run.host(),
         None => run.budget_of(&part.device.name),
     };
-    let most = match part.device.kind {
-        // As large as its user says, whatever was learned of it.
-        DeviceKind::Virtual => part.device.budget.max(budget.of(Memory::read().free)),
-        _ => Bytes(u64::MAX),
-    };
+    // As large as its user says, whatever was learned of it.
+    let made_with =
+        (part.device.kind == DeviceKind::Virtual).then(|| part.device.budget.max(budget.of(Memory::read().free)));
     // A simulated device has the pace that its user says, whatever it is planned with by now.
     let mut all = std::iter::once(&resolved.device).chain(&resolved.others);
     let rates = all.find(|device| device.name == part.device.name).map_or(&part.device.rates, |device| &device.rates);
@@ -840,14 +838,14 @@ fn open_worker(run: &RunFile, resolved: &Resolved, part: &mut Part) -> Result<Wo
         let (answer, plan) = (part.answer.clone(), part.answer.plan.clone());
         let programs = charged_programs(&part.device, &answer.set);
         let algorithms = part.algorithms.as_ref();
-        let spec = match part.device.kind {
-            DeviceKind::Virtual => &DeviceSpec { budget: most, rates: rates.clone(), ..part.device.clone() },
-            _ => &part.device,
+        let spec = match made_with {
+            Some(budget) => &DeviceSpec { budget, rates: rates.clone(), ..part.device.clone() },
+            None => &part.device,
         };
         let held = match Engine::open(answer, precision, spec, algorithms, run.scratch(), sequence, vocab) {
             Ok(engine) => {
                 let plan = Plan { algorithms: engine.algorithms(), ..plan };
-                let line = Line::new(budget, most, &plan, programs);
+                let line = Line::new(budget, made_with, &plan, programs);
                 return Ok(Worker::new(part, engine, plan, line));
             }
             Err(DeviceError::MoreCharges { held, .. }) if plans < PLANS_MAX => held,
