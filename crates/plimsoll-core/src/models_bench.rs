@@ -1,6 +1,6 @@
 //! What `plimsoll bench models` found: a row for each model. Other tools rely on these names.
 
-use crate::{Bytes, Recipe};
+use crate::{Bytes, Need, Recipe};
 use serde::{Deserialize, Serialize};
 
 /// How far it went with a model.
@@ -75,12 +75,15 @@ pub struct ModelRow {
     /// Rungs that were taken while it ran.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub retreats: Option<u64>,
-    /// The smallest budget that would do, where it does not fit.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub needs_bytes: Option<Bytes>,
+    /// What would do, where it does not fit, least loss first: as in its plan.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub needs: Vec<Need>,
     /// Why it did not run, in a line.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub why: Option<String>,
+    /// What to do about that, a line each: the needs that this machine can meet, as commands.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub hints: Vec<String>,
 }
 
 impl ModelRow {
@@ -107,8 +110,9 @@ impl ModelRow {
             tokens_per_second: None,
             steps: None,
             retreats: None,
-            needs_bytes: None,
+            needs: Vec::new(),
             why: None,
+            hints: Vec::new(),
         }
     }
 }

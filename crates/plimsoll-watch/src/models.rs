@@ -45,7 +45,7 @@ fn row(row: &ModelRow) -> Vec<String> {
     ]
 }
 
-/// What the model stands for, where it runs and how, or why it does not.
+/// What the model stands for, where it runs and how, or why it does not, and what would help.
 fn note(row: &ModelRow) -> String {
     let mut parts = Vec::new();
     parts.extend((row.model != row.stands_for).then(|| row.stands_for.clone()));
@@ -63,9 +63,9 @@ fn note(row: &ModelRow) -> String {
     if row.status == ModelStatus::Planned {
         parts.push("planned only: this device is on paper".to_owned());
     }
-    parts.extend(row.needs_bytes.map(|needs| format!("the least that would do is {needs}")));
     parts.extend(row.why.clone());
-    format!("{}: {}\n", row.model, parts.join(", "))
+    let hints: String = row.hints.iter().map(|hint| format!("  hint: {hint}\n")).collect();
+    format!("{}: {}\n{hints}", row.model, parts.join(", "))
 }
 
 #[cfg(test)]
@@ -91,7 +91,8 @@ mod tests {
         };
         let refused = ModelRow {
             status: ModelStatus::DoesNotFit,
-            needs_bytes: Some(Bytes::gib(40)),
+            why: Some("does not fit: the smallest recipe holds 40.00 GiB".into()),
+            hints: vec!["it fits from 40.00 GiB: plimsoll bench models llama-2-13b --budget 40961MiB".into()],
             ..ModelRow::new("llama-2-13b", "llama-2-13b")
         };
         let broken = ModelRow { why: Some("exit 2: no such model".into()), ..ModelRow::new("x", "x") };
@@ -104,7 +105,8 @@ mod tests {
         }
         assert!(lines[4].contains("no") && lines[5].contains("failed"), "{text}");
         assert_eq!(lines[7], "7b: llama-2-7b, virtual:a (simulated), start to end 60.00 s measured");
-        assert_eq!(lines[8], "llama-2-13b: the least that would do is 40.00 GiB");
-        assert_eq!(lines[9], "x: exit 2: no such model");
+        assert_eq!(lines[8], "llama-2-13b: does not fit: the smallest recipe holds 40.00 GiB");
+        assert_eq!(lines[9], "  hint: it fits from 40.00 GiB: plimsoll bench models llama-2-13b --budget 40961MiB");
+        assert_eq!(lines[10], "x: exit 2: no such model");
     }
 }

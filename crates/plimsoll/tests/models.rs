@@ -30,7 +30,7 @@ fn models_run_one_after_another_and_one_that_fails_leaves_the_others_alone() {
     let status: Vec<&str> = rows.iter().map(|row| row["status"].as_str().unwrap()).collect();
     assert_eq!(status, ["failed", "ran", "does_not_fit", "ran"], "{text}");
     assert!(rows[0]["why"].as_str().unwrap().contains("config.json"), "{}", rows[0]);
-    assert!(rows[2]["needs_bytes"].as_u64() > rows[2]["budget_bytes"].as_u64(), "{}", rows[2]);
+    assert!(rows[2]["needs"][0]["budget_bytes"].as_u64() > rows[2]["budget_bytes"].as_u64(), "{}", rows[2]);
     for row in [&rows[1], &rows[3]] {
         assert_eq!((&row["fits"], &row["steps"], &row["retreats"]), (&true.into(), &3.into(), &0.into()), "{row}");
         for measured in ["measured_bytes", "measured_step_seconds", "tokens_per_second", "measured_seconds"] {
@@ -38,7 +38,7 @@ fn models_run_one_after_another_and_one_that_fails_leaves_the_others_alone() {
         }
         assert!(row["predicted_bytes"].as_u64().unwrap() <= 128 << 20, "{row}");
     }
-    assert!(text.contains("./wide") && text.contains("the least that would do is"), "{text}");
+    assert!(text.contains("./wide") && text.contains("does not fit: the smallest recipe holds"), "{text}");
     // What was trained on leaves nothing in the cache either.
     assert!(!place.names("cache").contains(&"tokens".to_owned()), "{:?}", place.names("cache"));
 }
@@ -71,6 +71,19 @@ fn on_paper_models_are_planned_and_sizes_stand_for_presets() {
         assert!(row["measured_bytes"].is_null() && row["tokens_per_second"].is_null(), "{row}");
     }
     assert!(text.contains("planned only: this device is on paper"), "{text}");
+    // What does not fit comes with what would do, as in its plan, for that model alone.
+    let (rows, text) = bench(&place, 0, &["smollm2-135m", "1b", "--devices", "rtx3070=4GiB,host=2GiB"]);
+    let needs = rows[1]["needs"].as_array().unwrap();
+    assert!(needs.iter().any(|need| need["allow"].as_array().unwrap().contains(&"lora".into())), "{needs:?}");
+    assert!(needs.iter().any(|need| need["host_bytes"].as_u64() > Some(2 << 30)), "{needs:?}");
+    let hints: Vec<&str> = rows[1]["hints"].as_array().unwrap().iter().map(|hint| hint.as_str().unwrap()).collect();
+    for hint in &hints {
+        assert!(text.contains(&format!("\n  hint: {hint}\n")), "{text}");
+        let command = hint.split_once(": ").unwrap().1;
+        assert!(command.starts_with("plimsoll bench models --samples 24") && command.contains(" 1b "), "{hint}");
+        assert!(!command.contains("smollm2-135m"), "{hint}");
+    }
+    assert!(hints.iter().any(|hint| hint.contains("on the host")), "{hints:?}");
     // A run that fails is told by what it said.
     let (rows, text) = bench(
         &place,

@@ -1,6 +1,7 @@
 //! `plimsoll bench models`: plans several models, and trains those that fit with random weights on random tokens. Each
 //! runs in a program of its own, so that whatever one of them comes to, nothing of it is left for the next.
 
+use super::plan::refusal_of;
 use crate::args::BenchModelsArgs;
 use crate::{say, signals};
 use plimsoll_core::{DeviceKind, Exit, Failure, ModelRow, ModelStatus, ModelsBench, RunResult};
@@ -81,7 +82,7 @@ fn measure(args: &BenchModelsArgs, model: &str, folder: &Path) -> ModelRow {
     let stands_for = of_size(model).unwrap_or(model);
     let mut row = ModelRow::new(model, stands_for);
     if let Err(failure) = look(args, stands_for, folder, &mut row) {
-        row.why = Some(failure.message);
+        (row.why, row.hints) = (Some(failure.message), failure.hints);
     }
     row
 }
@@ -103,8 +104,10 @@ fn look(args: &BenchModelsArgs, model: &str, folder: &Path, row: &mut ModelRow) 
     row.predicted_seconds = Some(plan.predicted.step_seconds * args.samples.div_ceil(file.batch_sequences()) as f64);
     if !plan.fits {
         row.status = ModelStatus::DoesNotFit;
-        row.needs_bytes = plan.needs.first().map(|need| need.budget_bytes);
-        return Ok(());
+        row.needs.clone_from(&plan.needs);
+        // What would do for this model says nothing of the others.
+        let other = |word: &String| *word != row.model && args.models.contains(word);
+        return Err(refusal_of(&file, plan, &std::env::args().filter(|word| !other(word)).collect::<Vec<_>>()));
     }
     if device.kind == DeviceKind::Paper {
         row.status = ModelStatus::Planned;

@@ -54,8 +54,18 @@ pub fn shown(file: &RunFile, model: &Model, devices: &[DeviceSpec], answer: &Ans
 }
 
 /// What is said where a plan does not fit, with the commands that would.
-pub fn refusal(file: &RunFile, plan: &Plan) -> Failure {
-    refusal_with(plan, &ways(file, plan), false)
+fn refusal(file: &RunFile, plan: &Plan) -> Failure {
+    refusal_of(file, plan, &typed())
+}
+
+/// The same where the words of the command are these.
+pub fn refusal_of(file: &RunFile, plan: &Plan, words: &[String]) -> Failure {
+    refusal_with(plan, &ways(file, plan, words), false)
+}
+
+/// The command as it was typed.
+fn typed() -> Vec<String> {
+    std::env::args().collect()
 }
 
 /// Says that a plan does not fit. On a terminal it asks which way to take, and takes that one alone.
@@ -63,7 +73,7 @@ pub fn refusal(file: &RunFile, plan: &Plan) -> Failure {
 /// # Errors
 /// The refusal, where there is nobody to ask, or nobody wants any of it; and what comes of the command that is taken.
 pub fn refuse(file: &RunFile, plan: &Plan, may_ask: bool) -> Result<Exit, Failure> {
-    let ways = ways(file, plan);
+    let ways = ways(file, plan, &typed());
     if !may_ask || ways.is_empty() || !say::is_somebody_there() {
         return Err(refusal(file, plan));
     }
@@ -82,8 +92,8 @@ fn refusal_with(plan: &Plan, ways: &[(Way, Vec<String>)], numbered: bool) -> Fai
     plan.learned.iter().cloned().fold(refusal, Failure::hint)
 }
 
-/// What would make a plan fit on this machine, cheapest loss first: as a person reads it, and as words to run.
-fn ways(file: &RunFile, plan: &Plan) -> Vec<(Way, Vec<String>)> {
+/// What would make a plan fit on this machine, cheapest loss first: as a person reads it, and as `words` with other flags.
+fn ways(file: &RunFile, plan: &Plan, words: &[String]) -> Vec<(Way, Vec<String>)> {
     let devices = file.devices();
     let Some(device) = plan.devices.first() else { return Vec::new() };
     let line = device.budget_bytes;
@@ -96,13 +106,19 @@ fn ways(file: &RunFile, plan: &Plan) -> Vec<(Way, Vec<String>)> {
             fewer && before.need.host_bytes.is_none() && before.need.file_bytes.is_none() && before.line_bytes == line
         };
         if !ways.iter().any(enough) {
-            ways.extend(way(need, &devices, device, free));
+            ways.extend(way(need, &devices, device, free, words));
         }
     }
     ways
 }
 
-fn way(need: &Need, devices: &DevicesRequest, device: &DevicePlan, free: Bytes) -> Option<(Way, Vec<String>)> {
+fn way(
+    need: &Need,
+    devices: &DevicesRequest,
+    device: &DevicePlan,
+    free: Bytes,
+    words: &[String],
+) -> Option<(Way, Vec<String>)> {
     let line = device.budget_bytes;
     let whole = |bytes: Bytes| Bytes::mib(bytes.0.div_ceil(1 << 20));
     // What the process holds beside its arena wavers from start to start: the ready command has room for that.
@@ -116,7 +132,7 @@ fn way(need: &Need, devices: &DevicesRequest, device: &DevicePlan, free: Bytes) 
     let device = (devices.devices.len() > 1).then(|| device.name.clone());
     let file = need.file_bytes.map(whole);
     let change = again::Change { allow: need.allow.clone(), device, budget, host, file };
-    let words = again::changed(std::env::args(), devices, &change);
+    let words = again::changed(words.iter().cloned(), devices, &change);
     let way = Way { need: need.clone(), line_bytes: budget.unwrap_or(line), command: again::quoted(&words) };
     Some((way, words))
 }
