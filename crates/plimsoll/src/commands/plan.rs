@@ -96,20 +96,21 @@ fn refusal_with(plan: &Plan, ways: &[(Way, Vec<String>)], numbered: bool) -> Fai
 fn ways(file: &RunFile, plan: &Plan, words: &[String]) -> Vec<(Way, Vec<String>)> {
     let devices = file.devices();
     let Some(device) = plan.devices.first() else { return Vec::new() };
-    let line = device.budget_bytes;
     let (free, _) = memory_of(plan);
     let mut ways: Vec<(Way, Vec<String>)> = Vec::new();
-    for need in &plan.needs {
-        // Where less loss is enough, more is not taken.
-        let enough = |(before, _): &(Way, Vec<String>)| {
-            let fewer = before.need.allow.iter().all(|rung| need.allow.contains(rung));
-            fewer && before.need.host_bytes.is_none() && before.need.file_bytes.is_none() && before.line_bytes == line
-        };
-        if !ways.iter().any(enough) {
-            ways.extend(way(need, &devices, device, free, words));
+    for found in plan.needs.iter().filter_map(|need| way(need, &devices, device, free, words)) {
+        if !ways.iter().any(|(before, _)| is_enough(before, &found.0)) {
+            ways.push(found);
         }
     }
     ways
+}
+
+/// Whether rungs of a way alone fit under the load line of another's command, which names them and more: that command
+/// would take no more than these. Lines of commands are rounded up, so two may be one that differ by less.
+fn is_enough(less: &Way, more: &Way) -> bool {
+    let Need { allow, host_bytes: None, file_bytes: None, .. } = &less.need else { return false };
+    less.line_bytes <= more.line_bytes && allow.iter().all(|rung| more.need.allow.contains(rung))
 }
 
 fn way(
@@ -158,4 +159,31 @@ pub fn title(file: &RunFile, config: &ModelConfig) -> String {
     let parameters = count(config.parameters() as f64);
     let (tokens, sequence) = (file.train.batch_tokens, file.data.sequence);
     format!("{name}: {parameters} parameters, {tokens} tokens a step in sequences of {sequence}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use plimsoll_core::Rung;
+
+    #[test]
+    fn a_command_that_would_take_less_than_it_names_is_not_named() {
+        let way = |allow: &[Rung], mib, host_bytes| Way {
+            need: Need {
+                allow: allow.to_vec(),
+                budget_bytes: Bytes::mib(mib),
+                host_bytes,
+                file_bytes: None,
+                peak_bytes: None,
+            },
+            line_bytes: Bytes::mib(mib),
+            command: String::new(),
+        };
+        let lora = way(&[Rung::Lora], 41, None);
+        let with_nf4 = |mib| way(&[Rung::Lora, Rung::Nf4], mib, None);
+        assert!(is_enough(&lora, &with_nf4(41)) && is_enough(&lora, &with_nf4(42)));
+        assert!(!is_enough(&lora, &with_nf4(40)), "more is lost for a lower line");
+        assert!(!is_enough(&lora, &way(&[Rung::Adam8bit], 41, None)), "it loses something else");
+        assert!(!is_enough(&way(&[Rung::Lora], 41, Some(Bytes::gib(1))), &with_nf4(41)), "the host may be short");
+    }
 }
