@@ -6,7 +6,7 @@ mod common;
 use common::question;
 use plimsoll_core::{Budget, Bytes, Class, DType, DeviceKind, DeviceSpec, Offload, Recipe, RecomputeLevel, Rung};
 use plimsoll_plan::paper::paper;
-use plimsoll_plan::search::{Answer, Lossy, Question, plan_of, search};
+use plimsoll_plan::search::{Answer, Lossy, Pins, Question, plan_of, search};
 use plimsoll_program::models::decoder::{Base, Method, head_blocks};
 use plimsoll_program::models::preset;
 use plimsoll_program::passes::check::check;
@@ -20,6 +20,7 @@ struct Case {
     budget: Budget,
     host: Bytes,
     sequence: u64,
+    tokens: u64,
     allow: Vec<Rung>,
     lossy: Lossy,
 }
@@ -27,7 +28,7 @@ struct Case {
 impl Case {
     /// Plans, says what came of it, and checks that what fits is well-formed.
     fn planned(&self) -> Answer {
-        let Case { model, device, budget, host, sequence, .. } = *self;
+        let Case { model, device, budget, host, sequence, tokens, .. } = *self;
         let config = preset(model).expect("listed");
         let device = paper(device, budget).expect("listed");
         let begin = Instant::now();
@@ -35,7 +36,7 @@ impl Case {
             precision: DType::Bf16,
             host: common::host(host),
             lossy: Lossy { allow: self.allow.clone(), offer: Rung::ALL.to_vec(), ..self.lossy.clone() },
-            ..question(&config, &device, [65536 / sequence, sequence])
+            ..question(&config, &device, [tokens / sequence, sequence])
         });
         let plan = &answer.plan;
         println!(
@@ -73,6 +74,7 @@ fn seven_billion_parameters_train_whole_on_a_card_of_24_gib() {
         budget: Budget::Share(1.0),
         host: Bytes::gib(128),
         sequence: 1024,
+        tokens: 65_536,
         allow: vec![],
         lossy: Lossy::default(),
     };
@@ -92,6 +94,7 @@ fn eight_billion_parameters_take_adapters_on_a_card_of_8_gib() {
         budget: Budget::Share(1.0),
         host: Bytes::gib(16),
         sequence: 4096,
+        tokens: 65_536,
         allow: vec![],
         lossy: adapters_in_4_bit(),
     };
@@ -107,6 +110,7 @@ fn thirteen_billion_parameters_take_adapters_in_12_gib() {
         budget: Budget::Amount(Bytes::gib(12)),
         host: Bytes::gib(16),
         sequence: 4096,
+        tokens: 65_536,
         allow: vec![],
         lossy: adapters_in_4_bit(),
     };
@@ -122,6 +126,7 @@ fn what_does_not_fit_says_what_would_and_each_of_it_does() {
         budget: Budget::Amount(Bytes::mib(900)),
         host: Bytes::mib(256),
         sequence: 512,
+        tokens: 65_536,
         allow: vec![],
         lossy: Lossy::default(),
     };
@@ -163,6 +168,7 @@ fn more_of_the_host_never_makes_a_step_slower() {
         budget: Budget::Amount(Bytes::gib(3)),
         host: Bytes::ZERO,
         sequence: 512,
+        tokens: 65_536,
         allow: vec![],
         lossy: Lossy::default(),
     };
@@ -185,12 +191,34 @@ fn more_of_the_device_never_makes_a_step_slower() {
         budget: Budget::Share(1.0),
         host: Bytes::gib(1),
         sequence: 512,
+        tokens: 65_536,
         allow: vec![],
         lossy: Lossy::default(),
     };
     for host in [Bytes::ZERO, Bytes::gib(1), Bytes::gib(3)] {
         never_slower(&case, (2..=8).map(|step| (Budget::Amount(Bytes::mib(500 * step)), host)));
     }
+    // Steps of few tokens, in which copies take longest.
+    let few = Case { model: "tinyllama-1.1b", device: "rtx3090", tokens: 4096, ..case };
+    never_slower(&few, (12..=20).map(|step| (Budget::Amount(Bytes::mib(500 * step)), Bytes::gib(100))));
+}
+
+#[test]
+fn levels_that_are_pinned_as_they_would_be_chosen_change_nothing() {
+    let config = preset("smollm2-360m").unwrap();
+    let device = paper("rtx3070", Budget::Amount(Bytes::gib(5))).unwrap();
+    let open = Question {
+        precision: DType::Bf16,
+        host: common::host(Bytes::gib(16)),
+        ..question(&config, &device, [16, 1024])
+    };
+    let free = search(&open).plan;
+    assert!(!free.recipe.offload.is_nothing(), "{}", free.recipe);
+    let pins = Pins { recompute: Some(free.recipe.recompute.clone()), ..Pins::default() };
+    let pinned = search(&Question { pins, ..open }).plan;
+    assert_eq!(pinned.recipe.recompute, free.recipe.recompute);
+    let (pinned, free) = (pinned.predicted.step_seconds, free.predicted.step_seconds);
+    assert!(pinned <= free * LITTLE, "{pinned} s, free {free} s");
 }
 
 #[test]
@@ -201,6 +229,7 @@ fn a_refusal_names_the_least_of_the_host_and_only_rungs_that_are_taken() {
         budget: Budget::DEVICE,
         host: Bytes::gib(1),
         sequence: 4096,
+        tokens: 65_536,
         allow: vec![Rung::Int8, Rung::Nf4, Rung::Lora],
         lossy: Lossy::default(),
     };
@@ -216,6 +245,19 @@ fn a_refusal_names_the_least_of_the_host_and_only_rungs_that_are_taken() {
     assert!(enough.planned().plan.fits, "{host:?}");
     let short = Case { host: Bytes(bytes.0 * 9 / 10), ..enough };
     assert!(!short.planned().plan.fits, "nor does much less: {host:?}");
+}
+
+#[test]
+fn the_least_of_the_host_is_found_where_the_device_is_full() {
+    let config = preset("llama-3.1-8b").unwrap();
+    let device = paper("rtx3070", Budget::Amount(Bytes::mib(4776))).unwrap();
+    let lossy = Lossy { allow: vec![Rung::Nf4], offer: Rung::ALL.to_vec(), ..Lossy::default() };
+    let host = common::host(Bytes::mib(3604));
+    let plan = search(&Question { host, lossy, ..question(&config, &device, [16, 1024]) }).plan;
+    assert!(!plan.fits);
+    let need = plan.needs.iter().find(|need| need.host_bytes.is_some()).expect("more of the host would do");
+    // What packs a little worse than it was bounded is not the end of it.
+    assert!(need.host_bytes < Some(Bytes::gib(6)), "{need:?}");
 }
 
 #[test]

@@ -267,7 +267,7 @@ impl<'q> Measurer<'q> {
     /// Whether a candidate is under both load lines, as far as its bounds say.
     pub fn fits(&self, candidate: &Candidate) -> bool {
         let Candidate { device, host, file, .. } = *candidate;
-        self.holds([device, host, file]) && self.moves_files(&candidate.recipe, true)
+        self.holds([device, host, file]) && self.moves_files(&candidate.recipe, &|bytes| self.holds(bytes))
     }
 
     /// Whether a candidate is under the load lines of host and file once it is packed.
@@ -319,20 +319,11 @@ impl<'q> Measurer<'q> {
         kind(offload, self.layers())
     }
 
-    /// The level that needs the least.
-    fn most_again(&self) -> RecomputeLevel {
-        if self.question.optimizer.is_some() { RecomputeLevel::Block } else { RecomputeLevel::Nothing }
-    }
-
-    /// [`Measurer::known_bytes`] where every layer is computed again.
-    fn where_all_is_made_again(&self, micro_batch: u32, offload: Offload) -> Option<[u64; 3]> {
-        self.known_bytes(&self.made_again(micro_batch, offload))
-    }
-
-    /// The recipe where every layer is computed again.
-    fn made_again(&self, micro_batch: u32, offload: Offload) -> Recipe {
+    /// The recipe where every layer is computed again, if that is open.
+    pub fn made_again(&self, micro_batch: u32, offload: Offload) -> Recipe {
         let question = self.question;
-        question.recipe(micro_batch, vec![self.most_again(); question.layers()], offload)
+        let all = || vec![RecomputeLevel::Block; question.layers()];
+        question.recipe(micro_batch, question.fixed_levels().unwrap_or_else(all), offload)
     }
 
     /// Whether so many bytes of all spaces are under the load lines.
@@ -358,21 +349,29 @@ impl<'q> Measurer<'q> {
         })
     }
 
+    /// The wanted Programs of a recipe, of which nothing waits yet.
+    fn part(&self, plain: ProgramSet, recipe: &Recipe, wanted: &dyn Fn(&Program) -> bool) -> ProgramSet {
+        let question = self.question;
+        let one_micro_batch = question.micro_batches_of(recipe) == 1;
+        let set = offload_only(plain, self.layers(), &recipe.offload, one_micro_batch, wanted);
+        question.mailed(question.with_file(set, recipe.offload))
+    }
+
+    /// What happens once a step. Inputs of layers do not come into it.
+    fn once_a_step(&self, recipe: &Recipe, plain: &dyn Fn() -> ProgramSet) -> Measured {
+        let one_micro_batch = self.question.micro_batches_of(recipe) == 1;
+        let key = (Offload { inputs: 0, ..recipe.offload }, one_micro_batch);
+        known(&self.known.once_a_step, key, || {
+            let set = self.part(plain(), recipe, &|program| !depends_on_all(program));
+            self.measured(&set, &["begin", "norm", "update"])
+        })
+    }
+
     fn measure(&self, recipe: Recipe) -> Candidate {
         let question = self.question;
         let plain = question.build(question.config, &recipe, false);
-        let one_micro_batch = question.micro_batches_of(&recipe) == 1;
-        let part = |set: ProgramSet, wanted: &dyn Fn(&Program) -> bool| {
-            let set = offload_only(set, self.layers(), &recipe.offload, one_micro_batch, wanted);
-            question.mailed(question.with_file(set, recipe.offload))
-        };
-        // Inputs of layers do not come into it.
-        let key = (Offload { inputs: 0, ..recipe.offload }, one_micro_batch);
-        let update = known(&self.known.once_a_step, key, || {
-            let set = part(plain.clone(), &|program| !depends_on_all(program));
-            self.measured(&set, &["begin", "norm", "update"])
-        });
-        let set = part(plain, &depends_on_all);
+        let update = self.once_a_step(&recipe, &|| plain.clone());
+        let set = self.part(plain, &recipe, &depends_on_all);
         let passes = match question.optimizer {
             Some(_) => self.measured(&set, &["forward", "backward"]),
             None => self.measured(&set, &["evaluate"]),
@@ -391,10 +390,9 @@ impl<'q> Measurer<'q> {
         }
     }
 
-    /// Whether there is room on host and file, and on the device where that counts, while files are read and written:
-    /// little passes through memory then, so that it is seldom looked at closely.
-    pub fn moves_files(&self, recipe: &Recipe, on_device: bool) -> bool {
-        let holds = |[device, host, file]: [u64; 3]| self.holds([if on_device { device } else { 0 }, host, file]);
+    /// Whether what is needed while files are read and written is held: little passes through memory then, so that it is
+    /// seldom looked at closely.
+    pub fn moves_files(&self, recipe: &Recipe, holds: &dyn Fn([u64; 3]) -> bool) -> bool {
         let bytes = |stays: Stays| [stays.device, stays.host, stays.file];
         let stays = bytes(self.persistent(recipe.offload));
         let [device, host, file] = stays;
@@ -482,7 +480,7 @@ impl<'q> Measurer<'q> {
     /// About how many seconds a step takes under a choice, with the lightest level of recompute that about fits;
     /// `None` where none does. Found without writing Programs down: what has to be computed, what has to be copied,
     /// what stays.
-    pub fn about(&self, profile: &Profile, micro_batch: u32, offload: Offload) -> Option<f64> {
+    pub fn about(&self, micro_batch: u32, offload: Offload) -> Option<f64> {
         if !self.may_fit(micro_batch, offload) {
             return None;
         }
@@ -492,12 +490,8 @@ impl<'q> Measurer<'q> {
         let count = question.share.micro_batches_of(question.sequences, micro_batch) as f64;
         let rate = question.device.rates.host_link.bytes_per_second;
         let inputs = u64::from(offload.inputs) * plain.input_bytes;
-        // Rows of the embedding are looked up and added to where they are; the head comes in blocks, twice.
-        let ends = [offload.embedding, offload.head].iter().filter(|waits| **waits).count() as u64;
-        let end_elements = (ends * question.config.vocab * question.config.hidden) as f64;
-        let (waits, in_file, file) = (stays.waits, stays.in_file, &question.host.file);
-        let weights = (waits.weights - end_elements * question.precision.bytes() as f64).max(0.0);
-        let gradients = (waits.gradients - end_elements * question.precision.wide().bytes() as f64).max(0.0);
+        let Waiting { weights, gradients, .. } = self.of_layers(offload);
+        let in_file = stays.in_file;
         let table = (question.config.vocab * question.config.hidden) as f64;
         let streamed = self.streams_head(offload);
         let head = if streamed { table * question.precision.bytes() as f64 } else { 0.0 };
@@ -506,26 +500,10 @@ impl<'q> Measurer<'q> {
         let again = if count > 1.0 { gradients + head_gradient } else { 0.0 };
         let copied_in = count * (2.0 * (weights + head) + again + inputs as f64);
         let copied_out = count * (gradients + head_gradient + inputs as f64);
-        let update = if offload.update {
-            // Masters and moments are read and written, gradients read, weights written; what is not there is copied.
-            let weight = question.precision.bytes() as f64;
-            let trained = waits.state / if question.precision == question.precision.wide() { 8.0 } else { 12.0 };
-            let over_link = ((trained * 4.0 - gradients).max(0.0)).max((trained * weight - weights).max(0.0));
-            let moved = 2.0 * waits.state + trained * (4.0 + 2.0 * weight);
-            (over_link / rate).max(moved / question.host.memory_bytes_per_second)
-        } else {
-            ((gradients + waits.state) / rate).max((waits.state + weights) / rate)
-        };
-        // What the disk takes, which reads and writes at once.
-        let disk =
-            |read: f64, written: f64| (read / file.read_bytes_per_second).max(written / file.write_bytes_per_second);
-        let of_passes = disk(
+        let of_passes = self.disk_seconds(
             count * (2.0 * in_file.weights + if count > 1.0 { in_file.gradients } else { 0.0 }),
             count * in_file.gradients,
         );
-        let update = update.max(disk(in_file.gradients + in_file.state, in_file.state + in_file.weights));
-        let normed = disk(in_file.gradients, 0.0);
-        let once = if question.optimizer.is_some() { (gradients / rate).max(normed) + update } else { 0.0 };
         // Two slots in each ring, of a layer each.
         let of_layer = |bytes: f64, layers: u32| if layers > 0 { 2.0 * bytes / f64::from(layers) } else { 0.0 };
         let rings = of_layer(weights, offload.weights)
@@ -533,10 +511,64 @@ impl<'q> Measurer<'q> {
             + 2.0 * plain.head_block * (head + head_gradient);
         let freed = self.in_flight(micro_batch) * inputs;
         let budget = (question.device.arena_budget().0 + freed).checked_sub(stays.device + rings as u64)?;
-        let more = profile.lightest(question.layers(), budget)?;
+        let more = match question.fixed_levels() {
+            None => self.profile(micro_batch).lightest(question.layers(), budget)?,
+            Some(_) if plain.least_above > budget => return None,
+            Some(_) => self.candidate(self.made_again(micro_batch, Offload::NOTHING)).passes - plain.pass_seconds,
+        };
         let logits = if streamed { plain.logits_seconds } else { 0.0 };
         let computed = count * (plain.pass_seconds + logits + more);
-        Some(computed.max(copied_in / rate).max(copied_out / rate).max(of_passes) + once)
+        let passes = computed.max(copied_in / rate).max(copied_out / rate).max(of_passes);
+        Some(passes + self.once_about(micro_batch, offload))
+    }
+
+    /// About how many seconds pass once a step: between those that are measured where nothing and where all of it waits.
+    fn once_about(&self, micro_batch: u32, offload: Offload) -> f64 {
+        let question = self.question;
+        if question.optimizer.is_none() {
+            return 0.0;
+        }
+        let (layers, update) = (self.layers(), offload.update);
+        let measured = |optimizer: u32, gradients: u32, weights: u32| {
+            let update = update && optimizer > 0;
+            let choice = Offload { optimizer, gradients, weights, update, ..Offload::NOTHING };
+            let recipe = self.made_again(micro_batch, choice);
+            self.once_a_step(&recipe, &|| question.build(question.config, &recipe, false)).seconds
+        };
+        let part = |count: u32, all: u32| if all > 0 { f64::from(count) / f64::from(all) } else { 0.0 };
+        let between = |part: f64, none: f64, all: &dyn Fn() -> f64| {
+            if part > 0.0 { none + part * (all() - none) } else { none }
+        };
+        let once = if offload.optimizer < layers {
+            // With the last layer's state goes all else that is trained.
+            between(part(offload.optimizer, layers - 1), measured(0, 0, 0), &|| measured(layers - 1, 0, 0))
+        } else {
+            let (gradients, weights) = (part(offload.gradients, layers), part(offload.weights, layers));
+            let with =
+                |weights: u32| between(gradients, measured(layers, 0, weights), &|| measured(layers, layers, weights));
+            between(weights, with(0), &|| with(layers))
+        };
+        let in_file = self.persistent(offload).in_file;
+        let of_file = self.disk_seconds(in_file.gradients + in_file.state, in_file.state + in_file.weights)
+            + self.disk_seconds(in_file.gradients, 0.0);
+        once.max(of_file)
+    }
+
+    /// What waits, but for ends: rows of the embedding are looked up and added to where they are, and the head comes in
+    /// blocks, twice.
+    fn of_layers(&self, offload: Offload) -> Waiting {
+        let (question, waits) = (self.question, self.persistent(offload).waits);
+        let ends = [offload.embedding, offload.head].iter().filter(|waits| **waits).count() as u64;
+        let elements = (ends * question.config.vocab * question.config.hidden) as f64;
+        let weights = (waits.weights - elements * question.precision.bytes() as f64).max(0.0);
+        let gradients = (waits.gradients - elements * question.precision.wide().bytes() as f64).max(0.0);
+        Waiting { weights, gradients, ..waits }
+    }
+
+    /// What the disk takes, which reads and writes at once.
+    fn disk_seconds(&self, read: f64, written: f64) -> f64 {
+        let file = &self.question.host.file;
+        (read / file.read_bytes_per_second).max(written / file.write_bytes_per_second)
     }
 
     /// Micro-batches whose inputs of layers are there at once.
@@ -595,17 +627,21 @@ impl<'q> Measurer<'q> {
     }
 
     /// Recipes that recompute as little as the load lines allow, tightened until one fits or none can.
-    pub fn recomputed(&self, profile: &Profile, micro_batch: u32, offload: Offload) -> Vec<Candidate> {
+    pub fn recomputed(&self, micro_batch: u32, offload: Offload) -> Vec<Candidate> {
         let question = self.question;
         let arena_budget = question.device.arena_budget().0;
         let block = || self.candidate(self.made_again(micro_batch, offload));
+        if question.fixed_levels().is_some() {
+            return vec![block()];
+        }
+        let profile = self.profile(micro_batch);
         let mut list = Vec::new();
         let mut budget = if offload.is_nothing() {
             arena_budget.saturating_sub(self.persistent(offload).device)
         } else {
             // What waiting frees is measured where everything is recomputed, and is as much elsewhere.
             let plain = self.plain(micro_batch).least_above;
-            let waiting = self.where_all_is_made_again(micro_batch, offload).unwrap_or_else(|| {
+            let waiting = self.known_bytes(&self.made_again(micro_batch, offload)).unwrap_or_else(|| {
                 let waiting = block();
                 list.push(waiting.clone());
                 [waiting.device, waiting.host, waiting.file]
@@ -617,7 +653,7 @@ impl<'q> Measurer<'q> {
         };
         // The profile sees three layers; where the whole is a little larger, aim lower.
         for _ in 0..4 {
-            let Some(recompute) = choose(profile, question.layers(), budget) else { break };
+            let Some(recompute) = choose(&profile, question.layers(), budget) else { break };
             let recipe = question.recipe(micro_batch, recompute, offload);
             if list.iter().any(|candidate| candidate.recipe == recipe) {
                 break;

@@ -126,7 +126,7 @@ impl<'q> Menu<'q> {
         }
         for micro_batch in micro_batches.into_iter().map(|size| size as u32) {
             if self.looked.insert(micro_batch) {
-                let (found, _) = candidates_of(&self.measurer, micro_batch, waits);
+                let found = candidates_of(&self.measurer, micro_batch, waits);
                 self.add(found);
             }
         }

@@ -249,6 +249,14 @@ impl Question<'_> {
         (1..=most).filter(|b| most.is_multiple_of(*b) || b.is_power_of_two()).collect()
     }
 
+    /// What each layer makes again, where that is not open.
+    fn fixed_levels(&self) -> Option<Vec<RecomputeLevel>> {
+        match self.optimizer {
+            Some(_) => self.pins.recompute.clone(),
+            None => Some(vec![RecomputeLevel::Nothing; self.layers()]),
+        }
+    }
+
     /// How many micro-batches a step has.
     fn micro_batches_of(&self, recipe: &Recipe) -> u32 {
         self.share.micro_batches_of(self.sequences, recipe.micro_batch) as u32
@@ -287,37 +295,25 @@ impl Question<'_> {
 fn candidates(measurer: &Measurer, micro_batches: &[u32]) -> Vec<Candidate> {
     let question = measurer.question;
     let waits = question.pins.offload.unwrap_or_default();
-    let (mut list, mut profiles) = (Vec::new(), Vec::new());
-    for &micro_batch in micro_batches {
-        let (found, profile) = candidates_of(measurer, micro_batch, waits);
-        list.extend(found);
-        profiles.extend(profile.map(|profile| (micro_batch, profile)));
-    }
+    let mut list: Vec<Candidate> =
+        micro_batches.iter().flat_map(|&micro_batch| candidates_of(measurer, micro_batch, waits)).collect();
     if question.pins.offload.is_none() {
-        offload::add(measurer, &profiles, &mut list);
+        offload::add(measurer, micro_batches, &mut list);
     }
     list
 }
 
-/// The recipes of one micro-batch under one choice of what waits, with the profile where levels are open.
-fn candidates_of(measurer: &Measurer, micro_batch: u32, waits: Offload) -> (Vec<Candidate>, Option<Arc<Profile>>) {
+/// The recipes of one micro-batch under one choice of what waits.
+fn candidates_of(measurer: &Measurer, micro_batch: u32, waits: Offload) -> Vec<Candidate> {
     let question = measurer.question;
-    let pinned = match (&question.optimizer, &question.pins.recompute) {
-        (None, _) => Some(vec![RecomputeLevel::Nothing; question.layers()]),
-        (_, pinned) => pinned.clone(),
-    };
-    if let Some(recompute) = pinned {
-        return (vec![measurer.candidate(question.recipe(micro_batch, recompute, waits))], None);
+    let lightest = question.fixed_levels().unwrap_or_else(|| vec![RecomputeLevel::Nothing; question.layers()]);
+    let lightest = measurer.candidate(question.recipe(micro_batch, lightest, waits));
+    let fits = measurer.fits(&lightest);
+    let mut list = vec![lightest];
+    if !fits && question.fixed_levels().is_none() {
+        list.extend(measurer.recomputed(micro_batch, waits));
     }
-    let profile = measurer.profile(micro_batch);
-    let plain = question.uniform(micro_batch, RecomputeLevel::Nothing);
-    let plain = measurer.candidate(Recipe { offload: waits, ..plain });
-    let plain_fits = measurer.fits(&plain);
-    let mut list = vec![plain];
-    if !plain_fits {
-        list.extend(measurer.recomputed(&profile, micro_batch, waits));
-    }
-    (list, Some(profile))
+    list
 }
 
 /// A recipe with everything that follows from it.

@@ -1,15 +1,15 @@
 //! What may wait on the host: the choices that are looked at, in the order of the time that each takes about, and the
 //! leanest of all.
 
-use super::Profile;
 use super::measure::{Candidate, Measurer};
-use plimsoll_core::{InFile, Offload, Recipe, RecomputeLevel, Sharing};
+use plimsoll_core::{InFile, Offload, RecomputeLevel, Sharing};
 use std::collections::{HashMap, HashSet};
-use std::sync::Arc;
 
 /// Choices that are measured, at most: the most promising ones.
 const LOOKS: usize = 48;
-/// The same of a rank that gathers what it computes with, whose Programs go layer for layer and take long to write down; and
+/// Of one micro-batch this part of them, before others have had their turn.
+const EACH: usize = 6;
+/// As [`LOOKS`], of a rank that gathers what it computes with, whose Programs go layer for layer and take long to write down; and
 /// of each stage of a pipeline.
 const LOOKS_IN_TEAM: usize = 6;
 /// Of the leanest recipes by their bounds, so many are packed to find one that fits once it is packed.
@@ -110,29 +110,29 @@ fn choices_of_update(measurer: &Measurer) -> impl Iterator<Item = Offload> {
 }
 
 /// A choice that could be faster than what is there.
-struct Look<'p> {
+struct Look {
     /// About what a step takes.
     seconds: f64,
     /// Bytes that stay on the host.
     host: u64,
     micro_batch: u32,
-    profile: &'p Profile,
     choice: Offload,
 }
 
 /// Adds recipes that let something wait, where they could be faster than what is there. What a choice takes is first only
 /// known about; they are measured in that order, until none can be faster than the best that fits. How much longer one
-/// really takes tells of the others of its kind.
-pub(super) fn add(measurer: &Measurer, profiles: &[(u32, Arc<Profile>)], list: &mut Vec<Candidate>) {
+/// really takes tells of the others of its kind, and of other kinds at the same micro-batch, that they will take no less
+/// above what was estimated.
+pub(super) fn add(measurer: &Measurer, micro_batches: &[u32], list: &mut Vec<Candidate>) {
     let best_of = |list: &[Candidate]| fastest(measurer, list).map(|best| best.seconds);
     let mut best = best_of(list).unwrap_or(f64::INFINITY);
     let mut looks = Vec::new();
     for choice in choices_of_update(measurer).filter(|choice| !choice.is_nothing() && waits_within(measurer, *choice)) {
-        for (micro_batch, profile) in profiles {
-            match measurer.about(profile, *micro_batch, choice) {
+        for &micro_batch in micro_batches {
+            match measurer.about(micro_batch, choice) {
                 Some(seconds) if seconds < best => {
-                    let (host, micro_batch) = (measurer.persistent(choice).host, *micro_batch);
-                    looks.push(Look { seconds, host, micro_batch, profile, choice });
+                    let host = measurer.persistent(choice).host;
+                    looks.push(Look { seconds, host, micro_batch, choice });
                 }
                 _ => {}
             }
@@ -140,29 +140,42 @@ pub(super) fn add(measurer: &Measurer, profiles: &[(u32, Arc<Profile>)], list: &
     }
     looks.sort_by(|a, b| a.seconds.total_cmp(&b.seconds).then(a.host.cmp(&b.host)));
     let staged = measurer.question.share.sharing == Some(Sharing::Layers);
-    let mut left = if in_parts(measurer) || staged { LOOKS_IN_TEAM } else { LOOKS };
-    let mut misses = left;
+    let most = if in_parts(measurer) || staged { LOOKS_IN_TEAM } else { LOOKS };
+    let (mut left, mut misses) = (most, most);
     let mut slower: HashMap<(u32, Offload), f64> = HashMap::new();
-    for Look { seconds, micro_batch, profile, choice, .. } in looks {
-        let enough = best * (1.0 - FASTER);
-        if left == 0 || misses == 0 || seconds * (1.0 - UNSURE) >= enough {
-            break;
-        }
-        let kind = (micro_batch, measurer.kind(choice));
-        let factor = slower.get(&kind).copied().unwrap_or(1.0 - UNSURE);
-        if seconds * factor >= enough || !measurer.may_fit(micro_batch, choice) {
-            continue;
-        }
-        let found = measurer.recomputed(profile, micro_batch, choice);
-        match best_of(&found) {
-            Some(measured) => {
-                slower.insert(kind, measured / seconds);
-                best = best.min(measured);
-                left -= 1;
+    let mut least_slower: HashMap<u32, f64> = HashMap::new();
+    let mut looked = vec![false; looks.len()];
+    // First a few of each micro-batch: of one that promises too much there are many.
+    for most_of_each in [most.div_ceil(EACH), most] {
+        let mut taken: HashMap<u32, usize> = HashMap::new();
+        for (Look { seconds, micro_batch, choice, .. }, looked) in looks.iter().zip(&mut looked) {
+            let (seconds, micro_batch, choice) = (*seconds, *micro_batch, *choice);
+            let enough = best * (1.0 - FASTER);
+            if left == 0 || misses == 0 || seconds * (1.0 - UNSURE) >= enough {
+                break;
             }
-            None => misses -= 1,
+            let kind = (micro_batch, measurer.kind(choice));
+            let of_others = || least_slower.get(&micro_batch).copied().unwrap_or(1.0) * (1.0 - UNSURE);
+            let factor = slower.get(&kind).copied().unwrap_or_else(of_others);
+            let taken = taken.entry(micro_batch).or_default();
+            let hopeless = seconds * factor >= enough || !measurer.may_fit(micro_batch, choice);
+            if *looked || hopeless || *taken == most_of_each {
+                continue;
+            }
+            (*looked, *taken) = (true, *taken + 1);
+            let found = measurer.recomputed(micro_batch, choice);
+            match best_of(&found) {
+                Some(measured) => {
+                    let factor = measured / seconds;
+                    slower.insert(kind, factor);
+                    least_slower.entry(micro_batch).and_modify(|least| *least = least.min(factor)).or_insert(factor);
+                    best = best.min(measured);
+                    left -= 1;
+                }
+                None => misses -= 1,
+            }
+            list.extend(found);
         }
-        list.extend(found);
     }
 }
 
@@ -185,116 +198,101 @@ fn fastest<'c>(measurer: &Measurer, list: &'c [Candidate]) -> Option<&'c Candida
 /// What needs the least memory on the device, within the load lines of host and file; `None` where it does not come below
 /// `bound` bytes. It is the same whatever has been looked at before.
 pub(super) fn leanest(measurer: &Measurer, bound: Option<u64>) -> Option<Candidate> {
-    let question = measurer.question;
-    let micro_batch = question.micro_batches()[0];
-    let levels = lean_levels(measurer, micro_batch);
-    let recipe = |level: usize, offload: Offload| question.recipe(micro_batch, levels[level].clone(), offload);
-    let above: Vec<u64> = levels.iter().map(|levels| measurer.plain_above(micro_batch, levels)).collect();
-    let mut looks: Vec<(u64, Offload, usize)> = Vec::new();
-    for choice in choices_of_update(measurer).filter(|choice| waits_within(measurer, *choice)) {
-        let least = |level: usize| measurer.least_bytes(micro_batch, above[level], choice);
-        looks.extend((0..levels.len()).map(|level| (least(level), choice, level)));
-    }
-    looks.retain(|(bytes, ..)| bound.is_none_or(|bound| *bytes < bound));
-    // The update by the device needs no less of it: only where the host is short of what its own takes.
-    looks.sort_by_key(|(bytes, choice, level)| (*bytes, choice.optimizer, !choice.update, *level));
-    let within = |found: &Candidate| bound.is_none_or(|bound| found.laid(question).layout.device.bytes < bound);
-    let mut too_large = HashSet::new();
-    while too_large.len() < PACKED {
-        let Some(found) = leanest_but(measurer, &looks, &recipe, bound, &too_large) else { break };
-        if measurer.packs_on_host(&found) && within(&found) {
-            return Some(found);
-        }
-        too_large.insert(found.recipe);
-    }
-    // Nothing within the host's load line: what is refused keeps everything on the device.
-    bound.is_none().then(|| measurer.candidate(recipe(0, Offload::NOTHING)))
-}
-
-/// Levels that may need the least: every layer computed again, the tightest mixture, and the others alone.
-fn lean_levels(measurer: &Measurer, micro_batch: u32) -> Vec<Vec<RecomputeLevel>> {
-    let question = measurer.question;
-    let uniform = |level: RecomputeLevel| vec![level; question.layers()];
-    if question.optimizer.is_none() {
-        return vec![uniform(RecomputeLevel::Nothing)];
-    }
-    if let Some(pinned) = &question.pins.recompute {
-        return vec![pinned.clone()];
-    }
-    let mut levels = vec![uniform(RecomputeLevel::Block)];
-    let alone = RecomputeLevel::ALL.iter().filter(|_| !in_parts(measurer)).map(|&level| uniform(level));
-    for others in measurer.tightest(micro_batch).into_iter().chain(alone) {
-        if !levels.contains(&others) {
-            levels.push(others);
-        }
-    }
-    levels
-}
-
-/// The leanest of `looks`, which come with their bounds in rising order, but for recipes that are too large.
-fn leanest_but(
-    measurer: &Measurer,
-    looks: &[(u64, Offload, usize)],
-    recipe: &impl Fn(usize, Offload) -> Recipe,
-    bound: Option<u64>,
-    too_large: &HashSet<Recipe>,
-) -> Option<Candidate> {
     let beside = |[_, host, file]: [u64; 3]| measurer.holds([0, host, file]);
-    let mut least = bound.unwrap_or(u64::MAX);
-    let mut found = None;
-    for &(at_least, offload, level) in looks {
-        if at_least >= least {
-            break;
-        }
-        let recipe = recipe(level, offload);
-        let too_much = |bytes: [u64; 3]| bytes[0] >= least || !beside(bytes);
-        let hopeless = measurer.known_bytes(&recipe).map_or(!beside(measurer.at_least(&recipe)), too_much);
-        if hopeless || too_large.contains(&recipe) {
-            continue;
-        }
-        let candidate = measurer.candidate(recipe);
-        let within = !too_much([candidate.device, candidate.host, candidate.file]);
-        if within && measurer.moves_files(&candidate.recipe, false) {
-            least = candidate.device;
-            found = Some(candidate);
-        }
-    }
-    found
+    let packs = |found: &Candidate| {
+        let below = |bound| found.laid(measurer.question).layout.device.bytes < bound;
+        measurer.packs_on_host(found) && bound.is_none_or(below)
+    };
+    least(measurer, &|[device, ..]| device, &beside, bound, &packs).or_else(|| {
+        // Nothing within the host's load line: what is refused keeps everything on the device.
+        let micro_batch = measurer.question.micro_batches()[0];
+        bound.is_none().then(|| measurer.candidate(measurer.made_again(micro_batch, Offload::NOTHING)))
+    })
 }
 
 /// The least bytes of the host, or of the scratch file, beside which the device holds something; `None` where that is not
 /// less than `bound`.
 pub(super) fn least_beside(measurer: &Measurer, in_file: bool, bound: u64) -> Option<u64> {
     let question = measurer.question;
-    let micro_batch = question.micro_batches()[0];
-    let again = lean_levels(measurer, micro_batch).swap_remove(0);
-    let above = measurer.plain_above(micro_batch, &again);
     let of = |[_, host, file]: [u64; 3]| if in_file { file } else { host };
-    let mut choices: Vec<(u64, Offload)> = choices_of_update(measurer)
-        .filter(|choice| waits_within(measurer, *choice))
-        .map(|choice| (measurer.persistent(choice), choice))
-        .map(|(stays, choice)| (of([0, stays.host, stays.file]), choice))
-        .collect();
-    choices.sort_by_key(|(bytes, _)| *bytes);
-    let (mut least, mut found) = (bound, Vec::new());
-    for (at_least, offload) in choices {
-        if at_least >= least {
-            break;
-        }
-        let recipe = question.recipe(micro_batch, again.clone(), offload);
-        let too_much = |bytes: [u64; 3]| of(bytes) >= least || !measurer.holds(bytes);
-        let too_large = || measurer.least_bytes(micro_batch, above, offload) > question.device.arena_budget().0;
-        if measurer.known_bytes(&recipe).map_or_else(too_large, too_much) {
-            continue;
-        }
-        let candidate = measurer.candidate(recipe);
-        let bytes = [candidate.device, candidate.host, candidate.file];
-        if !too_much(bytes) {
-            least = of(bytes);
-            found.push(candidate);
+    let packed = |found: &Candidate| {
+        let laid = found.laid(question);
+        of([0, laid.layout.host.bytes, laid.layout.file.bytes])
+    };
+    let packs = |found: &Candidate| question.fits(&found.laid(question).layout) && packed(found) < bound;
+    least(measurer, &of, &|bytes| measurer.holds(bytes), Some(bound), &packs).as_ref().map(packed)
+}
+
+/// Levels that may need the least: every layer computed again, the tightest mixture, and the others alone.
+fn lean_levels(measurer: &Measurer, micro_batch: u32) -> Vec<Vec<RecomputeLevel>> {
+    let question = measurer.question;
+    let mut levels = vec![measurer.made_again(micro_batch, Offload::NOTHING).recompute];
+    if question.fixed_levels().is_none() {
+        let uniform = |&level: &RecomputeLevel| vec![level; question.layers()];
+        let alone = RecomputeLevel::ALL.iter().filter(|_| !in_parts(measurer)).map(uniform);
+        for others in measurer.tightest(micro_batch).into_iter().chain(alone) {
+            if !levels.contains(&others) {
+                levels.push(others);
+            }
         }
     }
-    let packed = found.into_iter().rev().map(|candidate| candidate.laid(question));
-    let fits = packed.filter(|laid| question.fits(&laid.layout));
-    fits.map(|laid| of([0, laid.layout.host.bytes, laid.layout.file.bytes])).next()
+    levels
+}
+
+/// What has the least bytes `of` what it takes, of all that comes `beside` the load lines and, packed, is what was wanted;
+/// `None` where that is not less than `bound`. Recipes come in the order of their bounds.
+fn least(
+    measurer: &Measurer,
+    of: &dyn Fn([u64; 3]) -> u64,
+    beside: &dyn Fn([u64; 3]) -> bool,
+    bound: Option<u64>,
+    packs: &dyn Fn(&Candidate) -> bool,
+) -> Option<Candidate> {
+    let question = measurer.question;
+    let micro_batch = question.micro_batches()[0];
+    let levels = lean_levels(measurer, micro_batch);
+    let above: Vec<u64> = levels.iter().map(|levels| measurer.plain_above(micro_batch, levels)).collect();
+    let recipe = |level: usize, offload: Offload| question.recipe(micro_batch, levels[level].clone(), offload);
+    let bound = bound.unwrap_or(u64::MAX);
+    let mut looks: Vec<([u64; 3], Offload, usize)> = Vec::new();
+    for choice in choices_of_update(measurer).filter(|choice| waits_within(measurer, *choice)) {
+        let stays = measurer.persistent(choice);
+        let at_least = |level| [measurer.least_bytes(micro_batch, above[level], choice), stays.host, stays.file];
+        looks.extend((0..levels.len()).map(|level| (at_least(level), choice, level)));
+    }
+    looks.retain(|(bytes, ..)| of(*bytes) < bound && beside(*bytes));
+    // The update by the device needs no less of it: only where the host is short of what its own takes.
+    looks.sort_by_key(|(bytes, choice, level)| (of(*bytes), choice.optimizer, !choice.update, *level));
+    // What a choice takes with every layer computed again tells about what it takes with other levels.
+    let by_others = |offload: Offload, level: usize| {
+        let [device, host, file] = measurer.known_bytes(&recipe(0, offload))?;
+        let unsure = above[0] / 4;
+        Some([(device + above[level]).saturating_sub(above[0] + unsure), host.saturating_sub(unsure), file])
+    };
+    let mut too_large = HashSet::new();
+    while too_large.len() < PACKED {
+        let (mut least, mut found) = (bound, None);
+        for &(bytes, offload, level) in &looks {
+            if of(bytes) >= least {
+                break;
+            }
+            let recipe = recipe(level, offload);
+            let too_much = |bytes: [u64; 3]| of(bytes) >= least || !beside(bytes);
+            let known = measurer.known_bytes(&recipe).or_else(|| by_others(offload, level));
+            if known.is_some_and(too_much) || too_large.contains(&recipe) {
+                continue;
+            }
+            let candidate = measurer.candidate(recipe);
+            let bytes = [candidate.device, candidate.host, candidate.file];
+            if !too_much(bytes) && measurer.moves_files(&candidate.recipe, beside) {
+                (least, found) = (of(bytes), Some(candidate));
+            }
+        }
+        let found = found?;
+        if packs(&found) {
+            return Some(found);
+        }
+        too_large.insert(found.recipe);
+    }
+    None
 }
