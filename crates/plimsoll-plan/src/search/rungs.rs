@@ -13,7 +13,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// The sets of allowed rungs that change something, least loss first; the first is empty. Matrices that are trained
-/// are never quantised: where all are, `int8` and `nf4` bring `lora` along.
+/// are never quantised: where all are, `int8` and `nf4` bring `lora` along, and allow it alone.
 pub(crate) fn sets(question: &Question, allow: &[Rung]) -> Vec<Vec<Rung>> {
     let allowed = |rung: Rung| allow.contains(&rung);
     let trained = question.optimizer.is_some();
@@ -31,7 +31,7 @@ pub(crate) fn sets(question: &Question, allow: &[Rung]) -> Vec<Vec<Rung>> {
     for base in bases {
         for &lora in choices(adapters) {
             // Frozen matrices are what is quantised; and adapters have little state.
-            let possible = if base.is_some() { lora || !whole } else { !lora || allowed(Rung::Lora) };
+            let possible = base.is_none() || lora || !whole;
             for &adam in choices(full_state && allowed(Rung::Adam8bit) && whole && !lora) {
                 for &bf16 in choices(question.precision == DType::F32 && allowed(Rung::Bf16)) {
                     let mut set = Vec::new();
