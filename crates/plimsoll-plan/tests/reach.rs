@@ -248,6 +248,27 @@ fn a_refusal_names_the_least_of_the_host_and_only_rungs_that_are_taken() {
 }
 
 #[test]
+fn who_allows_a_coarse_base_loses_no_more_than_adapters_where_they_are_enough() {
+    let case = Case {
+        model: "llama-3.1-8b",
+        device: "rtx3090",
+        budget: Budget::DEVICE,
+        host: Bytes::ZERO,
+        sequence: 1024,
+        tokens: 65_536,
+        allow: vec![],
+        lossy: Lossy::default(),
+    };
+    assert!(!case.planned().plan.fits, "something has to be lost");
+    for allow in [vec![Rung::Nf4], vec![Rung::Int8], vec![Rung::Bf16, Rung::Int8, Rung::Nf4]] {
+        assert_eq!(Case { allow, ..case.clone() }.planned().plan.rungs, [Rung::Lora]);
+    }
+    // Where the device is too small for that, the base is what gives way.
+    let small = Case { device: "rtx3070", host: Bytes::gib(1), sequence: 512, allow: vec![Rung::Nf4], ..case };
+    assert_eq!(small.planned().plan.rungs, [Rung::Lora, Rung::Nf4]);
+}
+
+#[test]
 fn the_least_of_the_host_is_found_where_the_device_is_full() {
     let config = preset("llama-3.1-8b").unwrap();
     let device = paper("rtx3070", Budget::Amount(Bytes::mib(4776))).unwrap();
