@@ -651,9 +651,11 @@ impl<'q> Measurer<'q> {
             }
             (arena_budget + plain).saturating_sub(waiting[0])
         };
-        // The profile sees three layers; where the whole is a little larger, aim lower.
+        // The profile sees three layers of one device; where the whole is larger, by what a team gathers for example, aim so
+        // much lower than what the profile made of these levels.
         for _ in 0..4 {
             let Some(recompute) = choose(&profile, question.layers(), budget) else { break };
+            let seen = profile.need(&recompute);
             let recipe = question.recipe(micro_batch, recompute, offload);
             if list.iter().any(|candidate| candidate.recipe == recipe) {
                 break;
@@ -664,7 +666,7 @@ impl<'q> Measurer<'q> {
             if over == 0 {
                 break;
             }
-            budget = budget.saturating_sub(over);
+            budget = seen.saturating_sub(over);
         }
         if !offload.is_nothing() && list.iter().all(|candidate| !self.fits(candidate)) {
             list.push(block());

@@ -56,6 +56,17 @@ impl Profile {
         seconds.min_by(f64::total_cmp)
     }
 
+    /// Most that is live above the persistent bytes with these levels.
+    pub(super) fn need(&self, levels: &[RecomputeLevel]) -> u64 {
+        let (mut live, mut most) = (self.base, 0);
+        for level in levels {
+            let profile = self.levels.iter().find(|p| p.level == *level).expect("a level has a profile");
+            most = most.max(live + profile.forward.max(profile.backward));
+            live += profile.saved;
+        }
+        most.max(live + self.top)
+    }
+
     /// The levels that need the least, found by halving.
     pub(super) fn tightest(&self, layers: usize) -> Option<Vec<RecomputeLevel>> {
         let below = |p: &LevelProfile| self.base + layers as u64 * p.saved + p.forward.max(p.backward).max(self.top);

@@ -304,8 +304,14 @@ impl ShareOut for Batch<'_, '_> {
         slow.into_iter().map(why).chain(cannot_hold(team, &unable, rungs, true)).collect()
     }
 
-    fn worth(&self, way: &Way) -> Option<Worth> {
-        Some(alternatives::worth(self.team, &self.crew, &way.devices()))
+    fn worth(&mut self, way: &Way) -> Option<Worth> {
+        let devices = way.devices();
+        // Alone, each has recipes for the whole step that nobody had to look at so far.
+        let alone = |crew: &Crew, device: usize| crew.split(&[device]);
+        for split in devices.iter().filter_map(|&device| alone(&self.crew, device)).collect::<Vec<_>>() {
+            self.crew.look_near(&split);
+        }
+        Some(alternatives::worth(self.team, &self.crew, &devices))
     }
 }
 

@@ -656,7 +656,7 @@ impl ShareOut for Layers<'_, '_> {
         })
     }
 
-    fn worth(&self, _: &Way) -> Option<Worth> {
+    fn worth(&mut self, _: &Way) -> Option<Worth> {
         None
     }
 }

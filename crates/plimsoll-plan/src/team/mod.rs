@@ -71,7 +71,7 @@ trait ShareOut {
     /// Those that take no part, and why.
     fn left_out(&self, way: &Way) -> Vec<LeftOut>;
     /// What the devices do beside what they do alone, where they can.
-    fn worth(&self, way: &Way) -> Option<Worth>;
+    fn worth(&mut self, way: &Way) -> Option<Worth>;
 }
 
 /// What is asked of the planner about a team.
