@@ -18,6 +18,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("plimsoll-train", &["plimsoll-core", "plimsoll-program", "plimsoll-plan", "plimsoll-device"]),
     ("plimsoll-watch", &["plimsoll-core", "plimsoll-plan", "plimsoll-device"]),
     ("plimsoll", LIBRARIES),
+    ("plimsoll-python", LIBRARIES),
     ("xtask", LIBRARIES),
 ];
 

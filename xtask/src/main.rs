@@ -11,6 +11,7 @@ mod program;
 mod soak;
 mod stand_in;
 mod sweep;
+mod wheel;
 mod worth;
 
 const USAGE: &str = "usage: cargo xtask CHORE
@@ -23,6 +24,7 @@ const USAGE: &str = "usage: cargo xtask CHORE
   soak        show on random models that plans are exact; soak --help says how
   stand-in    run the real programs on a stand-in for a GPU (runs on the CPU), and compare with the CPU
   sweep       30 runs of mixed size on two unequal devices, packed by bytes; sweep --help says how
+  wheel       build the file that pip installs: the Python package with the command line
   worth       measure teams of unequal simulated devices against what each does alone; worth --help says how";
 
 fn main() -> anyhow::Result<()> {
@@ -36,6 +38,7 @@ fn main() -> anyhow::Result<()> {
         Some("soak") => soak::run(&arguments[1..]),
         Some("sweep") => sweep::run(&arguments[1..]),
         Some("stand-in") => cuda::on_stand_in(),
+        Some("wheel") => wheel::run(&arguments[1..]),
         Some("worth") => worth::run(&arguments[1..]),
         _ => anyhow::bail!("{USAGE}"),
     }

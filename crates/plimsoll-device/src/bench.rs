@@ -288,6 +288,14 @@ fn sum(parts: Vec<(String, Vec<ProductRate>, MemoryRate)>) -> Sum {
     }
 }
 
+/// Matrix products in f32 alone, on so many threads of the processor, for about `duration`.
+///
+/// # Errors
+/// Where memory or threads are refused.
+pub fn cpu_products(threads: u32, duration: Duration) -> Result<ProductRate, BenchError> {
+    product_rate::<f32>(&Pool::new(threads as usize)?, DType::F32, duration, &mut || {})
+}
+
 /// Measures the CPU with `threads` threads in about `duration`, products in each of `dtypes` (f32, bf16 and f64
 /// exist here; others are left out).
 ///

@@ -15,7 +15,7 @@ use plimsoll_device::disk;
 use plimsoll_device::probe::{Cpu, Memory, auto_pace};
 use plimsoll_plan::paper;
 use plimsoll_plan::request::{DeviceRequest, LinkRequest};
-use plimsoll_plan::search::{Answer, Lossy, Pins, Question, search, under};
+use plimsoll_plan::search::{Answer, Lossy, Pins, Question, ladder, search, under};
 use plimsoll_plan::team::{TeamAnswer, TeamQuestion, alternatives, ladders, share_out};
 use plimsoll_program::Share;
 use plimsoll_program::models::decoder::{self, Base, Generation, Lora, Source};
@@ -718,7 +718,7 @@ pub struct Planned {
 
 /// Plans a training run on the devices that the run file names; where none can hold it, for the one that lacks the least,
 /// or for the processor in its place. With `explain` the other ways to share out are named,
-/// and what each rung frees and costs each member.
+/// and what each rung frees and costs.
 ///
 /// # Errors
 /// As [`Resolved::new`].
@@ -759,6 +759,9 @@ pub fn plan(file: &RunFile, explain: bool) -> Result<Planned, Failure> {
     })?;
     if resolved.fallback.is_some() {
         devices = vec![resolved.device.clone()];
+    }
+    if explain && answer.plan.team.is_empty() {
+        (_, _, answer.plan.ladder) = ladder(&resolved.question(file, Work::Train)?, &answer.plan.recipe);
     }
     answer.plan.learned = devices.iter().find_map(learned);
     answer.plan.disturbed = disturbed();

@@ -11,3 +11,4 @@ pub mod summary;
 pub mod sweep;
 pub mod terminal;
 pub mod text;
+pub mod ways;

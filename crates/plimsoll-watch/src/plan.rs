@@ -4,9 +4,10 @@
 mod team;
 
 use crate::text::{columns, count, percent, seconds, wrapped};
+use crate::ways::Way;
 use plimsoll_core::{
-    Bytes, Category, Class, DevicePlan, DeviceSpec, Effect, Failure, Fallback, Need, Offload, Plan, Recipe, Rung,
-    RungPrice, WorkName,
+    Bytes, Category, Class, DevicePlan, DeviceSpec, Effect, Failure, Fallback, Offload, Plan, Recipe, Rung, RungPrice,
+    WorkName,
 };
 use plimsoll_plan::search::Tried;
 
@@ -343,20 +344,9 @@ fn short(recipe: &Recipe, longest: usize) -> String {
     }
 }
 
-/// A way to make it fit, with the command that takes it.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Way {
-    /// What it takes.
-    pub need: Need,
-    /// The load line that the command gives the device.
-    pub line_bytes: Bytes,
-    /// The command, ready to be copied.
-    pub command: String,
-}
-
-/// What to say where a plan does not fit: each way to make it fit, cheapest loss first, and numbered where somebody is
-/// asked which one to take. `has` is the memory that the device really has: where there is no way, that is said.
-pub fn does_not_fit(plan: &Plan, ways: &[Way], has: Option<Bytes>, numbered: bool) -> Failure {
+/// What to say where a plan does not fit: each way to make it fit with the words that take it, ready to be copied, cheapest
+/// loss first, and numbered where somebody is asked which one to take. `has` is the memory that the device really has: where there is no way, that is said.
+pub fn does_not_fit(plan: &Plan, ways: &[(Way, String)], has: Option<Bytes>, numbered: bool) -> Failure {
     let over = plan.devices.iter().find(|device| device.peak_bytes > device.budget_bytes);
     let message = match over {
         Some(device) => format!(
@@ -371,14 +361,14 @@ pub fn does_not_fit(plan: &Plan, ways: &[Way], has: Option<Bytes>, numbered: boo
             .hint(format!("no load line is enough: {} has {has}", device.name))
             .hint("take a larger device, a smaller model, or a shorter data.sequence");
     }
-    ways.iter().enumerate().fold(failure, |failure, (number, way)| {
+    ways.iter().enumerate().fold(failure, |failure, (number, (way, words))| {
         let number = if numbered { format!("{}: ", number + 1) } else { String::new() };
-        failure.hint(number + &way_out(way))
+        failure.hint(number + &way_out(way, words))
     })
 }
 
 /// One way to make it fit.
-fn way_out(Way { need, line_bytes, command }: &Way) -> String {
+fn way_out(Way { need, line_bytes, .. }: &Way, words: &str) -> String {
     let names: Vec<String> = need.allow.iter().map(Rung::to_string).collect();
     let with = if names.is_empty() { String::new() } else { format!(" with {}", names.join(" and ")) };
     let host = need.host_bytes.map_or(String::new(), |host| format!(", {host} on the host"));
@@ -387,13 +377,13 @@ fn way_out(Way { need, line_bytes, command }: &Way) -> String {
         Some(peak) => format!(", predicted {peak} of {line_bytes}"),
         None => format!(" from {}", need.budget_bytes),
     };
-    format!("it fits{with}{holds}{host}{file}: {command}")
+    format!("it fits{with}{holds}{host}{file}: {words}")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use plimsoll_core::{DeviceKind, Link, Predicted, Rates, RecomputeLevel};
+    use plimsoll_core::{DeviceKind, Link, Need, Predicted, Rates, RecomputeLevel};
     use std::collections::BTreeMap;
 
     fn spec(name: &str, kind: DeviceKind, charges_measured: bool) -> DeviceSpec {
@@ -639,10 +629,8 @@ micro_batch  -3.00 MiB  -4.0 ms    1.23 k  the order of sums
             file_bytes: None,
             peak_bytes: (bytes < Bytes::mib(40)).then_some(bytes),
         };
-        let way = |need: Need, line_bytes, flags: &str| Way {
-            need,
-            line_bytes,
-            command: format!("plimsoll train run.toml {flags}"),
+        let way = |need: Need, line_bytes, flags: &str| {
+            (Way { need, line_bytes, settings: vec![] }, format!("plimsoll train run.toml {flags}"))
         };
         let ways = [
             way(need(&[], Bytes::mib(40), None), Bytes::mib(41), "--budget 41MiB"),

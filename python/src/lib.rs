@@ -1,0 +1,90 @@
+//! `plimsoll._native`: what Python calls. Arguments are the run file and its settings, answers are JSON as the command line
+//! prints it; `plimsoll/` beside this gives them names and types. Whatever takes long lets other threads of the interpreter
+//! run, and what fails is raised with the message, the hints and the exit code of the command line.
+
+#![forbid(unsafe_code)]
+
+mod failure;
+mod hold;
+mod training;
+
+use failure::{failed, working};
+use plimsoll_core::{Budget, Failure};
+use plimsoll_device::bench::cpu_products;
+use plimsoll_device::probe;
+use plimsoll_train::resolve;
+use plimsoll_train::run::control;
+use plimsoll_train::run_file::RunFile;
+use plimsoll_watch::devices as shown;
+use pyo3::prelude::*;
+use serde::Serialize;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// What a run file and settings mean. Without a file they are a run of their own where they name a model, else they
+/// change the built-in example.
+fn run_file(path: Option<&Path>, settings: &[String]) -> Result<RunFile, Failure> {
+    match path {
+        None if settings.iter().any(|setting| setting.starts_with("model.")) => RunFile::from_settings(settings),
+        path => RunFile::load(path, settings),
+    }
+}
+
+/// An answer as the command line writes it.
+fn json(answer: &impl Serialize) -> String {
+    serde_json::to_string(answer).expect("answers are plain data")
+}
+
+/// `plimsoll plan --json`; a plan that does not fit is an answer, too.
+#[pyfunction]
+fn plan(py: Python<'_>, path: Option<PathBuf>, settings: Vec<String>, explain: bool) -> PyResult<String> {
+    working(py, || {
+        let planned = resolve::plan(&run_file(path.as_deref(), &settings)?, explain)?;
+        Ok(json(&planned.answer.plan))
+    })
+}
+
+/// `plimsoll devices --json`.
+#[pyfunction]
+fn devices(py: Python<'_>) -> PyResult<String> {
+    working(py, || Ok(shown::json(&probe::machine())))
+}
+
+/// The devices that run files with these settings name, as the planner sees them: JSON of each.
+#[pyfunction]
+fn named_devices(py: Python<'_>, settings: Vec<String>) -> PyResult<String> {
+    working(py, || Ok(json(&resolve::devices(&RunFile::load(None, &settings)?)?)))
+}
+
+/// `plimsoll budget --json`.
+#[pyfunction]
+fn budget(py: Python<'_>, run_dir: PathBuf, budget: &str, device: Option<&str>) -> PyResult<String> {
+    working(py, || {
+        let budget: Budget = budget.parse().map_err(|error| Failure::input(format!("budget: {error}")))?;
+        Ok(json(&control::ask(&run_dir, device, budget)?))
+    })
+}
+
+/// Operations a second of f32 products on so many threads of the processor, measured for so many seconds.
+#[pyfunction]
+fn product_flops(py: Python<'_>, threads: u32, seconds: f64) -> PyResult<f64> {
+    working(py, || {
+        let duration = Duration::try_from_secs_f64(seconds).map_err(failed("seconds"))?;
+        Ok(cpu_products(threads, duration)?.sustained_flops)
+    })
+}
+
+/// The module; `plimsoll/_native.pyi` has its types.
+#[pymodule]
+mod _native {
+    #[pymodule_export]
+    use super::hold::Hold;
+    #[pymodule_export]
+    use super::training::train;
+    #[pymodule_export]
+    use super::{budget, devices, named_devices, plan, product_flops};
+
+    /// Of the program that this was built with.
+    #[pymodule_export]
+    const VERSION: &str = env!("CARGO_PKG_VERSION");
+}

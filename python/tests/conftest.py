@@ -1,0 +1,34 @@
+"""What all tests have: a watchdog, and rates that are kept for the session alone."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+#: No test may take longer; one that hangs ends the session with the place where it does.
+WATCHDOG_SECONDS = 240
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    os.environ.setdefault("PLIMSOLL_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(autouse=True)
+def watchdog() -> Iterator[None]:
+    faulthandler.dump_traceback_later(WATCHDOG_SECONDS, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(scope="session")
+def command() -> Path:
+    """The command line that the wheel has brought."""
+    path = Path(sys.executable).parent / "plimsoll"
+    assert path.is_file(), f"{path} is missing: tests are of the installed wheel (cargo xtask wheel, pip install)"
+    return path

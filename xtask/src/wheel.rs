@@ -1,0 +1,52 @@
+//! `cargo xtask wheel`: one file for pip, with the Python package, the library behind it and the command line.
+
+use anyhow::{Context, bail};
+use std::ffi::OsStr;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+const USAGE: &str = "usage: cargo xtask wheel [FOLDER]
+
+Builds the command line and the Python library, and writes plimsoll_train-VERSION-….whl into FOLDER (target/wheels).
+Needs maturin (pip install maturin) on the path, or in the Python that PLIMSOLL_PYTHON names.";
+
+/// Builds the wheel.
+pub fn run(arguments: &[String]) -> anyhow::Result<()> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("xtask lies in the workspace")?;
+    let folder = match arguments {
+        [] => root.join("target/wheels"),
+        [folder] if !folder.starts_with('-') => PathBuf::from(folder),
+        _ => bail!("{USAGE}"),
+    };
+    let folder = std::path::absolute(folder)?;
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    done(Command::new(cargo).args(["build", "--release", "--locked", "--package", "plimsoll"]).current_dir(root))?;
+    // What stands there goes into the scripts of whoever installs the wheel.
+    let scripts = root.join("python/data/scripts");
+    fs::create_dir_all(&scripts)?;
+    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from);
+    fs::copy(target.join("release/plimsoll"), scripts.join("plimsoll")).context("cannot copy the command line")?;
+    let mut maturin = match std::env::var_os("PLIMSOLL_PYTHON") {
+        Some(python) => {
+            let mut command = Command::new(python);
+            command.args(["-m", "maturin"]);
+            command
+        }
+        None => Command::new("maturin"),
+    };
+    maturin.args(["build", "--release", "--locked", "--manifest-path"]).arg(root.join("python/Cargo.toml"));
+    done(maturin.arg("--out").arg(folder).current_dir(root))
+}
+
+/// Runs a command to its end.
+fn done(command: &mut Command) -> anyhow::Result<()> {
+    let name = command.get_program().to_string_lossy().into_owned();
+    let words: Vec<&OsStr> = command.get_args().collect();
+    let words = words.join(OsStr::new(" ")).to_string_lossy().into_owned();
+    let status = command.status().with_context(|| format!("cannot start {name}\n\n{USAGE}"))?;
+    if !status.success() {
+        bail!("{name} {words}: {status}");
+    }
+    Ok(())
+}
