@@ -10,9 +10,10 @@
 use crate::formats::{NF4_BLOCK, NF4_GROUP, STATE_BLOCK};
 use crate::tensor::{Index, Operand, TensorId};
 use plimsoll_core::DType;
+use serde::{Deserialize, Serialize};
 
 /// The queue an op runs on. Order between queues follows from hazards on arena ranges.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Queue {
     /// Arithmetic.
     #[default]
@@ -39,7 +40,7 @@ impl Queue {
 }
 
 /// An op and the queue it runs on.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Op {
     /// What it does.
     pub kind: OpKind,
@@ -57,7 +58,7 @@ impl From<OpKind> for Op {
 pub use crate::models::config::RopeScaling;
 
 /// The shape of an attention.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Heads {
     /// H, query heads.
     pub heads: u64,
@@ -85,7 +86,7 @@ impl Heads {
 }
 
 /// Collectives between the devices of a team. Each rank has a part of every piece: `counts` of its exchange.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Collective {
     /// Everybody gets the sum, in place; a rank's part is what it sums up for all.
     AllReduce,
@@ -100,7 +101,7 @@ pub enum Collective {
 }
 
 /// A run of elements in a collective.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Piece {
     /// What this rank gives: all parts where there is a sum, else its own.
     pub input: Operand,
@@ -112,7 +113,7 @@ pub struct Piece {
 
 /// A collective as one rank takes part in it. All ranks of a team start the same ones, in the same order, with the same
 /// counts. Sums are taken in the order of the ranks, so everybody has the same bits.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Exchange {
     /// What happens.
     pub collective: Collective,
@@ -148,7 +149,7 @@ impl Exchange {
 }
 
 /// Where a quantised matrix, or whole blocks of one, stand ([`crate::formats`]).
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Quantised {
     /// A scale for each row.
     Int8 {
@@ -185,7 +186,7 @@ impl Quantised {
 pub const SOFTMAX_STATS: u64 = 4;
 
 /// What an op does, with its operands and sizes.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[expect(missing_docs, reason = "fields are the letters of the legend and operands named by role")]
 pub enum OpKind {
     /// `out[m,n]` = scale·a·b (+ `bias[n]`) (+ `residual[m,n]`), or out += scale·a·b. `a` is `[m,k]` (`[k,m]` if
@@ -450,7 +451,7 @@ pub enum OpKind {
 }
 
 /// Whether an op reads or writes a place.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Mode {
     /// Only reads.
     Read,
@@ -461,7 +462,7 @@ pub enum Mode {
 }
 
 /// A place that an op touches.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Access {
     /// Where.
     pub operand: Operand,
@@ -472,7 +473,7 @@ pub struct Access {
 }
 
 /// How much an op computes.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Cost {
     /// Floating-point operations in matrix products.
     pub product_flops: f64,

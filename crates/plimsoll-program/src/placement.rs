@@ -2,9 +2,10 @@
 //! decides and the executor obeys.
 
 use crate::tensor::TensorId;
+use serde::{Deserialize, Serialize};
 
 /// First bytes of all tensors, each in the arena of its own space, and how large the arenas are.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Placement {
     /// By tensor and slot; `None` for files and for what no op touches.
     pub offsets: Vec<Vec<Option<u64>>>,

@@ -4,10 +4,11 @@ use crate::op::{Op, OpKind};
 use crate::operands::operands;
 use crate::tensor::{Tensor, TensorId};
 use plimsoll_core::{Space, WorkName};
+use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
 
 /// A part of a Program that runs `repeat` times; its variable takes `first`, `first + step`, …
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Block {
     /// What it computes: `layer`, `loss`, `embedding`.
     pub name: String,
@@ -41,7 +42,7 @@ impl Block {
 }
 
 /// Straight-line ops of one piece of work on one device.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Program {
     /// What it is for; several Programs may share a work.
     pub work: WorkName,
@@ -69,14 +70,14 @@ impl Program {
 
 /// Programs that run one after another while their transient tensors live: the forward and the
 /// backward pass of a micro-batch are one phase, an evaluation is another. Phases share the arena.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Phase {
     /// Indices into [`ProgramSet::programs`], in order.
     pub programs: Vec<usize>,
 }
 
 /// All Programs of one device, over one table of tensors.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ProgramSet {
     /// Indexed by [`TensorId`].
     pub tensors: Vec<Tensor>,

@@ -2,13 +2,14 @@
 //! Where in an arena they stand is the planner's business.
 
 use plimsoll_core::{Category, DType, Space};
+use serde::{Deserialize, Serialize};
 
 /// A tensor of a [`crate::ProgramSet`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct TensorId(pub u32);
 
 /// How long a tensor's bytes mean something.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Lifetime {
     /// The whole run.
     Persistent,
@@ -20,7 +21,7 @@ pub enum Lifetime {
 
 /// A named, typed, shaped tensor, or a family of equal ones (`slots`): one a layer, one a
 /// micro-batch in flight, one a ring slot. Every slot has a place and a lifetime of its own.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Tensor {
     /// Unique within its program set.
     pub name: String,
@@ -52,7 +53,7 @@ impl Tensor {
 
 /// A number that may depend on the block's variable (a layer, a chunk) and on the micro-batch:
 /// `base + scale · variable + micro_batch · m`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Index {
     /// The constant part.
     pub base: i64,
@@ -85,7 +86,7 @@ impl Index {
 }
 
 /// A place in a tensor that an op reads or writes: a slot, and the first element in it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Operand {
     /// Which tensor.
     pub tensor: TensorId,

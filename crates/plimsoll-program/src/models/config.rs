@@ -6,6 +6,7 @@
 //! Legend: V vocabulary, D hidden, F feed-forward, H heads, K key/value heads, E head size.
 
 use plimsoll_core::Failure;
+use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// The family a model belongs to: `model_type` of its `config.json`.
@@ -63,7 +64,7 @@ impl fmt::Display for ModelType {
 }
 
 /// How the frequencies of the rotary positions are stretched.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub enum RopeScaling {
     /// Not at all.
     None,
