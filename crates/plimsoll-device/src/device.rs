@@ -237,6 +237,14 @@ pub enum DeviceError {
         /// Its name.
         device: String,
     },
+    /// A device in another process refused or failed.
+    #[error("{}", failure.message)]
+    Elsewhere {
+        /// Whether it refused memory.
+        refusal: bool,
+        /// What it said.
+        failure: Box<Failure>,
+    },
     /// Another device of the team cannot go on, so what is under way is dropped. Its own error says why.
     #[error("rank {rank} of the team gave up: {why}")]
     Peer {
@@ -245,12 +253,20 @@ pub enum DeviceError {
         /// What it said.
         why: String,
     },
+    /// Another device of the team cannot be reached any more.
+    #[error("rank {rank} of the team cannot be reached: {why}")]
+    CutOff {
+        /// Which one.
+        rank: u32,
+        /// What is known of it.
+        why: String,
+    },
 }
 
 impl DeviceError {
     /// Whether it is another device's failure.
     pub fn is_peers(&self) -> bool {
-        matches!(self, DeviceError::Peer { .. })
+        matches!(self, DeviceError::Peer { .. } | DeviceError::CutOff { .. })
     }
 
     /// Whether the device is gone, with all that stood on it.
@@ -264,7 +280,8 @@ impl DeviceError {
         use crate::cuda::driver::CudaError;
         let on_gpu = matches!(self, DeviceError::Cuda(CudaError::Refused { .. } | CudaError::Memory { .. }));
         let full = matches!(self, DeviceError::Scratch { source, .. } if source.kind() == io::ErrorKind::StorageFull);
-        on_gpu || full || matches!(self, DeviceError::Refused { .. } | DeviceError::Arena(_))
+        use DeviceError::{Arena, Elsewhere, Refused};
+        on_gpu || full || matches!(self, Refused { .. } | Arena(_) | Elsewhere { refusal: true, .. })
     }
 }
 
@@ -284,6 +301,7 @@ impl From<DeviceError> for Failure {
                 .hint("what was saved before is intact"),
             DeviceError::ScratchLost { .. } => Failure::stopped(error.to_string())
                 .hint("the newest checkpoint stands; another folder for the file: memory.file_dir"),
+            DeviceError::Elsewhere { failure, .. } => *failure,
             DeviceError::MoreCharges { .. } => Failure::does_not_fit(error.to_string())
                 .hint("the same once more is planned with what was measured now"),
             DeviceError::NoTeam { .. } => Failure::input(error.to_string()).hint("name one device: --devices cuda:0"),

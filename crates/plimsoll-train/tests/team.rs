@@ -9,6 +9,7 @@ use plimsoll_core::{
 use plimsoll_device::cpu::executor;
 use plimsoll_device::device::{Device, DeviceError, FileSpace, Memory, NoFiles, Observer, Unobserved};
 use plimsoll_device::transport::memory::Memory as InProcess;
+use plimsoll_device::transport::wire::{Wire, Wired};
 use plimsoll_device::transport::{Seat, Transport};
 use plimsoll_device::virtual_device::{self, Virtual};
 use plimsoll_plan::search::{Answer, Lossy, Pins, Question, plan_of};
@@ -22,9 +23,10 @@ use plimsoll_train::run::engine::{Engine, StepInput, StepLoss};
 use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const LINK: Link = Link { bytes_per_second: 1e12, latency_seconds: 0.0 };
 const SEQUENCE: u64 = 12;
@@ -124,6 +126,8 @@ struct Case {
     /// The first layer of each rank and the number of all, where they are shared out: everybody then has all sequences.
     layers: Vec<u64>,
     offload: Offload,
+    /// Whether ranks meet over wires, as those of several processes do.
+    wired: bool,
     /// Of each rank: its sequences, and those of a micro-batch.
     ranks: Vec<(u64, u32)>,
     steps: u64,
@@ -141,6 +145,7 @@ impl Case {
             parts: vec![],
             layers: vec![],
             offload: Offload::NOTHING,
+            wired: false,
             ranks: ranks.into(),
             steps: STEPS,
         }
@@ -233,9 +238,30 @@ impl Case {
         }
     }
 
+    /// How each rank meets the others.
+    fn transports(&self) -> Vec<Arc<dyn Transport>> {
+        let ranks = self.ranks.len();
+        if !self.wired {
+            let transport = InProcess::between(ranks as u32);
+            return (0..ranks).map(|_| -> Arc<dyn Transport> { transport.clone() }).collect();
+        }
+        let mut wires: Vec<Vec<Option<Arc<dyn Wire>>>> = vec![vec![None; ranks]; ranks];
+        for (one, other) in (0..ranks).flat_map(|one| (0..one).map(move |other| (one, other))) {
+            let (here, there) = UnixStream::pair().expect("sockets are given");
+            wires[one][other] = Some(Arc::new(here));
+            wires[other][one] = Some(Arc::new(there));
+        }
+        let epoch = Instant::now();
+        // Small rounds: a collective of these models takes many.
+        let wired = |(rank, wires)| -> Arc<dyn Transport> {
+            Wired::in_rounds(rank, wires, epoch, 5000).expect("threads are given")
+        };
+        (0..).zip(wires).map(wired).collect()
+    }
+
     /// An engine for each rank, in their seats, with fresh weights.
     fn team(&self) -> Team {
-        let transport = InProcess::between(self.ranks.len() as u32);
+        let transports = self.transports();
         let answers: Vec<Answer> = (0..self.ranks.len()).map(|rank| self.answer(rank)).collect();
         let schedules: Vec<Schedule> = (0..self.ranks.len()).map(|rank| self.schedule(rank)).collect();
         let ranks: Vec<_> = answers.iter().map(|answer| &answer.set).zip(&schedules).collect();
@@ -248,13 +274,14 @@ impl Case {
         }
         let engines = answers.iter().enumerate().map(|(rank, answer)| {
             let mut device = self.open(answer);
-            device.join(Seat { rank: rank as u32, transport: transport.clone() }).expect("it can work in a team");
+            let transport = transports[rank].clone();
+            device.join(Seat { rank: rank as u32, transport }).expect("it can work in a team");
             let recipe = answer.plan.recipe.clone();
             Engine::new(device, &answer.set, self.precision, recipe, SEQUENCE, self.config.vocab)
         });
         let engines = engines.collect();
-        let mut team =
-            Team { case: self.clone(), engines, transport, sets: answers.into_iter().map(|a| a.set).collect() };
+        let sets = answers.into_iter().map(|answer| answer.set).collect();
+        let mut team = Team { case: self.clone(), engines, transports, sets };
         for program in ["load", "fresh"] {
             team.each(|_, engine| engine.run(program).expect("nobody gives up"));
         }
@@ -272,7 +299,7 @@ impl Case {
 struct Team {
     case: Case,
     engines: Vec<Engine>,
-    transport: Arc<InProcess>,
+    transports: Vec<Arc<dyn Transport>>,
     sets: Vec<ProgramSet>,
 }
 
@@ -854,6 +881,35 @@ fn a_rank_that_gives_up_anywhere_wakes_all_and_the_step_is_done_again_with_the_s
     }
 }
 
+#[test]
+fn over_wires_a_team_has_the_bits_of_one_process_and_a_rank_that_gives_up_wakes_all() {
+    let _watchdog = Watchdog::new();
+    for precision in [DType::F32, DType::F64] {
+        for kind in [DeviceKind::Cpu, DeviceKind::Virtual] {
+            let batch = Case { kind, precision, ..Case::new(&models()[0], &[(3, 2), (2, 1), (1, 1)]) };
+            let ranks = vec![(3, 2), (2, 1), (2, 1)];
+            let state = Case { sharing: Sharing::State, parts: vec![500, 24, 500], ranks, ..batch.clone() };
+            let layers = Case { kind, precision, ..Case::pipeline(&models()[0], &[0, 2, 3, 5], 4, 1) };
+            let offload = Offload { optimizer: 2, gradients: 2, weights: 1, inputs: 2, ..Offload::NOTHING };
+            let waits = Case { offload, ..layers.clone() };
+            let cases = [batch, state, layers, waits];
+            for case in cases.iter().take(if kind == DeviceKind::Virtual { 4 } else { 3 }) {
+                let wired = Case { wired: true, ..case.clone() };
+                let (one, several) = (case.run(), wired.run());
+                assert_eq!(one.losses, several.losses, "{kind:?} {precision} {:?}", case.sharing);
+                assert!(one.ranks == several.ranks, "{kind:?} {precision} {:?}", case.sharing);
+                let (mut one, mut several) = (case.team(), wired.team());
+                assert_eq!(one.evaluated(), several.evaluated());
+                assert_eq!(one.generated(), several.generated());
+                assert!(one.files() == several.files(), "{kind:?} {precision} {:?}", case.sharing);
+                if (kind, precision) == (DeviceKind::Virtual, DType::F32) {
+                    gives_up_anywhere(&wired, false);
+                }
+            }
+        }
+    }
+}
+
 fn gives_up_anywhere(case: &Case, one_at_a_time: bool) {
     let kind = case.kind;
     let undisturbed = case.run();
@@ -879,7 +935,7 @@ fn gives_up_anywhere(case: &Case, one_at_a_time: bool) {
                 }
             }
             team.engines[rank].observe(Box::new(Unobserved));
-            team.transport.clear();
+            team.transports.iter().for_each(|transport| transport.clear());
         }
     }
     let rest: Vec<StepLoss> = (2..=STEPS).map(|step| team.step(step)).collect();

@@ -394,38 +394,45 @@ unsafe fn sum_own_part(own: &Meeting, all: &[Arc<Meeting>], adds: bool) {
         let (size, first) = (place.dtype.bytes() as usize, if adds { 0 } else { range.start });
         // SAFETY: the part lies within every rank's piece; for who touches it see above.
         unsafe {
-            let inputs = all.iter().map(|rank| rank.places[number].input.add(range.start * size));
-            let into = place.output.add(first * size);
-            match place.dtype {
-                DType::F32 => {
-                    sum(&inputs.map(<*const u8>::cast::<f32>).collect::<Vec<_>>(), into.cast(), range.len(), adds)
-                }
-                DType::F64 => {
-                    sum(&inputs.map(<*const u8>::cast::<f64>).collect::<Vec<_>>(), into.cast(), range.len(), adds)
-                }
-                other => unreachable!("sums are not taken in {other}"),
-            }
+            let inputs: Vec<_> = all.iter().map(|rank| rank.places[number].input.add(range.start * size)).collect();
+            sum_elements(place.dtype, &inputs, place.output.add(first * size), range.len(), adds);
         }
     }
 }
 
-/// `into` = the sum of `inputs`, or is added to.
+/// `into` = the sum of `inputs` in their order, or that is added to it.
 ///
 /// # Safety
-/// All are aligned and have so many elements; `into` is written here alone, and overlaps an input only where it is it.
-unsafe fn sum<T: Copy + Default + Add<Output = T>>(inputs: &[*const T], into: *mut T, elements: usize, adds: bool) {
+/// All have so many elements, which nobody else writes meanwhile; `into` is aligned, and overlaps an input only where it is
+/// it.
+pub(super) unsafe fn sum_elements(dtype: DType, inputs: &[*const u8], into: *mut u8, elements: usize, adds: bool) {
+    // SAFETY: as the caller promises.
+    unsafe {
+        match dtype {
+            DType::F32 => sum::<f32>(inputs, into.cast(), elements, adds),
+            DType::F64 => sum::<f64>(inputs, into.cast(), elements, adds),
+            other => unreachable!("sums are not taken in {other}"),
+        }
+    }
+}
+
+/// See [`sum_elements`].
+///
+/// # Safety
+/// As there.
+unsafe fn sum<T: Copy + Default + Add<Output = T>>(inputs: &[*const u8], into: *mut T, elements: usize, adds: bool) {
     let mut run = [T::default(); RUN];
     for first in (0..elements).step_by(RUN) {
         let run = &mut run[..RUN.min(elements - first)];
         for (number, input) in inputs.iter().enumerate() {
-            // SAFETY: in bounds; nobody writes these elements while the slice lives.
-            let input = unsafe { std::slice::from_raw_parts(input.add(first), run.len()) };
+            // SAFETY: in bounds. What comes from another process stands anywhere in its frame.
+            let at = |i: usize| unsafe { input.cast::<T>().add(first + i).read_unaligned() };
             match number {
-                0 => run.copy_from_slice(input),
-                _ => run.iter_mut().zip(input).for_each(|(sum, &x)| *sum = *sum + x),
+                0 => run.iter_mut().enumerate().for_each(|(i, sum)| *sum = at(i)),
+                _ => run.iter_mut().enumerate().for_each(|(i, sum)| *sum = *sum + at(i)),
             }
         }
-        // SAFETY: in bounds; no slice of an input is left, and nobody else touches these elements.
+        // SAFETY: in bounds; and nobody else touches these elements.
         let into = unsafe { std::slice::from_raw_parts_mut(into.add(first), run.len()) };
         match adds {
             true => into.iter_mut().zip(run).for_each(|(into, sum)| *into = *into + *sum),

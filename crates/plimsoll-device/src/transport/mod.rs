@@ -9,11 +9,12 @@
 //! Program into the next if need be: the device withdraws what nobody has taken before it fails, is closed, or goes over to
 //! another plan, and refuses to overwrite it.
 //!
-//! Here is what every way of carrying bytes has in common; `memory` carries them between devices of one process, and
-//! `rounds` cuts what goes through staging into pieces of its size.
+//! Here is what every way of carrying bytes has in common; `memory` carries them between devices of one process, `wire`
+//! between processes, and `rounds` cuts what goes through staging into pieces of its size.
 
 pub mod memory;
 pub(crate) mod rounds;
+pub mod wire;
 
 use crate::cpu::executor::Site;
 use crate::device::DeviceError;

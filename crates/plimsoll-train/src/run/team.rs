@@ -318,7 +318,15 @@ impl Team {
                 Err(_) => {}
             }
         }
-        worst.map_or(Ok(done), Err)
+        match worst {
+            None => Ok(done),
+            // It has nothing to say itself, and the others do not reach it.
+            Some(Trouble::Peer(DeviceError::CutOff { rank, why })) => {
+                let name = self.workers.get(rank as usize).map_or("a device", |worker| &worker.device.name);
+                Err(Trouble::Lost { rank: rank as usize, why: format!("{name} cannot be reached: {why}") })
+            }
+            Some(worst) => Err(worst),
+        }
     }
 
     /// From now on this step is being done: for rehearsals.

@@ -103,7 +103,7 @@ impl From<DeviceError> for Trouble {
     fn from(error: DeviceError) -> Trouble {
         match error {
             error if error.is_loss() => Trouble::Lost { rank: 0, why: error.to_string() },
-            DeviceError::Peer { .. } => Trouble::Peer(error),
+            error if error.is_peers() => Trouble::Peer(error),
             error if error.is_refusal() => Trouble::Refused { rank: 0, error },
             error => Trouble::Failure(error.into()),
         }
