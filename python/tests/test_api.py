@@ -177,10 +177,16 @@ def test_what_does_not_fit_comes_with_arguments_that_do(tmp_path: Path) -> None:
     assert refused.value.exit_code == 3
     assert refused.value.message.startswith("does not fit: the smallest recipe holds ")
     assert not (tmp_path / "run" / "run.toml").exists()
-    hint = next(hint for hint in refused.value.hints if "run={" in hint)
-    given: dict[str, Any] = eval(f"dict({hint.partition(': ')[2]})")
-    run = {**tight["run"], **given.pop("run")}
-    assert plimsoll.train(**{**tight, **given, "run": run})["result"]["status"] == "done"
+    # What the process holds counts, and it holds more with every try: then the line is named anew.
+    for _ in range(3):
+        hint = next(hint for hint in refused.value.hints if hint.startswith("it fits from "))
+        given: RunFile = eval(f"dict({hint.partition(': ')[2]})")
+        try:
+            trained = plimsoll.train(train=tight["train"], run={**tight["run"], **given["run"]})
+            break
+        except plimsoll.DoesNotFit as again:
+            refused.value.hints[:] = again.hints
+    assert trained["result"]["status"] == "done"
 
 
 def test_the_line_of_a_run_is_moved(tmp_path: Path) -> None:
@@ -219,12 +225,12 @@ def test_the_devices_are_this_machines() -> None:
 def test_a_share_holds_what_it_is_given_and_no_more() -> None:
     hold = _native.Hold(64 * MIB)
     hold.take(40 * MIB)
-    assert hold.resident_bytes() == 40 * MIB
+    assert hold.held_bytes() == 40 * MIB
     with pytest.raises(plimsoll.DoesNotFit, match=r"25.00 MiB were asked for, and 24.00 MiB are left of a share of 64.00 MiB"):
         hold.take(25 * MIB)
     hold.take(24 * MIB)
     hold.release()
-    assert hold.resident_bytes() == 0
+    assert hold.held_bytes() == 0
 
 
 def test_work_is_done_beside_other_threads() -> None:

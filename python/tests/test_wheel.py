@@ -20,7 +20,7 @@ def test_the_command_line_is_of_the_same_version(command: Path) -> None:
 
 def test_its_files_are_those_of_the_package() -> None:
     names = {str(path) for path in WHEEL.files or []}
-    assert {"plimsoll/py.typed", "plimsoll/_native.pyi"} <= names
+    assert {"plimsoll/py.typed", "plimsoll/_native.pyi", "plimsoll/ray/__main__.py"} <= names
     assert not [name for name in names if name.startswith("tests")]
 
 

@@ -7,6 +7,7 @@ use plimsoll_core::{Budget, Failure, Plan, Rung};
 use plimsoll_train::resolve::check_followed;
 use plimsoll_train::run::rehearsal::Injection;
 use plimsoll_train::run_file::{RunFile, list_setting, model_setting, setting};
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -44,6 +45,18 @@ pub enum Command {
     Generate(GenerateArgs),
     /// Fold adapters into the model that they belong to
     Merge(MergeArgs),
+    /// Make this machine the head of a cluster (--head), or a part of one; needs the wheel, and Ray
+    #[command(disable_help_flag = true)]
+    Join(HandedOver),
+    /// Show the machines of the cluster: devices, free bytes, and what runs where
+    #[command(disable_help_flag = true)]
+    Cluster(HandedOver),
+    /// Try every device and every link of the cluster
+    #[command(disable_help_flag = true)]
+    Verify(HandedOver),
+    /// Stop what this machine gives the cluster
+    #[command(disable_help_flag = true)]
+    Leave(HandedOver),
 }
 
 /// What to measure.
@@ -72,6 +85,10 @@ impl Command {
             Command::Eval(_) => &["eval"],
             Command::Generate(_) => &["generate"],
             Command::Merge(_) => &["merge"],
+            Command::Join(_) => &["join"],
+            Command::Cluster(_) => &["cluster"],
+            Command::Verify(_) => &["verify"],
+            Command::Leave(_) => &["leave"],
         }
     }
 
@@ -87,7 +104,8 @@ impl Command {
             Command::Bench { what: BenchCommand::Step(_) } => true,
             Command::Eval(args) => args.json,
             Command::Generate(args) => args.json,
-            Command::Merge(_) => false,
+            Command::Merge(_) | Command::Join(_) | Command::Leave(_) => false,
+            Command::Cluster(args) | Command::Verify(args) => args.words.iter().any(|word| word == "--json"),
         }
     }
 }
@@ -633,6 +651,14 @@ pub struct MergeArgs {
     /// Accept a key of config.json that Plimsoll does not know
     #[arg(long, value_name = "KEY")]
     pub ignore_config_key: Vec<String>,
+}
+
+/// A command that Python does: `plimsoll.ray` of the wheel knows its words, and its `--help`.
+#[derive(Debug, Args)]
+pub struct HandedOver {
+    /// The words, as they were typed.
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "WORDS")]
+    pub words: Vec<OsString>,
 }
 
 /// Where and how a finished model runs.

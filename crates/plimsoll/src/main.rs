@@ -52,5 +52,9 @@ fn run(command: Command) -> Result<Exit, Failure> {
         Command::Eval(args) => commands::model::eval(&args),
         Command::Generate(args) => commands::model::generate(&args),
         Command::Merge(args) => commands::model::merge(&args),
+        Command::Join(args) => commands::ray::run("join", &args),
+        Command::Cluster(args) => commands::ray::run("cluster", &args),
+        Command::Verify(args) => commands::ray::run("verify", &args),
+        Command::Leave(args) => commands::ray::run("leave", &args),
     }
 }

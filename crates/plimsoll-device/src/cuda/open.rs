@@ -1,6 +1,7 @@
 //! From `cuda:0` to an executor: driver, compiler and library of products are opened once in the life of the process,
 //! each from the file that was found.
 
+use super::arena::DeviceArena;
 use super::compile::Compiler;
 use super::driver::Driver;
 use super::executor::{self, Opened, Opening};
@@ -62,6 +63,16 @@ pub fn free_bytes(here: &'static Here, card: &Card) -> Result<Bytes, DeviceError
     // The context stays, and what it takes itself is missing in the answer, on the safe side.
     let context = super::driver::Context::open(&tools(here)?.driver, card.index, None)?;
     Ok(context.memory()?.0)
+}
+
+/// Takes bytes of a GPU and holds them for nobody's Programs, until they are dropped.
+///
+/// # Errors
+/// There is none of that number, or it has not that much left.
+pub fn hold(index: u32, bytes: Bytes) -> Result<DeviceArena, DeviceError> {
+    let (here, _) = card(index)?;
+    let context = super::driver::Context::open(&tools(here)?.driver, index, None)?;
+    Ok(DeviceArena::take(&context, bytes.0)?)
 }
 
 /// What was free on a GPU, as NVML says it, before this process had a context there: asked at the first call.

@@ -5,5 +5,6 @@ pub mod devices;
 pub mod model;
 pub mod models;
 pub mod plan;
+pub mod ray;
 pub mod sweep;
 pub mod train;

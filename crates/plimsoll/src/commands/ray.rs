@@ -1,0 +1,86 @@
+//! `plimsoll join`, `leave`, `cluster` and `verify`: several machines, on Ray. Ray speaks Python, and so do these: they are
+//! handed over, words and all, to `plimsoll.ray` of the wheel that this program came in.
+
+use crate::args::HandedOver;
+use plimsoll_core::{Exit, Failure};
+use std::ffi::OsString;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// Names the Python that has the wheel, where this program does not stand beside it.
+const PYTHON: &str = "PLIMSOLL_PYTHON";
+
+/// Becomes that program.
+///
+/// # Errors
+/// There is no Python with the wheel.
+pub fn run(command: &str, args: &HandedOver) -> Result<Exit, Failure> {
+    let program = std::env::current_exe().ok();
+    let python = python(std::env::var_os(PYTHON), program.as_deref())?;
+    check(command, &python)?;
+    let error = in_module(&python).arg(command).args(&args.words).exec();
+    Err(Failure::bug(format!("{} cannot be started: {error}", python.display())))
+}
+
+/// The interpreter that is named, else the one that this program was installed beside.
+fn python(named: Option<OsString>, program: Option<&Path>) -> Result<PathBuf, Failure> {
+    if let Some(named) = named.filter(|named| !named.is_empty()) {
+        return Ok(PathBuf::from(named));
+    }
+    let beside = program.and_then(Path::parent).map(|folder| folder.join("python3"));
+    beside.filter(|path| path.is_file()).ok_or_else(|| needs_wheel("there is none beside this program"))
+}
+
+/// That the interpreter has the wheel: what it says itself of a missing module is no answer to a user.
+fn check(command: &str, python: &Path) -> Result<(), Failure> {
+    let found = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('plimsoll') else 3)";
+    let mut looks = Command::new(python);
+    looks.args(["-c", found]).env("PYTHONSAFEPATH", "1").stdin(Stdio::null()).stderr(Stdio::null());
+    match looks.status() {
+        Err(error) => Err(needs_wheel(&format!("{} cannot be started: {error}", python.display()))),
+        Ok(status) if !status.success() => {
+            Err(needs_wheel(&format!("{} has no package plimsoll, which `{command}` is in", python.display())))
+        }
+        Ok(_) => Ok(()),
+    }
+}
+
+fn needs_wheel(why: &str) -> Failure {
+    Failure::input(format!("several machines need Python with Plimsoll's wheel: {why}"))
+        .hint("pip install 'plimsoll-train[ray]', and run the plimsoll that comes with it")
+        .hint(format!("or name the Python that has it: {PYTHON}=/path/to/python3"))
+}
+
+/// The module, whatever lies in the working directory.
+fn in_module(python: &Path) -> Command {
+    let mut command = Command::new(python);
+    command.args(["-m", "plimsoll.ray"]).env("PYTHONSAFEPATH", "1");
+    command
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_python_that_is_named_comes_before_the_one_beside() {
+        let folder = tempfile::tempdir().unwrap();
+        let program = folder.path().join("plimsoll");
+        let failure = python(None, Some(&program)).unwrap_err();
+        assert_eq!(failure.exit, Exit::Input);
+        assert!(failure.to_string().contains("PLIMSOLL_PYTHON="), "{failure}");
+        std::fs::write(folder.path().join("python3"), "").unwrap();
+        assert_eq!(python(None, Some(&program)), Ok(folder.path().join("python3")));
+        assert_eq!(python(Some("".into()), Some(&program)), Ok(folder.path().join("python3")));
+        assert_eq!(python(Some("/opt/python".into()), Some(&program)), Ok("/opt/python".into()));
+    }
+
+    #[test]
+    fn a_python_without_the_wheel_is_told() {
+        let nothing = check("join", Path::new("/nonexistent/python3")).unwrap_err();
+        assert!(nothing.message.contains("/nonexistent/python3 cannot be started"), "{nothing}");
+        let without = check("join", Path::new("/bin/false")).unwrap_err();
+        assert!(without.message.ends_with("/bin/false has no package plimsoll, which `join` is in"), "{without}");
+    }
+}

@@ -1,0 +1,126 @@
+"""``plimsoll join``, ``leave``, ``cluster`` and ``verify``: the command line hands these over to Python."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+
+from plimsoll import errors
+from plimsoll.ray import devices, joining, ours, ports
+
+#: What Plimsoll's commands need of Ray.
+RAY = "2.60"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs a command, and says what the program exits with."""
+    args = _parser().parse_args(words)
+    try:
+        _check_ray()
+        return int(args.run(args))
+    except errors.PlimsollError as error:
+        print(f"error: {error}", file=sys.stderr)
+        if getattr(args, "json", False):
+            said = {"exit": error.exit_code, "message": error.message, "hints": error.hints}
+            print(json.dumps({"error": said}))
+        return error.exit_code
+    except KeyboardInterrupt:
+        return errors.Stopped.exit_code
+
+
+def _check_ray() -> None:
+    if importlib.util.find_spec("ray") is None:
+        hint = f"{sys.executable} -m pip install 'plimsoll-train[ray]'"
+        raise errors.InputError(f"this needs Ray {RAY}, which {sys.executable} has not", [hint])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="plimsoll")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    join = commands.add_parser("join", help="make this machine the head of a cluster, or a part of one")
+    join.add_argument("address", nargs="?", help="of the head: 192.168.1.10, or 192.168.1.10:7300")
+    join.add_argument("--head", action="store_true", help="start a cluster")
+    join.add_argument("--token", help="the cluster's; with --head one is drawn where none is given")
+    join.add_argument("--ip", metavar="A", help="this machine's address, where it has several")
+    join.add_argument("--name", help="what this machine is called [default: its host name]")
+    join.add_argument("--devices", help="what it gives, such as cuda:0, cpu=6GiB or virtual:a=600MiB@0.5 [default: its GPUs, else the processor]")
+    join.add_argument("--ports", type=int, default=ports.BASE, metavar="FIRST", help="where the cluster's ports begin [default: %(default)s]")
+    join.set_defaults(run=_join)
+
+    leave = commands.add_parser("leave", help="stop what this machine has started, and nothing else")
+    leave.set_defaults(run=_leave)
+
+    cluster = commands.add_parser("cluster", help="show the nodes, their devices and free bytes, and what runs where")
+    cluster.set_defaults(run=_cluster)
+
+    verify = commands.add_parser("verify", help="try every device and every link of the cluster")
+    verify.add_argument("--share", default="25%", metavar="SHARE", help="of each device's memory is held [default: %(default)s]")
+    verify.add_argument("--seconds", type=float, default=2.0, help="that each device computes [default: %(default)s]")
+    verify.set_defaults(run=_verify)
+    for command in (cluster, verify):
+        command.add_argument("--address", help="of a cluster that was not joined with `plimsoll join`")
+        command.add_argument("--json", action="store_true", help="print it as JSON")
+    return parser
+
+
+def _join(args: argparse.Namespace) -> int:
+    if args.head and args.address:
+        raise errors.InputError("--head starts a cluster of its own", [f"leave out `{args.address}`, or --head"])
+    joined = joining.join(
+        head=args.head, address=args.address, token=args.token, ip=args.ip, devices=args.devices, base=args.ports, name=args.name
+    )
+    print(f"{'the head of' if joined.head else 'part of'} the cluster at {joined.address}, as {joined.ip}")
+    for device, raylet in zip(devices.of_this_machine(args.devices), joined.raylets):
+        simulated = " (simulated)" if device.simulated else ""
+        print(f"  {raylet.name}{simulated}: {device.model}, {device.line_bytes / (1 << 30):.2f} GiB")
+    if joined.head:
+        token = ours.token_path().read_text()
+        print(f"on every other machine: plimsoll join {joined.address} --token {token}")
+    print("see it with: plimsoll cluster; try it with: plimsoll verify")
+    return 0
+
+
+def _leave(_: argparse.Namespace) -> int:
+    left = joining.leave()
+    if left is None:
+        print("this machine is part of no cluster")
+        return 0
+    joined, ended = left
+    print(f"left {joined.address}: {ended} processes ended")
+    return 0
+
+
+def _cluster(args: argparse.Namespace) -> int:
+    from plimsoll.ray import cluster
+
+    with cluster.connected(args.address):
+        seen = cluster.look()
+    print(json.dumps(seen, indent=2) if args.json else cluster.table(seen))
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from plimsoll.ray import cluster, verifying
+
+    with cluster.connected(args.address):
+        report = verifying.verify(share=_share(args.share), seconds=args.seconds)
+    print(json.dumps(report, indent=2) if args.json else verifying.table(report))
+    return 0 if report["right"] else errors.InputError.exit_code
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text.removesuffix("%")) / 100
+    except ValueError:
+        share = 0.0
+    if not 0.0 < share <= 0.9:
+        raise errors.InputError(f"--share {text}: expected a share above 0% and at most 90%, such as 25%")
+    return share
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""The cluster as it is: who belongs to it, what each node has and has free, and what runs where."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from plimsoll import api
+from plimsoll.errors import InputError
+from plimsoll.ray import joining, ours
+
+if TYPE_CHECKING:
+    from typing_extensions import NotRequired
+
+#: How long a node may take to answer: it may have to start a process for it.
+ANSWER_SECONDS = 30.0
+
+
+#: Why a node is gone that was told to end, as Ray numbers it: it ended, or drained first.
+LEFT = (1, 3, 4)
+
+
+class Worker(TypedDict):
+    """A process that runs on a node."""
+
+    what: str
+    pid: int
+
+
+class Node(TypedDict):
+    """A raylet: a device and what goes with it."""
+
+    #: ``alpha/cuda:0``; of a node that was not joined with ``plimsoll join``, its address.
+    name: str
+    id: str
+    ip: str
+    alive: bool
+    #: Why a node that is gone is gone, as Ray says it.
+    gone: NotRequired[str]
+    #: What its maker calls the device.
+    model: str
+    simulated: bool
+    cpus: float
+    gpus: float
+    #: The load line of the device, in MiB; none where that is the machine's memory.
+    vram_mib: int | None
+    memory_bytes: int
+    #: What is free of the device's memory now, measured; none where nobody answered.
+    free_bytes: int | None
+    #: Why nobody did.
+    silent: NotRequired[str]
+    runs: list[Worker]
+
+
+class Cluster(TypedDict):
+    """All nodes; those that are gone come last."""
+
+    address: str
+    nodes: list[Node]
+
+
+@contextlib.contextmanager
+def connected(address: str | None = None) -> Iterator[str]:
+    """Speaks with the cluster that this machine is part of, or with the one at ``address``."""
+    joined = ours.known()
+    own_ip = None
+    if address is None and joined and any(map(ours.runs, joined.raylets)):
+        address, own_ip = joined.address, joined.ip
+        # Before Ray is imported: it reads them then.
+        os.environ.update(joining.environment())
+    address = address or os.environ.get("RAY_ADDRESS")
+    if address is None:
+        raise InputError("this machine is part of no cluster", ["plimsoll join --head starts one", "or name one: --address"])
+    joining.check_answers(address)
+    import ray
+
+    try:
+        ray.init(
+            address=address, namespace="plimsoll", log_to_driver=False, logging_level="ERROR", _node_ip_address=own_ip
+        )
+    except Exception as error:
+        raise InputError(f"no cluster answers at {address}: {_line(error)}") from error
+    try:
+        yield address
+    finally:
+        ray.shutdown()
+
+
+def nodes() -> list[Node]:
+    """All that Ray knows of the nodes, without asking them."""
+    import ray
+    from ray._private import state, worker  # What actors there are, and since when nodes, is public with a dashboard only.
+
+    runs: dict[str, list[Worker]] = {}
+    for actor in state.actors().values():
+        if actor["State"] == "ALIVE":
+            what = actor["Name"] or actor["ActorClassName"]
+            runs.setdefault(actor["Address"]["NodeID"], []).append(Worker(what=what, pid=actor["Pid"]))
+    told = worker.global_worker.gcs_client.get_all_node_info()
+    since = {node.hex(): (info.start_time_ms, dict(info.labels)) for node, info in told.items()}
+    # Of a node that has come back, what it was before is of no interest; nor is one that has left.
+    last: dict[str, Node] = {}
+    alive = []
+    for known in sorted(ray.nodes(), key=lambda node: since.get(node["NodeID"], (0, {}))[0]):
+        known["Labels"] = since.get(known["NodeID"], (0, known["Labels"]))[1]
+        node = _node(known, runs.get(known["NodeID"], []))
+        last.pop(node["name"], None)
+        if node["alive"]:
+            alive.append(node)
+        elif known.get("DeathReason") not in LEFT:
+            last[node["name"]] = node
+    return sorted(alive, key=lambda node: node["name"]) + sorted(last.values(), key=lambda node: node["name"])
+
+
+def _node(known: dict[str, Any], runs: list[Worker]) -> Node:
+    labels, has = known.get("Labels", {}), known["Resources"]
+    vram = has.get("vram_mib")
+    node = Node(
+        name=known.get("NodeName") or known["NodeManagerAddress"],
+        id=known["NodeID"],
+        ip=known["NodeManagerAddress"],
+        alive=known["Alive"],
+        model=labels.get("plimsoll-model", labels.get("ray.io/accelerator-type", "")),
+        simulated=labels.get("plimsoll-simulated") == "true",
+        cpus=has.get("CPU", 0.0),
+        gpus=has.get("GPU", 0.0),
+        vram_mib=None if vram is None else int(vram),
+        memory_bytes=int(has.get("memory", 0)),
+        free_bytes=None,
+        runs=runs,
+    )
+    if not node["alive"]:
+        node["gone"] = known.get("DeathReasonMessage") or known.get("DeathReason") or "it does not answer"
+    return node
+
+
+class Facts(TypedDict):
+    """What a process on a node says of itself."""
+
+    python: str
+    ray: str
+    plimsoll: str
+    system: str
+    #: Of NVIDIA, where there is one.
+    driver: str | None
+    #: Graphics cards of NVIDIA's on the machine's bus, used or not.
+    cards: int
+    free_bytes: int
+    clock: float
+
+
+def facts() -> Facts:
+    """What this process, on its node, says of itself. A raylet's GPU is the only one that its processes see."""
+    import plimsoll
+    import ray
+
+    machine = api.devices()
+    device = os.environ.get("PLIMSOLL_RAY_DEVICE", "cpu")
+    found = [found for found in machine["devices"] if found["name"] == device.split("=")[0]]
+    return Facts(
+        python=platform.python_version(),
+        ray=ray.__version__,
+        plimsoll=plimsoll.__version__,
+        system=platform.release(),
+        driver=machine["nvidia"]["driver"],
+        cards=machine["nvidia"]["on_bus"],
+        free_bytes=(found or machine["devices"])[0]["memory_free_bytes"],
+        clock=time.time(),
+    )
+
+
+def on(node: Node) -> dict[str, Any]:
+    """Options that place a process on a node, and nowhere else, without taking of its cores."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node["id"], soft=False)}
+
+
+def look() -> Cluster:
+    """Asks every node, all at once."""
+    import ray
+
+    seen = nodes()
+    ask = ray.remote(max_retries=0)(facts)
+    asked = [(node, ask.options(**on(node)).remote()) for node in seen if node["alive"]]
+    patience = time.monotonic() + ANSWER_SECONDS
+    for node, answer in asked:
+        try:
+            free = ray.get(answer, timeout=max(patience - time.monotonic(), 0.1))["free_bytes"]
+            # A simulated device is a part of a machine that has more.
+            node["free_bytes"] = min(free, (node["vram_mib"] or 0) << 20) if node["simulated"] else free
+        except Exception as error:  # Whatever keeps one from answering, the others are shown.
+            node["silent"] = _line(error)
+    return Cluster(address=ray.get_runtime_context().gcs_address, nodes=seen)
+
+
+def _line(error: Exception) -> str:
+    """An exception in a line; Ray's have many."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+def table(cluster: Cluster) -> str:
+    """The cluster for a person."""
+    rows = [["node", "address", "device", "memory", "free", "cores", "runs"]]
+    for node in cluster["nodes"]:
+        memory = (node["vram_mib"] or 0) << 20 or node["memory_bytes"]
+        free = node["free_bytes"]
+        state = gib(free) if free is not None else "no answer" if node["alive"] else "gone"
+        runs = ", ".join(f"{worker['what']} ({worker['pid']})" for worker in node["runs"])
+        name = node["name"] + (" (simulated)" if node["simulated"] else "")
+        rows.append([name, node["ip"], node["model"], gib(memory) if node["alive"] else "-", state, f"{node['cpus']:g}", runs or "-"])
+    lines = [f"cluster at {cluster['address']}", "", columns(rows)]
+    for node in cluster["nodes"]:
+        why = node.get("gone", node.get("silent"))
+        lines += [f"{node['name']}: {why}"] if why else []
+    return "\n".join(lines)
+
+
+def gib(amount: int) -> str:
+    """An amount of memory for a person."""
+    return f"{amount / (1 << 30):.2f} GiB"
+
+
+def columns(rows: list[list[str]]) -> str:
+    """Rows of a table, the first its titles."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)

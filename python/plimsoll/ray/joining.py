@@ -1,0 +1,202 @@
+"""``join`` and ``leave``: raylets of this machine, started and stopped."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from plimsoll.errors import InputError
+from plimsoll.ray import ours, ports
+from plimsoll.ray.devices import Device, Given, of_this_machine, share_out
+
+#: How long a raylet may take to start.
+START_SECONDS = 90.0
+
+#: A node that does not answer is missed after three looks, one a second and two seconds each: 9 s. A slow one answers in time.
+HEALTH = {
+    "RAY_health_check_initial_delay_ms": "2000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "3",
+    # One that cannot find the head any more gives back all that its workers hold.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "30",
+    # A token that is refused is refused again.
+    "RAY_NUM_REDIS_GET_RETRIES": "5",
+}
+
+
+def join(
+    *, head: bool, address: str | None, token: str | None, ip: str | None, devices: str | None, base: int, name: str | None
+) -> ours.Joined:
+    """Makes this machine the head of a new cluster, or a part of the one at ``address``."""
+    before = ours.known()
+    if before and any(map(ours.runs, before.raylets)):
+        raise InputError(f"this machine is part of {before.address} already", ["leave it first: plimsoll leave"])
+    if before:
+        # What is left of one that was killed.
+        ours.stop(before.raylets)
+    here = of_this_machine(devices)
+    if ip in ("127.0.0.1", "localhost"):
+        # Ray takes the machine's address in its place.
+        ip = None
+    if head:
+        ip = ip or _own_ip()
+        address, token = f"{ip}:{base}", token or secrets.token_hex(16)
+        _check_free(ip, base)
+    elif address is None or token is None:
+        raise InputError("where to?", ["plimsoll join ADDRESS --token TOKEN, as `plimsoll join --head` says it there"])
+    else:
+        address = address if ":" in address else f"{address}:{base}"
+        ip = ip or _ip_towards(address)
+        check_answers(address)
+    ours.keep_token(token)
+    joined = ours.Joined(address=address, ip=ip, head=head)
+    host = name or socket.gethostname()
+    try:
+        for number, (device, given) in enumerate(zip(here, share_out(here))):
+            first = head and number == 0
+            joined.raylets.append(_start(joined, f"{host}/{device.name}", device, given, number, base, first))
+            ours.keep(joined)
+    except BaseException:
+        ours.stop(joined.raylets)
+        ours.forget()
+        raise
+    return joined
+
+
+def leave() -> tuple[ours.Joined, int] | None:
+    """Stops what this machine has started, and says what that was."""
+    joined = ours.known()
+    if joined is None:
+        return None
+    ended = ours.stop(joined.raylets)
+    ours.forget()
+    return joined, ended
+
+
+def environment() -> dict[str, str]:
+    """What a process needs to speak with the cluster."""
+    return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(ours.token_path()),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+
+
+def _start(
+    joined: ours.Joined, name: str, device: Device, given: Given, number: int, base: int, head: bool
+) -> ours.Raylet:
+    at = ports.of_raylet(base, number)
+    resources = "{}" if given.vram_mib is None else f'{{"vram_mib": {given.vram_mib}}}'
+    words = {
+        "node-ip-address": joined.ip,
+        "node-name": name,
+        "num-cpus": given.cpus,
+        "num-gpus": given.gpus,
+        "memory": given.memory_bytes,
+        "object-store-memory": given.store_bytes,
+        "resources": resources,
+        "labels": ",".join(f"{key}={value}" for key, value in given.labels.items()),
+        "node-manager-port": at.node_manager,
+        "object-manager-port": at.object_manager,
+        "runtime-env-agent-port": at.runtime_env_agent,
+        "metrics-export-port": at.metrics_export,
+        "dashboard-agent-listen-port": at.dashboard_agent,
+        "dashboard-agent-grpc-port": at.dashboard_agent_grpc,
+        "min-worker-port": at.worker_first,
+        "max-worker-port": at.worker_last,
+        # One a machine.
+        "include-log-monitor": str(number == 0).lower(),
+    }
+    if head:
+        words |= {"port": base, "include-dashboard": "false", "temp-dir": str(_temp_dir())}
+        kind = ["--head", "--no-monitor"]
+    else:
+        kind = [f"--address={joined.address}"]
+    starts = "from ray.scripts.scripts import main; main()"
+    command = [sys.executable, "-c", starts, "start", "--block", "--disable-usage-stats", *kind]
+    command += [f"--{word}={value}" for word, value in words.items()]
+    env = {**os.environ, **environment(), **HEALTH, "PLIMSOLL_RAY_DEVICE": device.worker_name}
+    # A worker that asks for no GPU may look at the one that is there.
+    env |= {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "CUDA_VISIBLE_DEVICES": device.visible or ""}
+    path = ours.folder() / f"{number}.log"
+    with path.open("wb") as log:
+        process = subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd="/"
+        )
+    raylet = ours.Raylet(name, device.worker_name, process.pid, ours.started(process.pid) or 0)
+    try:
+        _wait(process, path, joined.address)
+    except BaseException:
+        ours.stop([raylet])
+        raise
+    return raylet
+
+
+def _wait(process: subprocess.Popen[bytes], log: Path, address: str) -> None:
+    patience = time.monotonic() + START_SECONDS
+    while time.monotonic() < patience:
+        said = log.read_text(errors="replace")
+        if "Ray runtime started" in said:
+            return
+        if process.poll() is not None:
+            break
+        time.sleep(0.1)
+    said = log.read_text(errors="replace")
+    if "nauthenticated" in said or "invalid auth" in said.lower() or "AuthenticationError" in said:
+        raise InputError(f"{address} refuses the token", ["take the one that `plimsoll join --head` printed there"])
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    raise InputError(f"Ray does not start: {lines[-1] if lines else 'it says nothing'}", [f"all that it said: {log}"])
+
+
+def _temp_dir() -> Path:
+    """Where Ray has its sockets and logs: their paths must be short."""
+    path = Path(tempfile.gettempdir()) / f"plimsoll-ray-{os.getuid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    owner = path.lstat()
+    if owner.st_uid != os.getuid() or not path.is_dir() or path.is_symlink():
+        raise InputError(f"{path} belongs to somebody else")
+    return path
+
+
+def _own_ip() -> str:
+    """This machine's address towards everywhere else; nothing is sent."""
+    try:
+        return _ip_towards("192.0.2.1:9")
+    except InputError:
+        return "127.0.0.1"
+
+
+def _ip_towards(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, int(port)))
+        except (OSError, ValueError) as error:
+            raise InputError(f"no way leads to {address}: {error}") from error
+        return str(probe.getsockname()[0])
+
+
+def check_answers(address: str) -> None:
+    """That somebody listens there: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except (OSError, ValueError) as error:
+        hints = ["is it on, and has `plimsoll join --head` been run there?", "which ports a firewall must let through: docs/ray.md"]
+        raise InputError(f"nobody answers at {address}: {error}", hints) from error
+
+
+def _check_free(ip: str, port: int) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((ip, port))
+        except OSError as error:
+            raise InputError(f"{ip}:{port} cannot be taken: {error}", ["choose others: --ports 7500, on every machine"]) from error

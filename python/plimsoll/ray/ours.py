@@ -1,0 +1,149 @@
+"""What this machine has started: kept in a folder, so that ``leave`` stops exactly that and never another Ray.
+
+Each raylet is a ``ray start --block`` in a session of its own. A session is known by the process that leads it: its number and
+the moment it started. All that it starts, workers too, is in that session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from plimsoll.errors import InputError
+
+#: How long what is asked to end may take before it is killed.
+PATIENCE_SECONDS = 15.0
+
+
+@dataclass(frozen=True)
+class Raylet:
+    """A raylet that was started here."""
+
+    #: As ``cluster`` names it: ``alpha/cuda:0``.
+    name: str
+    #: The device that its workers compute on, as ``run.devices`` names it there.
+    device: str
+    #: The leader of its session.
+    pid: int
+    #: When that started, in ticks since the machine did.
+    started: int
+
+
+@dataclass
+class Joined:
+    """What this machine is part of."""
+
+    #: Of the head: ``192.168.1.10:7300``.
+    address: str
+    #: Of this machine.
+    ip: str
+    head: bool
+    raylets: list[Raylet] = field(default_factory=list)
+
+
+def folder() -> Path:
+    """Where this machine's part is written down, with the token and Ray's logs of starting."""
+    given = os.environ.get("PLIMSOLL_RAY_STATE")
+    if given:
+        return Path(given)
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "plimsoll" / "ray" / socket.gethostname()
+
+
+def token_path() -> Path:
+    """The file with the cluster's token."""
+    return folder() / "token"
+
+
+def keep_token(token: str) -> None:
+    """Writes the token where only this user reads it."""
+    folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = token_path()
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(token)
+
+
+def keep(joined: Joined) -> None:
+    """Writes down what was started."""
+    folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+    aside = folder() / "joined.json.part"
+    aside.write_text(json.dumps(asdict(joined), indent=2))
+    aside.rename(folder() / "joined.json")
+
+
+def known() -> Joined | None:
+    """What was started here and not left since, whether it still runs or not."""
+    try:
+        read = json.loads((folder() / "joined.json").read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise InputError(f"{folder() / 'joined.json'} cannot be read: {error}") from error
+    return Joined(**{**read, "raylets": [Raylet(**raylet) for raylet in read["raylets"]]})
+
+
+def forget() -> None:
+    """Nothing is started here any more."""
+    for name in ("joined.json", "token"):
+        (folder() / name).unlink(missing_ok=True)
+
+
+def started(pid: int) -> int | None:
+    """When a process started, in ticks since the machine did; none where there is no such process."""
+    stat = _stat(pid)
+    return int(stat[19]) if stat else None
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The fields of ``/proc/PID/stat`` from the third on: the name before them may hold anything. A zombie is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else fields
+
+
+def members(raylet: Raylet) -> list[int]:
+    """The processes of a raylet's session that are there now."""
+    leads = started(raylet.pid)
+    if leads is not None and leads != raylet.started:
+        # The number has been given to another process, which the system does not do while the session has members.
+        return []
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    of_session = [(pid, _stat(pid)) for pid in pids]
+    return [pid for pid, stat in of_session if stat and int(stat[3]) == raylet.pid]
+
+
+def runs(raylet: Raylet) -> bool:
+    """Whether a raylet is there."""
+    return started(raylet.pid) == raylet.started
+
+
+def stop(raylets: list[Raylet]) -> int:
+    """Ends raylets with all that they have started, and says how many processes that were."""
+    ended = sum(len(members(raylet)) for raylet in raylets)
+    # The leader first: it takes its own down in order.
+    for raylet in filter(runs, raylets):
+        _signal(raylet.pid, signal.SIGTERM)
+    patience = time.monotonic() + PATIENCE_SECONDS
+    while any(map(members, raylets)) and time.monotonic() < patience:
+        time.sleep(0.1)
+    for raylet in raylets:
+        while left := members(raylet):
+            for pid in left:
+                _signal(pid, signal.SIGKILL)
+            time.sleep(0.05)
+    return ended
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

@@ -1,0 +1,278 @@
+"""``verify``: the cluster's check of itself. A process on each device takes its share of the bytes, is refused beyond it,
+computes, and exchanges with all others; then what was found is judged."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from plimsoll import _native
+from plimsoll.errors import DoesNotFit, InputError
+from plimsoll.ray.cluster import Facts, Node, columns, facts, gib, nodes, on
+from plimsoll.run_file import settings
+
+if TYPE_CHECKING:
+    from typing_extensions import NotRequired
+
+#: What is sent over a link to see how fast it is, and how often; small messages to see how late they come.
+LINK_BYTES, LINK_TIMES, PINGS = 32 << 20, 3, 50
+#: How long a node may take for what it is asked.
+ANSWER_SECONDS = 60.0
+#: Clocks further apart than this are told.
+CLOCK_SECONDS = 1.0
+#: A device that computes at less than this part of what the others of its model do is told.
+SLOW = 0.5
+
+
+class Device(TypedDict):
+    """What a device did. Everything is measured."""
+
+    name: str
+    model: str
+    simulated: bool
+    #: Its share, and what was held when it had been taken.
+    asked_bytes: int
+    held_bytes: int | None
+    #: Whether one byte beyond the share was refused.
+    refused_beyond: bool
+    tflops: float | None
+    #: `ok`, or what is wrong.
+    verdict: str
+    facts: NotRequired[Facts]
+
+
+class Link(TypedDict):
+    """One way between two nodes, measured through Ray's store of objects."""
+
+    source: str
+    target: str
+    gigabytes_per_second: float | None
+    #: Half of a message there and back.
+    latency_seconds: float | None
+    why: NotRequired[str]
+
+
+class Report(TypedDict):
+    """What was found."""
+
+    #: Whether every device and every link works.
+    right: bool
+    devices: list[Device]
+    links: list[Link]
+    warnings: list[str]
+
+
+class Prover:
+    """The process on a node."""
+
+    def __init__(self) -> None:
+        #: As ``run.devices`` names it here; on a node that was not joined with ``plimsoll join`` the processor.
+        self.device = os.environ.get("PLIMSOLL_RAY_DEVICE", "cpu")
+        self.hold: _native.Hold | None = None
+
+    def facts(self) -> Facts:
+        """What it says of itself."""
+        return facts()
+
+    def take(self, share_bytes: int) -> tuple[int, bool]:
+        """Takes its share; what is held then, and whether a byte more is refused."""
+        self.hold = _native.Hold(share_bytes, 0 if self.device.startswith("cuda") else None)
+        self.hold.take(share_bytes)
+        held = self.hold.held_bytes()
+        try:
+            self.hold.take(1)
+        except DoesNotFit:
+            return held, True
+        return held, False
+
+    def compute(self, seconds: float) -> float:
+        """Operations a second of f32 products: of a GPU as its rates were measured, else on one thread now, which a simulated
+        device has a part of."""
+        if self.device.startswith("cuda"):
+            (spec,) = json.loads(_native.named_devices(settings({"run": {"devices": self.device}})))
+            return float(spec["rates"]["f32_flops"])
+        pace = float(self.device.partition("@")[2].split(":")[0] or 1) if self.device.startswith("virtual:") else 1.0
+        return _native.product_flops(1, seconds) * min(pace, 1.0)
+
+    def ping(self) -> None:
+        """Answers."""
+
+    def offer(self, count: int) -> list[Any]:
+        """Bytes that another one may fetch, wrapped so that they stay where they are until then."""
+        import ray
+
+        return [ray.put(os.urandom(1 << 16) * (LINK_BYTES >> 16)) for _ in range(count)]
+
+    def fetch(self, offered: list[Any]) -> float:
+        """Seconds until one of them is here: the fastest, which nothing else was in the way of."""
+        import ray
+
+        def seconds(one: Any) -> float:
+            began = time.perf_counter()
+            ray.get(one)
+            return time.perf_counter() - began
+
+        return min(seconds(one) for one in offered)
+
+    def latency(self, other: Any) -> float:
+        """Half of a message there and back: the median."""
+        import ray
+
+        def seconds() -> float:
+            began = time.perf_counter()
+            ray.get(other.ping.remote())
+            return time.perf_counter() - began
+
+        return statistics.median(seconds() for _ in range(PINGS)) / 2
+
+
+def verify(*, share: float, seconds: float) -> Report:
+    """Tries all devices at once, then the links one after another."""
+    import ray
+
+    every = nodes()
+    alive = [node for node in every if node["alive"]]
+    if not alive:
+        raise InputError("there is nobody to verify")
+    prover = ray.remote(max_restarts=0)(Prover)
+    provers = [prover.options(**_share_of(node, share)).remote() for node in alive]
+    try:
+        # All are there before anything is compared or measured.
+        _answers([one.ping.remote() for one in provers])
+        told = _answers([one.facts.remote() for one in provers])
+        taken = _answers([one.take.remote(_bytes(node, share)) for node, one in zip(alive, provers)])
+        computed = _answers([one.compute.remote(seconds) for one in provers])
+        devices = [_judge(node, _bytes(node, share), *found) for node, *found in zip(alive, told, taken, computed)]
+        able = [(node, one) for node, one, fact in zip(alive, provers, told) if not isinstance(fact, Exception)]
+        links = [_link(source, target) for source in able for target in able if source is not target]
+    finally:
+        for one in provers:
+            ray.kill(one)
+    right = all(device["verdict"] == "ok" for device in devices) and not any("why" in link for link in links)
+    return Report(right=right, devices=devices, links=links, warnings=warnings(every, devices))
+
+
+def _bytes(node: Node, share: float) -> int:
+    """A node's share: of its device's line, else of its memory."""
+    whole = node["vram_mib"] << 20 if node["vram_mib"] is not None else node["memory_bytes"]
+    # Whole pieces of a GPU's memory are of 2 MiB.
+    return int(whole * share) >> 21 << 21
+
+
+def _share_of(node: Node, share: float) -> dict[str, Any]:
+    """What Ray keeps for a prover: the bytes of its share, so that two never have the same ones."""
+    wanted = _bytes(node, share)
+    kept: dict[str, Any] = {"memory": wanted} if node["vram_mib"] is None else {"resources": {"vram_mib": wanted >> 20}}
+    return {**on(node), **kept}
+
+
+def _answers(asked: list[Any]) -> list[Any]:
+    """The answers of all; an exception stands for one that did not come."""
+    import ray
+
+    patience = time.monotonic() + ANSWER_SECONDS
+    answers: list[Any] = []
+    for one in asked:
+        try:
+            answers.append(ray.get(one, timeout=max(patience - time.monotonic(), 0.1)))
+        except Exception as error:  # What keeps one from answering is its verdict.
+            answers.append(error)
+    return answers
+
+
+def _judge(node: Node, asked: int, told: Any, taken: Any, flops: Any) -> Device:
+    failed = [one for one in (told, taken, flops) if isinstance(one, Exception)]
+    held, refused = (None, False) if isinstance(taken, Exception) else taken
+    if failed:
+        verdict = str(failed[0]).strip().splitlines()[-1] or type(failed[0]).__name__
+    elif held != asked:
+        verdict = "does not hold its share"
+    elif not refused:
+        verdict = "takes more than its share"
+    else:
+        verdict = "ok"
+    device = Device(
+        name=node["name"],
+        model=node["model"],
+        simulated=node["simulated"],
+        asked_bytes=asked,
+        held_bytes=held,
+        refused_beyond=refused,
+        tflops=None if isinstance(flops, Exception) else flops / 1e12,
+        verdict=verdict,
+    )
+    if not isinstance(told, Exception):
+        device["facts"] = told
+    return device
+
+
+def _link(source: tuple[Node, Any], target: tuple[Node, Any]) -> Link:
+    import ray
+
+    (source_node, sends), (target_node, takes) = source, target
+    link = Link(source=source_node["name"], target=target_node["name"], gigabytes_per_second=None, latency_seconds=None)
+    try:
+        offered = ray.get(sends.offer.remote(LINK_TIMES), timeout=ANSWER_SECONDS)
+        took = ray.get(takes.fetch.remote(offered), timeout=ANSWER_SECONDS)
+        link["gigabytes_per_second"] = LINK_BYTES / took / 1e9
+        link["latency_seconds"] = ray.get(sends.latency.remote(takes), timeout=ANSWER_SECONDS)
+    except Exception as error:  # One link that fails says nothing of the others.
+        link["why"] = str(error).strip().splitlines()[-1]
+    return link
+
+
+def warnings(every: list[Node], devices: list[Device]) -> list[str]:
+    """What is no failure and should be known."""
+    said = [f"{node['name']} is missing: {node['gone']}" for node in every if "gone" in node]
+    told = [(device["name"], device["facts"]) for device in devices if "facts" in device]
+    for key, what in (("python", "Python"), ("ray", "Ray"), ("plimsoll", "Plimsoll"), ("driver", "NVIDIA drivers")):
+        versions = {name: str(value) for name, fact in told if (value := dict(fact)[key]) is not None}
+        if len(set(versions.values())) > 1:
+            said.append(f"{what} differs: " + ", ".join(f"{name} has {version}" for name, version in versions.items()))
+    clocks = [fact["clock"] for _, fact in told]
+    if clocks and max(clocks) - min(clocks) > CLOCK_SECONDS:
+        said.append(f"clocks are {max(clocks) - min(clocks):.1f} s apart, or a node is slow to answer")
+    cards = {node["ip"]: 0.0 for node in every if node["alive"]}
+    for node in every:
+        cards[node["ip"]] = cards.get(node["ip"], 0.0) + node["gpus"]
+    on_bus = {node["ip"]: fact["cards"] for node in every for name, fact in told if name == node["name"]}
+    for ip, count in on_bus.items():
+        if count > cards[ip]:
+            said.append(f"{ip} has {count} graphics cards of NVIDIA's, and {cards[ip]:g} are used")
+    best: dict[str, float] = {}
+    for device in devices:
+        best[device["model"]] = max(best.get(device["model"], 0.0), device["tflops"] or 0.0)
+    for device in devices:
+        if device["tflops"] is not None and device["tflops"] < SLOW * best[device["model"]]:
+            said.append(f"{device['name']} computes at {device['tflops']:.3f} TFLOP/s, another {device['model']} at {best[device['model']]:.3f}")
+    return said
+
+
+def table(report: Report) -> str:
+    """The report for a person."""
+    rows = [["device", "asked", "held", "beyond", "TFLOP/s", "verdict"]]
+    for device in report["devices"]:
+        held = "-" if device["held_bytes"] is None else gib(device["held_bytes"])
+        rows.append(
+            [
+                device["name"] + (" (simulated)" if device["simulated"] else ""),
+                gib(device["asked_bytes"]),
+                held,
+                "refused" if device["refused_beyond"] else "given",
+                "-" if device["tflops"] is None else f"{device['tflops']:.3f}",
+                device["verdict"],
+            ]
+        )
+    text = columns(rows)
+    if report["links"]:
+        links = [["from", "to", "GB/s", "latency"]]
+        for link in report["links"]:
+            rate, late = link["gigabytes_per_second"], link["latency_seconds"]
+            rate_said = link.get("why", "-") if rate is None else f"{rate:.3f}"
+            links.append([link["source"], link["target"], rate_said, "-" if late is None else f"{late * 1e3:.2f} ms"])
+        text += "\n\n" + columns(links)
+    text += "".join(f"\nwarning: {warning}" for warning in report["warnings"])
+    return text + ("\nall of it works" if report["right"] else "\nnot all of it works")

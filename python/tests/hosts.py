@@ -1,0 +1,143 @@
+"""Two or three hosts on one machine, as network namespaces: each with an address of its own, a link that is shaped, and a cable
+that can be pulled. The switch between them is a namespace, too: nothing of the machine's own network is touched."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# Where `ip` and `tc` are, and not every user looks.
+os.environ["PATH"] = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+
+#: How long a command may take.
+COMMAND_SECONDS = 150
+
+
+@dataclass
+class Host:
+    """A host that has joined the switch."""
+
+    name: str
+    ip: str
+    namespace: str
+    switch: str
+    port: str
+    state: Path
+    tmp: Path
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def environment(self) -> dict[str, str]:
+        """What is different here: the state folder, and where Ray has its sockets."""
+        return {**os.environ, "PLIMSOLL_RAY_STATE": str(self.state), "TMPDIR": str(self.tmp)}
+
+    def _words(self, words: Sequence[str | Path]) -> list[str]:
+        return ["ip", "netns", "exec", self.namespace, *map(str, words)]
+
+    def run(self, *words: str | Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        """Runs a command here to its end."""
+        return subprocess.run(
+            self._words(words),
+            env={**self.environment(), **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_SECONDS,
+            cwd=self.tmp,
+        )
+
+    def plimsoll(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Runs the command line here."""
+        return self.run(Path(sys.executable).parent / "plimsoll", *words)
+
+    def start(self, *words: str | Path, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+        """Starts a command here, in a session of its own."""
+        process = subprocess.Popen(
+            self._words(words),
+            env={**self.environment(), **(env or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            cwd=self.tmp,
+        )
+        self.started.append(process)
+        return process
+
+    def pull_cable(self) -> None:
+        """From now on nothing comes or goes."""
+        _ip("-n", self.switch, "link", "set", self.port, "down")
+
+    def plug_in(self) -> None:
+        """The cable is back."""
+        _ip("-n", self.switch, "link", "set", self.port, "up")
+
+    def end(self) -> None:
+        """Ends what was started here, whatever its state."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.plimsoll("leave")
+        for process in self.started:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if process.stdout:
+                process.stdout.close()
+
+
+def refusal() -> str | None:
+    """Why there can be no namespaces here; none where there can."""
+    if shutil.which("ip") is None or shutil.which("tc") is None:
+        return "no `ip` or no `tc` (Debian: iproute2)"
+    name = f"plm{os.getpid()}t"
+    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, timeout=10)
+    if tried.returncode:
+        return f"network namespaces are not permitted: {tried.stderr.strip()}"
+    tried = subprocess.run(["ip", "-n", name, "link", "add", "switch", "type", "bridge"], capture_output=True, text=True, timeout=10)
+    _ip("netns", "del", name)
+    return f"no bridge can be made in a namespace: {tried.stderr.strip()}" if tried.returncode else None
+
+
+@contextlib.contextmanager
+def network(names: Sequence[str], *, rate: str = "1gbit", delay: str | None = None) -> Iterator[list[Host]]:
+    """Hosts on a switch; each sends at ``rate`` at most, and ``delay`` later."""
+    mark, tmp = f"plm{os.getpid()}", Path(tempfile.mkdtemp(prefix="plm", dir="/tmp"))
+    switch, hosts = f"{mark}s", list[Host]()
+    try:
+        _ip("netns", "add", switch)
+        _ip("-n", switch, "link", "add", "switch", "type", "bridge")
+        _ip("-n", switch, "link", "set", "switch", "up")
+        for number, name in enumerate(names, 1):
+            namespace, port, ip = f"{mark}{number}", f"port{number}", f"10.77.0.{number}"
+            _ip("netns", "add", namespace)
+            state, own = tmp / f"state{number}", tmp / str(number)
+            own.mkdir()
+            hosts.append(Host(name, ip, namespace, switch, port, state, own))
+            _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", namespace)
+            _ip("-n", switch, "link", "set", port, "master", "switch", "up")
+            _ip("-n", namespace, "addr", "add", f"{ip}/24", "dev", "eth0")
+            _ip("-n", namespace, "link", "set", "lo", "up")
+            _ip("-n", namespace, "link", "set", "eth0", "up")
+            # Asked for the way to anywhere, a host names its own address; nothing leads out of the switch.
+            _ip("-n", namespace, "route", "add", "default", "via", "10.77.0.254")
+            shape = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+            if delay:
+                shape = ["netem", "delay", delay, "rate", rate]
+            subprocess.run(["tc", "-n", namespace, "qdisc", "add", "dev", "eth0", "root", *shape], check=True, timeout=10)
+        yield hosts
+    finally:
+        for host in hosts:
+            host.end()
+        for namespace in [switch, *(host.namespace for host in hosts)]:
+            subprocess.run(["ip", "netns", "del", namespace], capture_output=True, timeout=10)
+        shutil.rmtree(tmp, ignore_errors=True)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)

@@ -1,0 +1,196 @@
+"""What `join` decides and remembers, without a Ray that runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import plimsoll
+from plimsoll.ray import __main__ as commands
+from plimsoll.ray import devices, ours, ports
+from plimsoll.ray.cluster import Facts, Node, columns
+from plimsoll.ray.verifying import Device, warnings
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PLIMSOLL_RAY_STATE", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+def session(children: int) -> tuple[subprocess.Popen[bytes], ours.Raylet]:
+    """A process that leads a session, with children that ignore what asks them to end."""
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    starts = f"import subprocess, sys, time; [subprocess.Popen([sys.executable, '-c', {stubborn!r}]) for _ in range({children})]"
+    leader = subprocess.Popen([sys.executable, "-c", f"{starts}; time.sleep(600)"], start_new_session=True)
+    raylet = ours.Raylet("here/cpu", "cpu", leader.pid, ours.started(leader.pid) or 0)
+    while len(ours.members(raylet)) <= children:
+        time.sleep(0.02)
+    return leader, raylet
+
+
+def test_what_is_stopped_is_a_session_with_all_that_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, "PATIENCE_SECONDS", 0.3)
+    leader, raylet = session(2)
+    other, others = session(1)
+    assert ours.runs(raylet) and os.getpid() not in ours.members(raylet)
+    assert ours.stop([raylet]) == 3
+    leader.wait()
+    assert not ours.runs(raylet) and ours.members(raylet) == []
+    assert ours.runs(others) and len(ours.members(others)) == 2
+    # A number that the system has given to another process since is not ours.
+    assert ours.members(ours.Raylet("here/cpu", "cpu", other.pid, others.started - 1)) == []
+    ours.stop([others])
+    other.wait()
+
+
+def test_what_is_left_of_a_leader_that_was_killed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, "PATIENCE_SECONDS", 0.3)
+    leader, raylet = session(2)
+    leader.kill()
+    leader.wait()
+    assert not ours.runs(raylet) and len(ours.members(raylet)) == 2
+    assert ours.stop([raylet]) == 2 and ours.members(raylet) == []
+
+
+def test_what_was_joined_is_remembered_and_the_token_is_for_this_user_alone(state: Path) -> None:
+    assert ours.known() is None
+    joined = ours.Joined("10.0.0.1:7300", "10.0.0.2", False, [ours.Raylet("b/cuda:0", "cuda:0", 12, 34)])
+    ours.keep(joined)
+    ours.keep_token("sesame")
+    assert ours.known() == joined
+    assert (ours.token_path().read_text(), ours.token_path().stat().st_mode & 0o777) == ("sesame", 0o600)
+    assert state.stat().st_mode & 0o777 == 0o700
+    ours.forget()
+    assert ours.known() is None and not ours.token_path().exists()
+
+
+def test_ports_of_raylets_do_not_meet() -> None:
+    taken = [7300]
+    for number in range(8):
+        at = ports.of_raylet(7300, number)
+        fixed = [at.node_manager, at.object_manager, at.runtime_env_agent, at.metrics_export, at.dashboard_agent]
+        taken += [*fixed, at.dashboard_agent_grpc, *range(at.worker_first, at.worker_last + 1)]
+    assert len(set(taken)) == len(taken)
+    assert (min(taken), ports.of_raylet(7300, 0).worker_last) == (7300, 7419)
+
+
+def test_devices_that_are_named_are_given_and_those_on_paper_are_not() -> None:
+    a, b = devices.of_this_machine("virtual:a=600MiB@0.5,virtual:b=200MiB@0.3")
+    assert (a.name, a.line_bytes, a.simulated, a.worker_name) == ("virtual:a", 600 * MIB, True, "virtual:a=600MiB@0.5")
+    given = devices.share_out([a, b])
+    assert [one.vram_mib for one in given] == [600, 200] and [one.gpus for one in given] == [0, 0]
+    assert all(one.labels["plimsoll-simulated"] == "true" and one.cpus >= 1 for one in given)
+    (cpu,) = devices.of_this_machine("cpu=1GiB")
+    (alone,) = devices.share_out([cpu])
+    assert (cpu.worker_name, alone.vram_mib, alone.memory_bytes + alone.store_bytes) == ("cpu=1024MiB", None, 1024 * MIB)
+    with pytest.raises(plimsoll.InputError, match="`rtx3090` is a device on paper"):
+        devices.of_this_machine("rtx3090")
+
+
+@pytest.mark.parametrize(
+    ("text", "label"),
+    [
+        ("NVIDIA GeForce RTX 3090", "NVIDIA-GeForce-RTX-3090"),
+        ("cuda:0", "cuda-0"),
+        ("AMD Ryzen 9 (16-Core)", "AMD-Ryzen-9-16-Core"),
+        ("x" * 80, "x" * 63),
+    ],
+)
+def test_names_become_labels(text: str, label: str) -> None:
+    assert devices.label(text) == label
+
+
+def facts(**other: object) -> Facts:
+    plain = Facts(
+        python="3.11.2", ray="2.60.0", plimsoll="0.1.0", system="6.1", driver=None, cards=0, free_bytes=1, clock=100.0
+    )
+    return {**plain, **other}  # type: ignore[typeddict-item]
+
+
+def device(name: str, tflops: float = 1.0, **other: object) -> Device:
+    return Device(
+        name=name,
+        model="card",
+        simulated=False,
+        asked_bytes=1,
+        held_bytes=1,
+        refused_beyond=True,
+        tflops=tflops,
+        verdict="ok",
+        facts=facts(**other),
+    )
+
+
+def node(name: str, **other: object) -> Node:
+    plain = Node(
+        name=name,
+        id=name,
+        ip=name,
+        alive=True,
+        model="card",
+        simulated=False,
+        cpus=1,
+        gpus=0,
+        vram_mib=None,
+        memory_bytes=1,
+        free_bytes=None,
+        runs=[],
+    )
+    return {**plain, **other}  # type: ignore[typeddict-item]
+
+
+def test_what_should_be_known_is_warned_of() -> None:
+    assert warnings([node("a"), node("b")], [device("a"), device("b")]) == []
+    said = warnings(
+        [node("a"), node("b"), node("c", alive=False, gone="no heartbeat")],
+        [device("a", 2.0, cards=1), device("b", 0.5, ray="2.60.1", python="3.11.3", clock=103.0)],
+    )
+    assert said == [
+        "c is missing: no heartbeat",
+        "Python differs: a has 3.11.2, b has 3.11.3",
+        "Ray differs: a has 2.60.0, b has 2.60.1",
+        "clocks are 3.0 s apart, or a node is slow to answer",
+        "a has 1 graphics cards of NVIDIA's, and 0 are used",
+        "b computes at 0.500 TFLOP/s, another card at 2.000",
+    ]
+
+
+def test_tables_line_up() -> None:
+    assert columns([["a", "bb"], ["ccc", "d"]]) == "a    bb\nccc  d"
+
+
+def test_without_ray_a_command_says_what_brings_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert commands.main(["cluster", "--json"]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("error: this needs Ray 2.60") and "plimsoll-train[ray]" in said.err
+    assert json.loads(said.out)["error"]["exit"] == 2
+
+
+def test_commands_are_handed_over_with_all_their_words(command: Path, tmp_path: Path) -> None:
+    (tmp_path / "plimsoll").mkdir()  # A folder of that name in the way is no package.
+    helped = subprocess.run([command, "join", "--help"], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert helped.returncode == 0 and "--head" in helped.stdout and "--ports" in helped.stdout
+    wrong = subprocess.run([command, "verify", "--share", "0%"], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert wrong.returncode == 2
+    nobody = subprocess.run(
+        [command, "cluster"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        env={**os.environ, "PLIMSOLL_PYTHON": "/nonexistent/python3"},
+    )
+    assert nobody.returncode == 2
+    assert nobody.stderr.startswith("error: several machines need Python with Plimsoll's wheel: /nonexistent/python3")

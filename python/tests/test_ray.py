@@ -1,0 +1,184 @@
+"""A cluster of two hosts with a gigabit link between them: joined, looked at, tried, cut, and left."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+import hosts
+from hosts import Host
+from plimsoll.ray.cluster import Cluster
+from plimsoll.ray.verifying import Report
+
+MIB = 1 << 20
+TOKEN = "of-the-tests"
+ALPHA, BETA = "virtual:a=600MiB@0.5", "virtual:b=200MiB@0.3"
+#: The health checks add up to 9 s; another machine may be busy.
+NOTICED_SECONDS = 30.0
+
+pytest.importorskip("ray", reason="no Ray: pip install 'plimsoll-train[ray]'")
+refused = hosts.refusal()
+pytestmark = pytest.mark.skipif(refused is not None, reason=str(refused))
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[Host, Host]]:
+    """Two hosts, the first of which is the head of a cluster that the second has joined."""
+    with hosts.network(["alpha", "beta"]) as (alpha, beta):
+        joined = alpha.plimsoll("join", "--head", "--name", "alpha", "--token", TOKEN, "--devices", ALPHA)
+        assert joined.returncode == 0, joined.stderr
+        assert joined.stdout.startswith("the head of the cluster at 10.77.0.1:7300, as 10.77.0.1\n")
+        assert "alpha/virtual:a (simulated)" in joined.stdout
+        assert f"plimsoll join 10.77.0.1:7300 --token {TOKEN}\n" in joined.stdout
+        join(beta)
+        yield alpha, beta
+
+
+def join(beta: Host) -> None:
+    joined = beta.plimsoll("join", "10.77.0.1", "--name", "beta", "--token", TOKEN, "--devices", BETA)
+    assert joined.returncode == 0, joined.stderr
+    assert joined.stdout.startswith("part of the cluster at 10.77.0.1:7300, as 10.77.0.2\n")
+
+
+def look(host: Host) -> Cluster:
+    said = host.plimsoll("cluster", "--json")
+    assert said.returncode == 0, said.stderr
+    return cast(Cluster, json.loads(said.stdout))
+
+
+def test_both_hosts_are_seen_from_both_with_what_they_have_free(pair: tuple[Host, Host]) -> None:
+    for host in pair:
+        nodes = look(host)["nodes"]
+        assert [(node["name"], node["ip"], node["alive"]) for node in nodes] == [
+            ("alpha/virtual:a", "10.77.0.1", True),
+            ("beta/virtual:b", "10.77.0.2", True),
+        ]
+        assert all(node["simulated"] for node in nodes)
+        assert [(node["vram_mib"], node["free_bytes"]) for node in nodes] == [(600, 600 * MIB), (200, 200 * MIB)]
+    shown = pair[1].plimsoll("cluster").stdout
+    assert "alpha/virtual:a (simulated)" in shown and "beta/virtual:b (simulated)" in shown
+
+
+def test_who_is_part_of_a_cluster_does_not_join_again(pair: tuple[Host, Host]) -> None:
+    again = pair[1].plimsoll("join", "10.77.0.1", "--token", TOKEN)
+    assert again.returncode == 2
+    assert again.stderr.startswith("error: this machine is part of 10.77.0.1:7300 already\n")
+
+
+CONNECTS = """
+import ray, sys
+ray.init(address=sys.argv[1], _node_ip_address=sys.argv[2], log_to_driver=False)
+print("inside", len(ray.nodes()))
+"""
+
+
+@pytest.mark.parametrize(
+    ("env", "inside"),
+    [
+        ({"RAY_AUTH_MODE": "disabled"}, False),
+        ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "another"}, False),
+        ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}, True),
+    ],
+    ids=["no token", "another token", "the token"],
+)
+def test_nothing_answers_without_the_token(pair: tuple[Host, Host], env: dict[str, str], inside: bool) -> None:
+    tried = pair[0].run(sys.executable, "-c", CONNECTS, "10.77.0.1:7300", "10.77.0.1", env=env)
+    assert (tried.returncode == 0, "inside 2" in tried.stdout) == (inside, inside), tried.stderr
+    assert inside or "Authentication" in tried.stderr, tried.stderr
+
+
+def test_a_host_with_another_token_is_refused(pair: tuple[Host, Host]) -> None:
+    alpha, beta = pair
+    aside = Host("gamma", beta.ip, beta.namespace, beta.switch, beta.port, beta.state.with_name("aside"), beta.tmp)
+    tried = aside.plimsoll("join", "10.77.0.1", "--token", "wrong", "--devices", BETA, "--ports", "7300")
+    assert tried.returncode == 2
+    assert tried.stderr.startswith("error: 10.77.0.1:7300 refuses the token\n"), tried.stderr
+    assert not list(aside.state.glob("joined.json")) and not (aside.state / "token").exists()
+    assert [node["name"] for node in look(alpha)["nodes"]] == ["alpha/virtual:a", "beta/virtual:b"]
+
+
+def test_every_device_and_link_is_tried(pair: tuple[Host, Host]) -> None:
+    tried = pair[0].plimsoll("verify", "--json", "--seconds", "0.5", "--share", "50%")
+    assert tried.returncode == 0, tried.stdout + tried.stderr
+    report: Report = json.loads(tried.stdout)
+    held = [(device["name"], device["asked_bytes"], device["held_bytes"]) for device in report["devices"]]
+    assert held == [("alpha/virtual:a", 300 * MIB, 300 * MIB), ("beta/virtual:b", 100 * MIB, 100 * MIB)]
+    for device in report["devices"]:
+        assert device["refused_beyond"] and device["simulated"] and device["verdict"] == "ok"
+        assert device["tflops"] and device["tflops"] > 0
+    assert {(link["source"], link["target"]) for link in report["links"]} == {
+        ("alpha/virtual:a", "beta/virtual:b"),
+        ("beta/virtual:b", "alpha/virtual:a"),
+    }
+    for link in report["links"]:
+        # What tc lets through is 0.125 GB/s, and a bucket of 256 KiB at once.
+        rate, late = link["gigabytes_per_second"], link["latency_seconds"]
+        assert rate and 0.0 < rate < 0.135 and late and late > 0.0
+    assert not any("differs" in warning for warning in report["warnings"])
+
+
+WATCHES = """
+import time
+from plimsoll.ray import cluster
+with cluster.connected():
+    print("watching", flush=True)
+    while True:
+        for node in cluster.nodes():
+            if "gone" in node:
+                print("gone", node["name"], flush=True)
+                raise SystemExit
+        time.sleep(0.1)
+"""
+
+
+def test_a_pulled_cable_is_noticed(pair: tuple[Host, Host]) -> None:
+    alpha, beta = pair
+    watcher = alpha.start(sys.executable, "-c", WATCHES)
+    assert watcher.stdout and watcher.stdout.readline() == "watching\n"
+    pulled = time.monotonic()
+    beta.pull_cable()
+    said = next(line for line in watcher.stdout if line.startswith("gone"))
+    noticed = time.monotonic() - pulled
+    print(f"a pulled cable was noticed after {noticed:.1f} s")
+    assert said == "gone beta/virtual:b\n"
+    assert noticed < NOTICED_SECONDS
+    tried = alpha.plimsoll("verify", "--json", "--seconds", "0.2")
+    report: Report = json.loads(tried.stdout)
+    assert [device["name"] for device in report["devices"]] == ["alpha/virtual:a"]
+    assert report["warnings"][0].startswith("beta/virtual:b is missing: ")
+    # The other side does not wait for ever, either.
+    cut = beta.plimsoll("cluster")
+    assert cut.returncode == 2 and cut.stderr.startswith("error: nobody answers at 10.77.0.1:7300"), cut.stderr
+    assert beta.plimsoll("leave").returncode == 0
+    beta.plug_in()
+    join(beta)
+    assert [(node["name"], node["alive"]) for node in look(alpha)["nodes"]] == [("alpha/virtual:a", True), ("beta/virtual:b", True)]
+
+
+def test_leaving_stops_ours_and_no_other_ray(pair: tuple[Host, Host]) -> None:
+    alpha, beta = pair
+    ray = Path(sys.executable).parent / "ray"
+    env = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    words = ["start", "--head", "--block", "--port=6380", "--num-cpus=1", "--include-dashboard=false"]
+    foreign = beta.start(ray, *words, f"--temp-dir={beta.tmp}/r", f"--node-ip-address={beta.ip}", env=env)
+    assert foreign.stdout
+    assert any("Ray runtime started" in line for line in foreign.stdout)
+    left = beta.plimsoll("leave")
+    assert left.returncode == 0 and left.stdout.startswith("left 10.77.0.1:7300: "), left.stderr
+    assert foreign.poll() is None
+    tried = beta.run(sys.executable, "-c", CONNECTS, f"{beta.ip}:6380", beta.ip, env=env)
+    assert "inside 1" in tried.stdout, tried.stderr
+    assert beta.plimsoll("leave").stdout == "this machine is part of no cluster\n"
+    # Who has left is not missed, as soon as the head knows.
+    patience = time.monotonic() + NOTICED_SECONDS
+    while (left_over := look(alpha)["nodes"][1:]) and time.monotonic() < patience:
+        time.sleep(0.5)
+    assert left_over == []
+    processes = beta.run("ps", "-eo", "args").stdout
+    assert "beta/virtual:b" not in processes
