@@ -135,13 +135,25 @@ class Member(TypedDict):
     ladder: NotRequired[list[RungPrice]]
 
 
+class Evaluates(TypedDict):
+    """What a device does beside the steps; predicted."""
+
+    recipe: Recipe
+    device: DevicePlan
+    rows: NotRequired[int]
+    seconds: float
+    team_seconds: float
+    hand_over_seconds: float
+
+
 class LeftOut(TypedDict):
-    """A device that takes no part."""
+    """A device that takes no part in the steps."""
 
     device: str
     why: str
     used_by: NotRequired[str]
     tokens_per_second: NotRequired[float]
+    evaluates: NotRequired[Evaluates]
 
 
 class Worth(TypedDict):
@@ -243,6 +255,19 @@ class MemberResult(TypedDict):
     passes_over_predicted: float
 
 
+class EvaluatorResult(TypedDict):
+    """What a device did that evaluated beside the steps."""
+
+    device: str
+    simulated: bool
+    recipe: Recipe
+    evaluations: int
+    seconds: float
+    predicted_seconds: float
+    hand_over_seconds: float
+    predicted_hand_over_seconds: float
+
+
 class LostDevice(TypedDict):
     """A device that was lost."""
 
@@ -264,6 +289,7 @@ class RunResult(TypedDict):
     recipe: Recipe
     sharing: NotRequired[Sharing]
     team: NotRequired[list[MemberResult]]
+    evaluator: NotRequired[EvaluatorResult]
     retreats: list[dict[str, Any]]
     lost: NotRequired[list[LostDevice]]
     not_rehearsed: NotRequired[list[str]]

@@ -61,7 +61,7 @@ pub enum Event {
         /// Bytes the process held (CPU) or the device held, after the step.
         bytes: Bytes,
     },
-    /// An evaluation is done.
+    /// An evaluation is done. One that a device made beside the steps comes when it is ready, behind later steps.
     Evaluation {
         /// After this step.
         step: u64,
@@ -73,6 +73,9 @@ pub enum Event {
         tokens: u64,
         /// How long it took.
         seconds: f64,
+        /// The device that made it beside the steps; none where those who do the steps did.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        device: Option<String>,
     },
     /// A checkpoint is complete on disk.
     Checkpoint {

@@ -529,7 +529,7 @@ pub struct Member {
     pub ladder: Vec<RungPrice>,
 }
 
-/// A device that was named, or found, and takes no part.
+/// A device that was named, or found, and takes no part in the steps.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LeftOut {
     /// Its name.
@@ -542,6 +542,41 @@ pub struct LeftOut {
     /// Tokens (padding counted) a second of the team with it, predicted; none where it cannot take part.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tokens_per_second: Option<f64>,
+    /// What it does beside the steps; none where it does nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub evaluates: Option<Evaluates>,
+}
+
+/// A device beside the steps evaluates what the others train, while they go on. All figures are predicted.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Evaluates {
+    /// How many rows at once; weights and activations are all that it holds.
+    pub recipe: Recipe,
+    /// What it holds, under its own load line.
+    pub device: DevicePlan,
+    /// Rows of an evaluation, where the data have been read.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rows: Option<u64>,
+    /// Seconds that it takes for an evaluation; for one row of a long one where the data have not been read.
+    pub seconds: f64,
+    /// The same of the devices that do the steps.
+    pub team_seconds: f64,
+    /// Seconds in which these hand over the weights.
+    pub hand_over_seconds: f64,
+}
+
+impl Evaluates {
+    /// Seconds that an evaluation takes the others less than if they made it themselves, where they can go on for so long
+    /// before they need what it comes to.
+    pub fn saves(&self, meanwhile_seconds: f64) -> f64 {
+        let waits = (self.seconds - meanwhile_seconds).max(0.0);
+        self.team_seconds - self.hand_over_seconds - waits
+    }
+
+    /// Where the data have not been read: so many rows or more have to be evaluated for it to be worth handing over.
+    pub fn least_rows(&self) -> u64 {
+        (self.hand_over_seconds / self.team_seconds).ceil().max(1.0) as u64
+    }
 }
 
 /// What a team does, beside what its devices do alone. All figures are predicted: tokens (padding counted) a second.

@@ -28,6 +28,9 @@ pub struct RunResult {
     /// What each device of the team did in the last step.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub team: Vec<MemberResult>,
+    /// What a device that was left out of the steps did beside them; none where it did nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub evaluator: Option<EvaluatorResult>,
     /// Rungs that were taken while the run was under way, since it was last started.
     pub retreats: Vec<Retreat>,
     /// Devices that were lost, since the run was last started.
@@ -70,6 +73,27 @@ pub struct MemberResult {
     /// What it computed in a step took, measured, over what was predicted: the median over the steps since the run was last
     /// started. What it waited for does not count.
     pub passes_over_predicted: f64,
+}
+
+/// What a device did that evaluated beside the steps, since the run was last started.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct EvaluatorResult {
+    /// The device's name.
+    pub device: String,
+    /// Whether its figures come from a simulation.
+    pub simulated: bool,
+    /// How many rows at once.
+    pub recipe: Recipe,
+    /// So many of them.
+    pub evaluations: u64,
+    /// Seconds of one: the median.
+    pub seconds: f64,
+    /// What the plan said.
+    pub predicted_seconds: f64,
+    /// Seconds in which the others handed over the weights, once: the median.
+    pub hand_over_seconds: f64,
+    /// What the plan said.
+    pub predicted_hand_over_seconds: f64,
 }
 
 /// How a run ended.

@@ -28,7 +28,7 @@ fn team<'a>(config: &'a ModelConfig, devices: &'a [DeviceSpec], sequences: u64) 
 fn beside<'a>(config: &'a ModelConfig, devices: &'a [DeviceSpec], sequences: u64, host: Bytes) -> TeamQuestion<'a> {
     let spec = HostSpec { budget: host, memory_bytes_per_second: 1e10, ..HostSpec::NONE };
     let question = |device: &'a DeviceSpec| Question { host: spec, ..question(config, device, [sequences, 256]) };
-    TeamQuestion { devices: devices.iter().map(question).collect(), host, all: false, only: None }
+    TeamQuestion { devices: devices.iter().map(question).collect(), host, all: false, only: None, evaluations: None }
 }
 
 fn planned(team: &TeamQuestion) -> TeamAnswer {

@@ -9,7 +9,9 @@ use plimsoll_core::{
 };
 use plimsoll_plan::paper;
 use plimsoll_plan::search::{Question, search};
-use plimsoll_plan::team::{Only, TeamAnswer, TeamQuestion, alternatives, plan_again, plan_of_team, share_out};
+use plimsoll_plan::team::{
+    Evaluations, Only, TeamAnswer, TeamQuestion, alternatives, plan_again, plan_of_team, share_out,
+};
 use plimsoll_program::Schedule;
 use plimsoll_program::models::{ModelConfig, preset};
 use plimsoll_program::passes::collectives::agree;
@@ -21,7 +23,7 @@ fn question<'a>(config: &'a ModelConfig, device: &'a DeviceSpec, sequences: u64)
 
 fn team<'a>(config: &'a ModelConfig, devices: &'a [DeviceSpec], sequences: u64) -> TeamQuestion<'a> {
     let devices = devices.iter().map(|device| question(config, device, sequences)).collect();
-    TeamQuestion { devices, host: Bytes::ZERO, all: false, only: None }
+    TeamQuestion { devices, host: Bytes::ZERO, all: false, only: None, evaluations: None }
 }
 
 fn say(answer: &TeamAnswer, begin: Instant) {
@@ -148,6 +150,72 @@ fn who_cannot_hold_the_model_or_would_slow_the_team_is_left_out_and_named() {
     }
 }
 
+/// Who would only slow the others evaluates for them, if it can hold the weights, keeps up, and is no dearer than its worth.
+#[test]
+fn who_is_left_out_evaluates_where_it_has_room_and_saves_time() {
+    let config = preset("smollm2-135m").expect("listed");
+    let slow_link = Link { bytes_per_second: 1e6, latency_seconds: 0.0 };
+    let devices = |mib: u64, pace: f64| {
+        [device("a", Bytes::gib(8), 1.0, slow_link), device("b", Bytes::mib(mib), pace, slow_link)]
+    };
+    let asked = |devices: &[DeviceSpec], every: u64, rows: Option<u64>| {
+        let evaluations = Some(Evaluations { every, rows });
+        share_out(&TeamQuestion { evaluations, ..team(&config, devices, 64) })
+    };
+    // Weights of 513 MiB: one with room for training, too, and one without.
+    for mib in [8192, 1000] {
+        let devices = devices(mib, 0.5);
+        let answer = asked(&devices, 100, Some(1000));
+        let [out] = &answer.plan.left_out[..] else { panic!("{:?}", answer.plan.left_out) };
+        let evaluates = out.evaluates.as_ref().expect("it has room and time");
+        let part = answer.evaluator.as_ref().expect("it does");
+        assert!(out.device == "b" && part.device == 1 && out.used_by.is_some(), "{out:?}");
+        assert_eq!(evaluates.device, part.answer.plan.devices[0]);
+        assert!(part.answer.plan.fits && evaluates.device.peak_bytes <= devices[1].budget);
+        assert!(part.answer.set.program("update").is_none() && part.answer.set.program("renew").is_some());
+        let step_seconds = answer.plan.predicted.step_seconds;
+        assert!(evaluates.saves(100.0 * step_seconds) > 0.0 && evaluates.saves(0.0) < 0.0, "{evaluates:?}");
+        assert!((evaluates.seconds / evaluates.team_seconds - 2.0).abs() < 0.2, "half the pace: {evaluates:?}");
+        // Rows that nobody has read yet: as many as it takes to be worth it.
+        let unread =
+            asked(&devices, 100, None).plan.left_out[0].evaluates.clone().expect("some number of rows is worth it");
+        let (least, of_one) = (unread.least_rows(), unread.team_seconds);
+        assert!((of_one * 1000.0 / evaluates.team_seconds - 1.0).abs() < 0.05, "{unread:?}");
+        assert!(of_one * least as f64 >= unread.hand_over_seconds, "{unread:?}");
+        // As many rows at once as the one that trains, if there is room.
+        let (own, theirs) = (evaluates.recipe.micro_batch, answer.plan.recipe.micro_batch);
+        assert!(own == theirs || mib == 1000 && own < theirs, "{own} and {theirs}");
+        // A run that goes on has no other place for it.
+        let evaluations = Some(Evaluations { every: 100, rows: Some(1000) });
+        let question = TeamQuestion { evaluations, ..team(&config, &devices, 64) };
+        if !answer.plan.team.is_empty() {
+            assert_eq!(plan_of_team(&question, &answer.plan.team).evaluator.map(|part| part.device), Some(1));
+        }
+    }
+    for (devices, every, rows, why) in [
+        (devices(500, 0.5), 100, 1000, "it cannot hold the weights"),
+        (devices(8192, 0.5), 0, 1000, "at the end the others would wait for it"),
+        (devices(8192, 0.01), 1, 100_000, "the others would wait for it all the time"),
+    ] {
+        let answer = asked(&devices, every, Some(rows));
+        let out = &answer.plan.left_out[0];
+        assert!(out.device == "b" && out.evaluates.is_none() && answer.evaluator.is_none(), "{why}: {out:?}");
+    }
+    let devices = devices(8192, 0.5);
+    let mut dear = team(&config, &devices, 64);
+    dear.devices.iter_mut().for_each(|question| question.host.memory_bytes_per_second = 1e6);
+    for (rows, worth) in [(16, false), (16_000, true)] {
+        let evaluations = Some(Evaluations { every: 10_000, rows: Some(rows) });
+        let answer = share_out(&TeamQuestion { evaluations, ..dear.clone() });
+        assert_eq!(answer.evaluator.is_some(), worth, "{rows} rows beside weights that take minutes to hand over");
+    }
+    let all = TeamQuestion { all: true, ..team(&config, &devices, 64) };
+    let evaluations = Some(Evaluations { every: 100, rows: Some(1000) });
+    let all = share_out(&TeamQuestion { evaluations, ..all });
+    assert!(all.plan.left_out.is_empty() && all.evaluator.is_none());
+    assert!(share_out(&team(&config, &devices, 64)).evaluator.is_none(), "there is nothing to evaluate on");
+}
+
 /// What every plan of state in parts has to be.
 fn is_state_in_parts(team: &TeamQuestion, answer: &TeamAnswer) {
     let plan = &answer.plan;
@@ -238,8 +306,13 @@ fn large_models_are_planned_for_large_teams() {
             question.lossy.allow = rungs.to_vec();
             question
         };
-        let team =
-            TeamQuestion { devices: devices.iter().map(question).collect(), host: host.budget, all: false, only: None };
+        let team = TeamQuestion {
+            devices: devices.iter().map(question).collect(),
+            host: host.budget,
+            all: false,
+            only: None,
+            evaluations: None,
+        };
         let begin = Instant::now();
         let answer = share_out(&team);
         println!("{model} over {names:?}, {rungs:?}:");

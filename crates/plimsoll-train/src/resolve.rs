@@ -4,7 +4,7 @@
 use crate::data::sums;
 use crate::files::{AdapterDir, ModelDir, ModelWeights, read_config};
 use crate::run::prepare::{charge_own_rows, charges, programs_bytes, rounded, with_programs};
-use crate::run_file::{EXAMPLE_PREFIX, FallbackTo, Init, Method, Optimizer, RunFile, TeamOf};
+use crate::run_file::{EXAMPLE_PREFIX, FallbackTo, Init, Length, Method, Optimizer, RunFile, TeamOf};
 use plimsoll_core::{
     Budget, Bytes, DeviceKind, DeviceSpec, Failure, Fallback, FileSpec, HostSpec, Link, Plan, PlanOf, Rates, Rung,
 };
@@ -16,7 +16,7 @@ use plimsoll_device::probe::{Cpu, Memory, auto_pace};
 use plimsoll_plan::paper;
 use plimsoll_plan::request::{DeviceRequest, LinkRequest};
 use plimsoll_plan::search::{Answer, Lossy, Pins, Question, ladder, search, under};
-use plimsoll_plan::team::{TeamAnswer, TeamQuestion, alternatives, ladders, share_out};
+use plimsoll_plan::team::{Evaluations, TeamAnswer, TeamQuestion, alternatives, ladders, share_out};
 use plimsoll_program::Share;
 use plimsoll_program::models::decoder::{self, Base, Generation, Lora, Source};
 use plimsoll_program::models::{ModelConfig, Target, closest_preset, preset, preset_names, supported};
@@ -329,7 +329,16 @@ pub fn team_question<'a>(
     // A question knows of its own device's staging alone.
     let budget = |question: &Question| question.host.budget + staging(std::slice::from_ref(question.device));
     let host = questions.iter().map(budget).max().unwrap_or_default().saturating_sub(staging(devices));
-    Ok(TeamQuestion { devices: questions, host, all: file.run.team == TeamOf::All, only: None })
+    let all = file.run.team == TeamOf::All;
+    Ok(TeamQuestion { devices: questions, host, all, only: None, evaluations: evaluations(file, None) })
+}
+
+/// How a run evaluates, of so many rows where they have been read; none where it has nothing to evaluate on.
+pub(crate) fn evaluations(file: &RunFile, rows: Option<u64>) -> Option<Evaluations> {
+    // In the middle of the run, where it comes to that.
+    let never = matches!(file.length(), Some(Length::Steps(steps)) if file.train.eval_every >= steps);
+    let every = if never { 0 } else { file.train.eval_every };
+    (!file.data.eval.is_empty()).then_some(Evaluations { every, rows })
 }
 
 /// What a run file says about adapters and coarser arithmetic. What has been decided is not open any more.
@@ -740,7 +749,7 @@ pub fn plan(file: &RunFile, explain: bool) -> Result<Planned, Failure> {
         answer.plan.alternatives = alternatives(&team, &answer.plan);
         ladders(&team, &mut answer);
     }
-    let TeamAnswer { parts, plan } = answer;
+    let TeamAnswer { parts, plan, .. } = answer;
     let part: Vec<usize> = parts.iter().map(|part| part.device).collect();
     let first = parts.into_iter().next().expect("somebody takes part");
     let answer = Answer { plan, ..first.answer };

@@ -13,13 +13,14 @@ use plimsoll_device::transport::wire::{Wire, Wired};
 use plimsoll_device::transport::{Seat, Transport};
 use plimsoll_device::virtual_device::{self, Virtual};
 use plimsoll_plan::search::{Answer, Lossy, Pins, Question, plan_of};
+use plimsoll_plan::team::evaluating;
 use plimsoll_program::models::decoder::{AdamState, Base, Generation, Lora, Method, Optimizer, Source};
 use plimsoll_program::models::{ModelConfig, preset};
 use plimsoll_program::passes::check::check;
 use plimsoll_program::passes::collectives::agree;
 use plimsoll_program::{Call, Lifetime, Op, OpKind, ProgramSet, Schedule, Share, TensorId};
 use plimsoll_train::data::Rows;
-use plimsoll_train::run::engine::{Engine, StepInput, StepLoss};
+use plimsoll_train::run::engine::{Engine, Evaluated, StepInput, StepLoss};
 use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
@@ -192,10 +193,10 @@ impl Case {
         first..first + self.ranks[rank].0
     }
 
-    fn answer(&self, rank: usize) -> Answer {
-        let device = device(self.kind);
+    /// What the planner is asked about a rank.
+    fn question<'a>(&'a self, device: &'a DeviceSpec, rank: usize) -> Question<'a> {
         let (state, own) = (self.state, self.own(rank));
-        let question = Question {
+        Question {
             config: &self.config,
             precision: self.precision,
             sequence: SEQUENCE,
@@ -204,13 +205,18 @@ impl Case {
             optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state }),
             evaluate: true,
             generation: Some(Generation { capacity: 8, chunk: 3 }),
-            device: &device,
+            device,
             host: HostSpec { budget: Bytes::gib(2), memory_bytes_per_second: 1e10, file: FileSpec::NONE },
             lossy: self.lossy.clone(),
             pins: Pins::default(),
             rungs: vec![],
             share: self.share(rank),
-        };
+        }
+    }
+
+    fn answer(&self, rank: usize) -> Answer {
+        let device = device(self.kind);
+        let question = self.question(&device, rank);
         let layers = question.share.own_layers(self.config.layers);
         let levels = RecomputeLevel::ALL.iter().rev().cycle();
         let recompute = levels.skip(rank).take((layers.end - layers.start) as usize).copied().collect();
@@ -434,6 +440,71 @@ impl Team {
         let prompt = extend(self, &[5, 3, 1, 4, 2], 0);
         [prompt, extend(self, &[7], 5)].concat()
     }
+}
+
+/// What a team comes to on some rows, and what one device does that is handed what the team saves: in the same order, as many
+/// rows at once, from the same numbers.
+fn is_evaluated_beside_it_with_the_same_bits(case: &Case) {
+    let mut team = case.team();
+    team.step(1);
+    let files = team.files();
+    let at_once = case.ranks.iter().map(|rank| rank.1).max().expect("a team has a device");
+    let recompute = vec![RecomputeLevel::Nothing; case.config.layers as usize];
+    let recipe = Recipe { micro_batch: at_once, recompute, offload: Offload::NOTHING, rungs: vec![] };
+    let device = device(case.kind);
+    let question = evaluating(&case.question(&device, 0));
+    let answer = plan_of(&Question { sequences: u64::from(at_once), ..question }, &recipe);
+    check(&answer.set).unwrap_or_else(|malformed| panic!("{recipe}: {malformed}"));
+    let opened = case.open(&answer);
+    let mut beside = Engine::new(opened, &answer.set, case.precision, recipe, SEQUENCE, case.config.vocab);
+    beside.run("load").expect("nothing is read for it here");
+    let mut evaluated = |files: &Files| {
+        beside.move_files("renew", &mut files.clone()).expect("all that it takes was saved");
+        let staged = case.sharing == Sharing::Layers;
+        let cuts = if staged { &case.ranks[..1] } else { &case.ranks[..] };
+        let sums = cuts.iter().enumerate().map(|(rank, (_, at_once))| {
+            let (own, at_once) = (case.own(rank), u64::from(*at_once));
+            let mut sum = Evaluated::default();
+            for first in own.clone().step_by(at_once as usize) {
+                let mut rows = rows(first..(first + at_once).min(own.end), case.config.vocab, 9);
+                sum.add(beside.evaluate(&mut rows).expect("it evaluates"));
+            }
+            sum.loss_sum
+        });
+        sums.sum::<f64>()
+    };
+    let first = evaluated(&files);
+    assert_eq!(first.to_bits(), team.evaluated().to_bits(), "{first}");
+    // And again, when they have gone on.
+    team.step(2);
+    let files = team.files();
+    let second = evaluated(&files);
+    assert_eq!(second.to_bits(), team.evaluated().to_bits(), "{second}");
+    assert_ne!(first, second);
+}
+
+#[test]
+fn a_device_beside_a_team_evaluates_with_the_bits_of_the_team() {
+    let _watchdog = Watchdog::new();
+    for (number, config) in models().iter().enumerate() {
+        let kind = if number % 2 == 0 { DeviceKind::Cpu } else { DeviceKind::Virtual };
+        for precision in [DType::F32, DType::Bf16] {
+            let alone = Case { kind, precision, ..Case::new(config, &[(5, 2)]) };
+            is_evaluated_beside_it_with_the_same_bits(&alone);
+            let batch = Case { kind, precision, ..Case::new(config, &[(5, 2), (3, 3), (1, 1)]) };
+            is_evaluated_beside_it_with_the_same_bits(&batch);
+            is_evaluated_beside_it_with_the_same_bits(&Case { lossy: lora(), ..batch.clone() });
+            let ranks = vec![(4, 2), (5, 3), (2, 1)];
+            let state = Case { sharing: Sharing::State, parts: vec![700, 24, 300], ranks, ..batch };
+            is_evaluated_beside_it_with_the_same_bits(&state);
+        }
+        if config.layers > 1 {
+            is_evaluated_beside_it_with_the_same_bits(&Case::pipeline(config, &[0, 1, config.layers], 6, 2));
+        }
+    }
+    let coarse = Lossy { base: Base::Nf4, ..lora() };
+    let case = Case { lossy: coarse, precision: DType::Bf16, ..Case::new(&models()[1], &[(4, 2), (2, 2)]) };
+    is_evaluated_beside_it_with_the_same_bits(&case);
 }
 
 /// The numbers in files, by the name of the tensor; codes of 8-bit state are left out, which small differences turn over.

@@ -62,9 +62,10 @@ impl Progress {
                 self.silent_seconds = 0.0;
                 Some(self.line())
             }
-            Event::Evaluation { step, loss, exact_match, seconds: took, .. } => {
+            Event::Evaluation { step, loss, exact_match, seconds: took, device, .. } => {
+                let by = device.as_ref().map_or(String::new(), |device| format!(" by {device}"));
                 let exact = exact_match.map(|share| format!(", exact match {}", percent(share, 1))).unwrap_or_default();
-                Some(format!("evaluation after step {step}: loss {loss:.4}{exact} ({})", seconds(*took)))
+                Some(format!("evaluation after step {step}{by}: loss {loss:.4}{exact} ({})", seconds(*took)))
             }
             Event::Checkpoint { step, path, seconds: took } => {
                 Some(format!("checkpoint after step {step}: {path} ({})", seconds(*took)))
@@ -231,11 +232,12 @@ pub(crate) mod tests {
     #[test]
     fn what_happens_beside_steps_is_always_told() {
         let mut progress = Progress::default();
-        let evaluation = Event::Evaluation { step: 50, loss: 0.5, exact_match: Some(0.975), tokens: 10, seconds: 0.25 };
-        assert_eq!(
-            progress.see(&evaluation).as_deref(),
-            Some("evaluation after step 50: loss 0.5000, exact match 97.5 % (250.0 ms)")
-        );
+        for (device, by) in [(None, ""), (Some("cuda:1".to_owned()), " by cuda:1")] {
+            let (loss, exact_match) = (0.5, Some(0.975));
+            let evaluation = Event::Evaluation { step: 50, loss, exact_match, tokens: 10, seconds: 0.25, device };
+            let told = format!("evaluation after step 50{by}: loss 0.5000, exact match 97.5 % (250.0 ms)");
+            assert_eq!(progress.see(&evaluation), Some(told));
+        }
         let checkpoint = Event::Checkpoint { step: 50, path: "runs/a/checkpoints/step-50".into(), seconds: 1.5 };
         assert_eq!(
             progress.see(&checkpoint).as_deref(),

@@ -3,7 +3,7 @@
 
 use crate::progress::retreat_line;
 use crate::text::{columns, count, percent, seconds, shell_word};
-use plimsoll_core::{LostDevice, MeasuredBy, MemberResult, RunResult, RunStatus, Sharing};
+use plimsoll_core::{EvaluatorResult, LostDevice, MeasuredBy, MemberResult, RunResult, RunStatus, Sharing};
 
 /// A held-out sample and what the model made of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -38,6 +38,7 @@ pub fn summary(result: &RunResult, samples: &[Sample], folder: &str, model: Opti
     }
     text += "\n";
     text += &team_lines(result);
+    text += &result.evaluator.as_ref().map_or(String::new(), evaluator_lines);
     text += &columns(&measured_rows(result), "");
     text += &format!(
         "{} tokens/s (measured{})\n",
@@ -121,6 +122,18 @@ fn team_lines(result: &RunResult) -> String {
     format!("{sharing} shared\n{}\n", result.team.iter().map(line).collect::<String>())
 }
 
+/// What a device did beside the steps.
+fn evaluator_lines(evaluator: &EvaluatorResult) -> String {
+    let EvaluatorResult { device, simulated, evaluations, .. } = evaluator;
+    let simulated = if *simulated { " (simulated)" } else { "" };
+    let of = |measured, predicted| format!("{}, predicted {}", seconds(measured), seconds(predicted));
+    let (one, handed) = (
+        of(evaluator.seconds, evaluator.predicted_seconds),
+        of(evaluator.hand_over_seconds, evaluator.predicted_hand_over_seconds),
+    );
+    format!("beside the steps {device} evaluated{simulated}\n  {evaluations} times: {one}; handed over in {handed}\n\n")
+}
+
 /// Samples, each on a line, right ones marked as such.
 fn sample_rows(samples: &[Sample]) -> String {
     let width = samples.iter().map(|sample| sample.prompt.chars().count()).max().unwrap_or(0);
@@ -162,6 +175,7 @@ mod tests {
             team: vec![],
             retreats: vec![],
             lost: vec![],
+            evaluator: None,
             not_rehearsed: vec![],
             rested_seconds: 0.0,
             fallback: None,

@@ -419,3 +419,114 @@ fn the_line_of_one_device_is_moved_by_its_name() {
     assert_eq!(result["memory"][1]["device"], "virtual:b");
     assert_eq!(result["status"], "done");
 }
+
+/// One that the other would only slow, over a link of 100 kB a second.
+const BESIDE: &str = "virtual:a=64MiB@0.4,virtual:b=48MiB@0.2::100kB/s";
+
+/// As often as not, of steps that take long enough for another device to evaluate meanwhile.
+const EVALUATED: [&str; 2] = ["--set", "train.eval_every=2"];
+
+/// Step, loss, share of exact samples and tokens of all evaluations, in the order of their steps.
+fn evaluations(place: &Place, run: &str) -> Vec<(u64, String)> {
+    let of = |event: &Value| {
+        let said = ["loss", "exact_match", "tokens"].map(|key| event[key].to_string());
+        (event["step"].as_u64().unwrap(), said.join(" "))
+    };
+    place.events(run).iter().filter(|event| event["event"] == "evaluation").map(of).collect()
+}
+
+fn weights(place: &Place, run: &str) -> Vec<u8> {
+    std::fs::read(place.path(&format!("{run}/model/model.safetensors"))).unwrap()
+}
+
+#[test]
+fn who_is_left_out_evaluates_while_the_others_go_on_and_no_bit_changes() {
+    let place = Place::new(&QUICK);
+    train(&place, "plain", &[&["--devices", "virtual:a=64MiB@0.4"][..], &EVALUATED].concat());
+    let words = ["train", "run.toml", "--set", "run.dir=beside", "--devices", BESIDE];
+    let said = place.succeed(&[&words[..], &EVALUATED].concat()).stdout;
+    let named: String = said.lines().take(10).collect::<Vec<_>>().join(" ");
+    let named = named.split_whitespace().collect::<Vec<_>>().join(" ");
+    for part in
+        ["left out: virtual:b: it would slow the team", "--set run.team=all", "it evaluates meanwhile, predicted"]
+    {
+        assert!(named.contains(part), "{part}: {named}");
+    }
+    let result = place.json("beside/result.json");
+    assert_eq!((&result["status"], names(&result).len()), (&"done".into(), 0));
+    holds(&result);
+    let devices: Vec<&Value> = result["memory"].as_array().unwrap().iter().map(|memory| &memory["device"]).collect();
+    assert_eq!(devices, ["virtual:a", "virtual:b"]);
+    let evaluator = &result["evaluator"];
+    assert_eq!((&evaluator["device"], &evaluator["simulated"]), (&"virtual:b".into(), &true.into()), "{result}");
+    assert!(evaluator["predicted_seconds"].as_f64() > Some(0.0) && evaluator["seconds"].as_f64() > Some(0.0));
+    let planned = &place.json("beside/plan.json")["left_out"][0];
+    assert_eq!((&planned["device"], &planned["evaluates"]["rows"]), (&"virtual:b".into(), &24.into()), "{planned}");
+    // The same run, to the last bit.
+    assert_eq!(steps(&place, "plain"), steps(&place, "beside"));
+    assert_eq!(evaluations(&place, "plain"), evaluations(&place, "beside"));
+    assert_eq!(place.json("plain/result.json")["eval"], result["eval"]);
+    assert!(weights(&place, "plain") == weights(&place, "beside"));
+    // Each says whose it is, and comes behind its step.
+    let mut done = 0;
+    for event in place.events("beside") {
+        if event["event"] == "step" {
+            done = event["step"].as_u64().unwrap();
+        } else if event["event"] == "evaluation" {
+            let step = event["step"].as_u64().unwrap();
+            assert!(step <= done && (step == 8 || event["device"] == "virtual:b"), "{event}");
+        }
+    }
+}
+
+#[test]
+fn a_run_survives_whatever_becomes_of_the_device_that_evaluates_for_it() {
+    let place = Place::new(&QUICK);
+    let words = [&["--devices", BESIDE, "--set", "run.heartbeat_seconds=1"][..], &EVALUATED].concat();
+    train(&place, "plain", &words);
+    let weights_of_all = weights(&place, "plain");
+    let again = |at: &'static str| vec!["--inject-oom", at];
+    let cases: [(Vec<&str>, Option<&str>); 8] = [
+        (again("virtual:b/4:evaluate"), None),
+        (again("virtual:b/4:renew:3"), None),
+        (again("virtual:a/4:save"), None),
+        (again("virtual:b/0:load"), None),
+        (for_ever("virtual:b/4:evaluate"), Some("made no progress")),
+        (for_ever("virtual:b/4:renew"), Some("made no progress")),
+        (vec!["--inject-loss", "virtual:b:4:renew"], Some("virtual:b is gone")),
+        (vec!["--inject-silence", "virtual:b:4"], Some("gave no sign of life for 1 s")),
+    ];
+    for (number, (injected, lost)) in cases.iter().enumerate() {
+        let run = format!("run-{number}");
+        let result = train(&place, &run, &[&words[..], injected].concat());
+        let never = result["not_rehearsed"].as_array().map_or(0, Vec::len);
+        assert!(result["status"] == "done" && never < injected.len() / 2, "{injected:?}: {result}");
+        assert_eq!(steps(&place, "plain"), steps(&place, &run), "{injected:?}");
+        assert!(weights(&place, &run) == weights_of_all, "{injected:?}");
+        let (plain, found) = (evaluations(&place, "plain"), evaluations(&place, &run));
+        assert_eq!(plain.last(), found.last(), "{injected:?}");
+        let gone: Vec<Value> = place.events(&run).into_iter().filter(|event| event["event"] == "lost").collect();
+        match lost {
+            None => assert!(gone.is_empty() && plain == found, "{injected:?}: {gone:?}, {found:?}"),
+            Some(why) => {
+                assert_eq!((gone.len(), &gone[0]["device"]), (1, &"virtual:b".into()), "{injected:?}: {gone:?}");
+                assert!(gone[0]["why"].as_str().unwrap().contains(why), "{injected:?}: {gone:?}");
+                assert_eq!(result["lost"][0]["device"], "virtual:b");
+                // The team evaluated in its place; where the weights were gone by then, those that it had.
+                assert!(found.len() >= plain.len() - 1, "{injected:?}: {found:?}");
+            }
+        }
+    }
+    // While it evaluates, when the weights of that step are nobody's any more.
+    let result = train(&place, "late", &[&words[..], &["--inject-loss", "virtual:b:4:evaluate"]].concat());
+    assert_eq!((&result["status"], steps(&place, "late")), (&"done".into(), steps(&place, "plain")));
+    assert_eq!(evaluations(&place, "plain").last(), evaluations(&place, "late").last());
+    // A run that was stopped goes on with all of its devices.
+    train(&place, "cut", &[&words[..], &["--set", "train.steps=4"]].concat());
+    let text = place.read("cut/run.toml").replace("steps = 4", "steps = 8");
+    place.write("cut/run.toml", text);
+    place.succeed(&["train", "--resume", "cut", "--quiet"]);
+    assert_eq!(steps(&place, "plain"), steps(&place, "cut"));
+    assert_eq!(evaluations(&place, "plain").last(), evaluations(&place, "cut").last());
+    assert_eq!(place.json("cut/result.json")["evaluator"]["device"], "virtual:b");
+}

@@ -61,7 +61,7 @@ pub fn alternatives(team: &TeamQuestion, plan: &Plan) -> Vec<Alternative> {
 
 /// Writes down what each rung frees and costs on each member. Those that do the same have the same ladder.
 pub fn ladders(team: &TeamQuestion, answer: &mut TeamAnswer) {
-    let TeamAnswer { parts, plan } = answer;
+    let TeamAnswer { parts, plan, .. } = answer;
     let team_link = slowest(parts.iter().map(|part| team.devices[part.device].device.team_link));
     let same = |one: &Part, other: &Part| {
         let what = |part: &Part| (team.first_alike(part.device), part.sequences, part.share.own_part());

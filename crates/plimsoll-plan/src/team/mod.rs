@@ -4,10 +4,11 @@
 //! Each way to share out (`ShareOut`) finds its fastest team by the bounds of what everybody holds; the faster one is
 //! taken, and only what is chosen is packed. *Batch* gives whole sequences to devices that have the whole model, *state*
 //! holds the model in parts. A device that would slow the others, or cannot hold the model, is left out and named, with what
-//! would use it.
+//! would use it; where it can evaluate beside the others, and that is worth it, it does (`evaluator`).
 
 mod alternatives;
 mod batch;
+mod evaluator;
 mod exchange;
 mod layers;
 mod state;
@@ -16,6 +17,7 @@ mod whole;
 use crate::paper;
 use crate::search::{Answer, Pins, Question, can_hold, leanest, plan_like, plan_of, search, sets, under};
 pub use alternatives::{alternatives, ladders};
+pub use evaluator::evaluating;
 use layers::Layers;
 use plimsoll_core::{Bytes, HostSpec, LeftOut, Link, Member, Need, Plan, Recipe, Rung, Sharing, Worth};
 use plimsoll_program::Share;
@@ -86,6 +88,17 @@ pub struct TeamQuestion<'a> {
     pub all: bool,
     /// The only way to share out that is asked for.
     pub only: Option<Only>,
+    /// The evaluations that a device which is left out may make; none where there are none, or where the team makes them.
+    pub evaluations: Option<Evaluations>,
+}
+
+/// How a run evaluates.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Evaluations {
+    /// Steps between two of them; 0 where there is one at the end alone.
+    pub every: u64,
+    /// Rows of one, where the data have been read.
+    pub rows: Option<u64>,
 }
 
 /// What a team is held to.
@@ -126,6 +139,8 @@ pub struct TeamAnswer {
     pub parts: Vec<Part>,
     /// The whole as it is written down.
     pub plan: Plan,
+    /// Who evaluates beside them: one of those that are left out.
+    pub evaluator: Option<Part>,
 }
 
 impl<'a> TeamQuestion<'a> {
@@ -189,6 +204,10 @@ fn with_budget(host: HostSpec, budget: Bytes) -> HostSpec {
 /// # Panics
 /// Without any device.
 pub fn share_out(team: &TeamQuestion) -> TeamAnswer {
+    evaluator::with(team, shared_out(team))
+}
+
+fn shared_out(team: &TeamQuestion) -> TeamAnswer {
     let first = &team.devices[0];
     if team.devices.len() == 1 || first.optimizer.is_none() {
         return alone(team, fastest_alone(team, false), vec![]);
@@ -243,7 +262,8 @@ fn fastest_alone(team: &TeamQuestion, refused_first: bool) -> (usize, Answer) {
 /// A team of one: the run of a single device.
 fn alone(team: &TeamQuestion, (device, answer): (usize, Answer), left_out: Vec<LeftOut>) -> TeamAnswer {
     let plan = Plan { left_out, ..answer.plan.clone() };
-    TeamAnswer { parts: vec![Part { device, share: Share::ALONE, sequences: team.total(), answer }], plan }
+    let part = Part { device, share: Share::ALONE, sequences: team.total(), answer };
+    TeamAnswer { parts: vec![part], plan, evaluator: None }
 }
 
 /// The fastest team under some lossy rungs, if there is one: a batch shared out by devices that can hold the model, the
@@ -366,7 +386,7 @@ fn packed(team: &TeamQuestion, rungs: &[Rung], ways: &mut dyn ShareOut) -> Optio
             if plan.fits {
                 plan.left_out = ways.left_out(&way);
                 plan.worth = ways.worth(&way);
-                return Some(TeamAnswer { parts, plan });
+                return Some(TeamAnswer { parts, plan, evaluator: None });
             }
             // Packed, they want more of the host than there is.
             let host = |rank: &usize| parts[*rank].answer.layout.host.bytes;
@@ -391,7 +411,7 @@ fn slowest(links: impl Iterator<Item = Link>) -> Link {
 
 /// A device that takes no part, and why.
 fn named(device: &str, why: String) -> LeftOut {
-    LeftOut { device: device.to_owned(), why, used_by: None, tokens_per_second: None }
+    LeftOut { device: device.to_owned(), why, used_by: None, tokens_per_second: None, evaluates: None }
 }
 
 /// Who takes no part in a way whose state or layers are shared out: with it the others are slower, as `with` finds, or it
@@ -513,8 +533,11 @@ fn given(team: &TeamQuestion, members: &[Member], plan: impl Fn(&Question, &Reci
         };
         parts.push(Part { device, share, sequences: member.sequences, answer });
     }
-    let plan = whole::plan(team, &mut parts);
-    TeamAnswer { parts, plan }
+    let mut plan = whole::plan(team, &mut parts);
+    let others = (0..team.devices.len()).filter(|device| parts.iter().all(|part| part.device != *device));
+    let unused = |device: usize| named(&team.devices[device].device.name, "it has no part in this plan".to_owned());
+    plan.left_out = others.map(unused).collect();
+    evaluator::with(team, TeamAnswer { parts, plan, evaluator: None })
 }
 
 /// The shares of members, as they are written down.

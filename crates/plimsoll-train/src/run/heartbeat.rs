@@ -6,7 +6,6 @@
 //! that slept, has not missed any.
 
 use plimsoll_core::Failure;
-use plimsoll_device::transport::Transport;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread;
@@ -150,12 +149,12 @@ impl Drop for Watch {
 }
 
 impl Watch {
-    /// Watches the devices of a team, by name and rank. Who is silent for longer than `silence` is lost, and all who wait
-    /// for it are told; where its thread does not come back then, it `hangs`, and the others cannot go on beside it. Nothing
+    /// Watches some devices, by name and rank. Who is silent for longer than `silence` is lost, which `lost` tells all who
+    /// wait for it; where its thread does not come back then, it `hangs`, and the others cannot go on beside it. Nothing
     /// where the system gives no thread: then nobody is missed.
     pub fn start(
         team: Vec<(u32, String, Arc<Pulse>)>,
-        transport: Arc<dyn Transport>,
+        lost: impl Fn(u32, &str) + Send + 'static,
         silence: Duration,
         hangs: Hangs,
     ) -> Option<Watch> {
@@ -166,7 +165,7 @@ impl Watch {
                 for (rank, device, pulse) in &team {
                     match pulse.look() {
                         Seen::Nothing => {}
-                        Seen::Lost => transport.give_up(*rank, &silent(device, silence)),
+                        Seen::Lost => lost(*rank, &silent(device, silence)),
                         Seen::Stuck => return hangs(&stuck(device, silence)),
                     }
                 }
@@ -191,7 +190,6 @@ fn stuck(device: &str, silence: Duration) -> Failure {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use plimsoll_device::transport::memory::Memory;
     use std::sync::atomic::{AtomicBool, Ordering};
 
     #[test]
@@ -226,7 +224,7 @@ mod tests {
         let team = (0..).zip(&hearts).map(of).collect();
         let (hangs, hung) = channel();
         let hangs = Arc::new(move |failure: &Failure| drop(hangs.send(failure.message.clone())));
-        let _watch = Watch::start(team, Memory::between(2), silence, hangs).expect("a thread");
+        let _watch = Watch::start(team, |_, _| {}, silence, hangs).expect("a thread");
         answers.store(false, Ordering::Relaxed);
         let pulse = hearts[1].pulse();
         // Comes back when it has been missed; a test that hung here would say so by its time limit.

@@ -1,10 +1,10 @@
 //! What is done with a finished model: its loss on data, and tokens from a prompt.
 
 use super::engine::{Engine, Evaluated};
+use super::evaluation::{Cut, evaluate};
 use super::open::settle_gpu;
 use super::prepare::{dataset, load_weights, settle_charges};
 use super::samples::{Sampling, generate};
-use super::training::evaluate;
 use crate::data::{Dataset, Tokenizer};
 use crate::resolve::{Model, Resolved, Work};
 use crate::run_file::{Long, RunFile};
@@ -97,7 +97,8 @@ impl Evaluation {
     /// A model or data that cannot be read after all.
     pub fn run(self) -> Result<Loss, Failure> {
         let mut engine = open(&self.file, &self.resolved, self.answer)?;
-        let sum: Evaluated = evaluate(&mut engine, &self.data, 0..self.data.rows(), 0)?;
+        let cut = Cut { rows: 0..self.data.rows(), at_once: u64::from(engine.recipe().micro_batch) };
+        let sum: Evaluated = evaluate(&mut engine, &self.data, &cut, 0)?;
         Ok(Loss { loss: sum.loss(), perplexity: sum.loss().exp(), tokens: sum.tokens })
     }
 }

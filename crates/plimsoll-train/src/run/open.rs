@@ -1,16 +1,28 @@
-//! Opening the device of a plan: which executor runs what a [`DeviceSpec`] describes.
+//! Opening the devices of a plan: which executor runs what a [`DeviceSpec`] describes, and what becomes of a plan where a
+//! device turns out to be otherwise.
 
-use super::prepare::rounded;
-use plimsoll_core::{Algorithms, Bytes, DType, DeviceKind, DeviceSpec, HostSpec, Link};
+use super::engine::Engine;
+use super::events::EventLog;
+use super::heartbeat::Hangs;
+use super::prepare::{Part, Planned, rounded};
+use super::retreat::{Line, charged_programs};
+use super::team::{Team, Worker};
+use crate::resolve::Resolved;
+use crate::run_file::RunFile;
+use plimsoll_core::{Algorithms, Budget, Bytes, DType, DeviceKind, DeviceSpec, Event, Failure, HostSpec, Link, Plan};
 use plimsoll_device::cpu::executor;
 use plimsoll_device::cuda;
 use plimsoll_device::cuda::open::{OnGpu, Wish};
 use plimsoll_device::device::{Device, DeviceError};
+use plimsoll_device::probe::Memory;
 use plimsoll_device::virtual_device::{self, Virtual};
 use plimsoll_plan::price::Prices;
-use plimsoll_plan::search::Answer;
+use plimsoll_plan::search::{Answer, plan_of, search};
+use plimsoll_plan::team::evaluating;
 use plimsoll_program::{Op, Placement, ProgramSet};
 use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
 
 /// Opens a device with the Programs of a plan; of a GPU comes what is seen of it beside them. `algorithms` are those that
 /// the run's products had before, `scratch` is the folder of the scratch file, where there may be one.
@@ -99,5 +111,114 @@ fn processor(spec: &DeviceSpec, scratch: Option<&Path>) -> Virtual {
         price: Box::new(|_, _| 0.0),
         link: Link { bytes_per_second: f64::INFINITY, latency_seconds: 0.0 },
         scratch: scratch.map(Path::to_owned),
+    }
+}
+
+/// What a GPU holds beside the arena wavers: a plan that was made with a little less is made again.
+const PLANS_MAX: u32 = 3;
+
+/// Opens the devices of a plan.
+pub(super) fn open_team(
+    run: &RunFile,
+    resolved: &Resolved,
+    planned: Planned,
+    hangs: &Hangs,
+    log: &mut EventLog,
+) -> Result<(Team, Plan), Failure> {
+    let Planned { mut plan, mut parts, .. } = planned;
+    let mut workers = Vec::new();
+    for part in &mut parts {
+        let worker = open_worker(run, resolved, part)?;
+        if let (Some(before), Some(now)) = (&part.algorithms, &worker.plan.algorithms)
+            && worker.engine.chose_anew()
+        {
+            let message = format!(
+                "some algorithms of products were chosen anew (now: {now}; before: {before}): last bits may differ from \
+                 an undisturbed run"
+            );
+            log.emit(Event::Warning { message })?;
+        }
+        workers.push(worker);
+    }
+    let team = Team::new(workers, Duration::from_secs_f64(run.run.heartbeat_seconds), Arc::clone(hangs))?;
+    if let [only] = team.workers() {
+        let Plan { of, learned, disturbed, left_out, .. } = plan;
+        plan = Plan { of, learned, disturbed, left_out, ..only.plan.clone() };
+    }
+    Ok((team, plan))
+}
+
+/// Opens the device of a part, with its load line.
+fn open_worker(run: &RunFile, resolved: &Resolved, part: &mut Part) -> Result<Worker, Failure> {
+    let (budget, made_with) = (budget(run, resolved, part), made_with(run, resolved, part));
+    let (engine, plan, programs) = open_engine(run, resolved, part, false)?;
+    Ok(Worker::new(part, engine, plan.clone(), Line::new(budget, made_with, &plan, programs)))
+}
+
+/// What the user allows a device.
+fn budget(run: &RunFile, resolved: &Resolved, part: &Part) -> Budget {
+    match &resolved.fallback {
+        Some(_) => run.host(),
+        None => run.budget_of(&part.device.name),
+    }
+}
+
+/// Of a virtual device: as large as its user says, whatever was learned of it.
+fn made_with(run: &RunFile, resolved: &Resolved, part: &Part) -> Option<Bytes> {
+    let made_with = || part.device.budget.max(budget(run, resolved, part).of(Memory::read().free));
+    (part.device.kind == DeviceKind::Virtual).then(made_with)
+}
+
+/// Opens the device of a part, one that `evaluates` alone perhaps; gives its plan, and the charges of its Programs. Where a GPU
+/// turns out to hold more beside the arena than was planned with, no arena was taken yet: its part is planned once more, so
+/// that the load line holds.
+///
+/// # Errors
+/// What the machine refuses, or what does not fit any more.
+pub(super) fn open_engine(
+    run: &RunFile,
+    resolved: &Resolved,
+    part: &mut Part,
+    evaluates: bool,
+) -> Result<(Engine, Plan, Bytes), Failure> {
+    let (precision, sequence) = (run.arithmetic(part.device.kind), u64::from(run.data.sequence));
+    let vocab = resolved.model.config.vocab;
+    let made_with = made_with(run, resolved, part);
+    // A simulated device has the pace that its user says, whatever it is planned with by now.
+    let mut all = std::iter::once(&resolved.device).chain(&resolved.others);
+    let rates = all.find(|device| device.name == part.device.name).map_or(&part.device.rates, |device| &device.rates);
+    let rates = rates.clone();
+    let mut plans = 1;
+    loop {
+        let (answer, plan) = (part.answer.clone(), part.answer.plan.clone());
+        let programs = charged_programs(&part.device, &answer.set);
+        let algorithms = part.algorithms.as_ref();
+        let spec = match made_with {
+            Some(budget) => &DeviceSpec { budget, rates: rates.clone(), ..part.device.clone() },
+            None => &part.device,
+        };
+        let held = match Engine::open(answer, precision, spec, algorithms, run.scratch(), sequence, vocab) {
+            Ok(engine) => {
+                let plan = Plan { algorithms: engine.algorithms(), ..plan };
+                return Ok((engine, plan, programs));
+            }
+            Err(DeviceError::MoreCharges { held, .. }) if plans < PLANS_MAX => held,
+            Err(error) => return Err(error.into()),
+        };
+        plans += 1;
+        part.device.charges = rounded(held);
+        let question = part.question(run, &resolved.model)?;
+        let question = if evaluates { evaluating(&question) } else { question };
+        let mut answer = plan_of(&question, &plan.recipe);
+        if !answer.plan.fits && !evaluates {
+            answer = search(&question);
+        }
+        if !answer.plan.fits {
+            let message = format!("{} holds {held} beside the arena, more than was planned for", part.device.name);
+            let least = answer.plan.needs.first().map(|need| need.budget_bytes);
+            let hint = least.map(|least| format!("the least that would do: --budget {}", Budget::Amount(least)));
+            return Err(hint.into_iter().fold(Failure::does_not_fit(message), Failure::hint));
+        }
+        part.answer = answer;
     }
 }

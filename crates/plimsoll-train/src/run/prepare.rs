@@ -8,13 +8,14 @@ use super::trouble::Trouble;
 use crate::data::{self, DataSpec, Dataset, Loader, Rows};
 use crate::files::AdapterDir;
 use crate::resolve::{
-    Model, Resolved, Work, disturbed, host, learned, plan_of_what, question, staging, team_question, write_example,
+    Model, Resolved, Work, disturbed, evaluations, host, learned, plan_of_what, question, staging, team_question,
+    write_example,
 };
 use crate::run_file::{LoraSection, RunFile};
 use plimsoll_core::{Algorithms, Bytes, DeviceKind, DeviceSpec, Failure, Member, Plan, Recipe, Sharing};
 use plimsoll_device::{calibration, process};
 use plimsoll_plan::search::{Answer, Question, plan_of, search};
-use plimsoll_plan::team::{Only, TeamAnswer, TeamQuestion, plan_of_team, share_out};
+use plimsoll_plan::team::{self, Evaluations, Only, TeamAnswer, TeamQuestion, plan_of_team, share_out};
 use plimsoll_program::{ProgramSet, Share};
 use std::ops::ControlFlow;
 use std::path::PathBuf;
@@ -93,6 +94,11 @@ pub struct Part {
 }
 
 impl Part {
+    /// Its device with its Programs: for rehearsals.
+    pub(super) fn on_stage(&self) -> (&str, &ProgramSet) {
+        (&self.device.name, &self.answer.set)
+    }
+
     /// What to ask the planner about it.
     ///
     /// # Errors
@@ -123,6 +129,8 @@ pub struct Planned {
     pub plan: Plan,
     /// One for each device that takes part.
     pub parts: Vec<Part>,
+    /// What a device beside them does: it evaluates.
+    pub evaluator: Option<Part>,
 }
 
 impl Planned {
@@ -130,7 +138,13 @@ impl Planned {
     fn alone(device: &DeviceSpec, run: &RunFile, answer: Answer, known: Option<&Known>) -> Planned {
         let (device, share, sequences) = (device.clone(), Share::ALONE, run.batch_sequences());
         let algorithms = known.and_then(|known| known.algorithms.clone());
-        Planned { plan: answer.plan.clone(), parts: vec![Part { device, share, sequences, answer, algorithms }] }
+        let plan = answer.plan.clone();
+        Planned { plan, parts: vec![Part { device, share, sequences, answer, algorithms }], evaluator: None }
+    }
+
+    /// All that devices are opened for.
+    fn all(&mut self) -> impl Iterator<Item = &mut Part> {
+        self.parts.iter_mut().chain(&mut self.evaluator)
     }
 }
 
@@ -169,7 +183,7 @@ pub fn prepare(mut run: RunFile, known: Option<&Known>) -> Result<Prepared, Fail
         let answer = resolved.or_on_cpu(&run, answer, |resolved, run| planned_alone(resolved, run, known))?;
         Planned::alone(&resolved.device, &run, answer, known)
     } else {
-        planned_team(&mut resolved, &run, known)?
+        planned_team(&mut resolved, &run, known, evaluations(&run, eval.as_ref().map(Dataset::rows)))?
     };
     planned.plan.learned = planned.parts.iter().find_map(|part| learned(&part.device));
     planned.plan.disturbed = disturbed();
@@ -258,7 +272,12 @@ pub(crate) fn charge_own_rows(device: &mut DeviceSpec, run: &RunFile) {
 }
 
 /// The plan of several devices, whose charges are measured now: each could hold what this process holds beside arenas.
-fn planned_team(resolved: &mut Resolved, run: &RunFile, known: Option<&Known>) -> Result<Planned, Failure> {
+fn planned_team(
+    resolved: &mut Resolved,
+    run: &RunFile,
+    known: Option<&Known>,
+    evaluations: Option<Evaluations>,
+) -> Result<Planned, Failure> {
     let mut devices = vec![resolved.device.clone()];
     devices.extend(resolved.others.iter().cloned());
     for device in &mut devices {
@@ -274,9 +293,9 @@ fn planned_team(resolved: &mut Resolved, run: &RunFile, known: Option<&Known>) -
     let host = host(run, &resolved.device)?.budget.saturating_sub(others);
     let mut counted = Bytes::ZERO;
     loop {
-        let mut planned = share_among(run, &resolved.model, &devices, host, known, None)?;
+        let mut planned = share_among(run, &resolved.model, &devices, host, known, None, evaluations)?;
         let mut settled = false;
-        for part in &mut planned.parts {
+        for part in planned.all() {
             if settle_gpu(&mut part.device, &part.answer, run.scratch())? {
                 let device = devices.iter_mut().find(|device| device.name == part.device.name);
                 *device.expect("it is one of them") = part.device.clone();
@@ -284,7 +303,7 @@ fn planned_team(resolved: &mut Resolved, run: &RunFile, known: Option<&Known>) -
             }
         }
         // The Programs of all devices are in this process.
-        let programs = programs_bytes(planned.parts.iter().map(|part| &part.answer.set));
+        let programs = programs_bytes(planned.all().map(|part| &part.answer.set));
         if !settled && (before.is_some() || !planned.plan.fits || programs <= counted) {
             return Ok(planned);
         }
@@ -296,7 +315,7 @@ fn planned_team(resolved: &mut Resolved, run: &RunFile, known: Option<&Known>) -
 }
 
 /// Shares a run out among devices; in the way of `known` where that is a way of these devices and still fits. `only` says that
-/// no other way comes into question.
+/// no other way comes into question, and `evaluations` may be made by a device that is left out.
 ///
 /// # Errors
 /// Pins that do not go with the model.
@@ -307,8 +326,9 @@ pub(super) fn share_among(
     host: Bytes,
     known: Option<&Known>,
     only: Option<Only>,
+    evaluations: Option<Evaluations>,
 ) -> Result<Planned, Failure> {
-    let mut team = TeamQuestion { host, only, ..team_question(run, model, devices)? };
+    let mut team = TeamQuestion { host, only, evaluations, ..team_question(run, model, devices)? };
     // What is free now is what this run leaves.
     let beside = team.devices.iter_mut().filter(|question| question.host.budget > Bytes::ZERO);
     beside.for_each(|question| question.host.budget = host);
@@ -316,14 +336,14 @@ pub(super) fn share_among(
     let again = again.filter(|team| team.iter().all(|member| devices.iter().any(|d| d.name == member.device)));
     let again = again.filter(|team| team.iter().all(|member| is_of(&member.recipe, member.layers, run, model)));
     let again = again.map(|members| plan_of_team(&team, members)).filter(|answer| answer.plan.fits);
-    let TeamAnswer { parts, plan } = again.unwrap_or_else(|| share_out(&team));
-    let parts = parts.into_iter().map(|part| {
+    let TeamAnswer { parts, plan, evaluator } = again.unwrap_or_else(|| share_out(&team));
+    let opened = |part: team::Part| {
         let device = devices[part.device].clone();
         let before = known.and_then(|known| known.team.iter().find(|member| member.device == device.name));
         let algorithms = before.and_then(|member| member.algorithms.clone());
         Part { device, share: part.share, sequences: part.sequences, answer: part.answer, algorithms }
-    });
-    Ok(Planned { parts: parts.collect(), plan })
+    };
+    Ok(Planned { parts: parts.into_iter().map(opened).collect(), plan, evaluator: evaluator.map(opened) })
 }
 
 /// Adapters that are trained on are what they were.

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Programs in which a device can be told to refuse, as they are written on the command line.
-pub const PROGRAMS: [&str; 14] = [
+pub const PROGRAMS: [&str; 15] = [
     "load",
     "fresh",
     "begin",
@@ -27,6 +27,7 @@ pub const PROGRAMS: [&str; 14] = [
     "save",
     "checkpoint",
     "restore",
+    "renew",
     REPLAN,
 ];
 
@@ -208,6 +209,8 @@ impl fmt::Display for Injection {
 pub struct Stage<'a> {
     /// The devices that take part, in the order of ranks, with their Programs.
     pub devices: Vec<(&'a str, &'a ProgramSet)>,
+    /// The one that evaluates beside them.
+    pub evaluator: Option<(&'a str, &'a ProgramSet)>,
     /// Steps that were done before.
     pub done: u64,
     /// Steps in all, where that is known.
@@ -224,7 +227,9 @@ impl Injection {
         let (device, step, program) = match self {
             Injection::Random { .. } => return Ok(()),
             Injection::At { device, step, program, .. } => (device.as_ref(), *step, program.as_deref()),
-            Injection::Silence { .. } if run.devices.len() == 1 => {
+            Injection::Silence { device, .. }
+                if run.devices.len() == 1 && run.evaluator.is_none_or(|(name, _)| name != device) =>
+            {
                 return Err(wrong("a device that works alone is missed by nobody".to_owned()));
             }
             Injection::Slow { device, step, .. } | Injection::Silence { device, step, .. } => {
@@ -232,8 +237,9 @@ impl Injection {
             }
             Injection::Loss { device, step, program } => (Some(device), *step, program.as_deref()),
         };
-        let names = || run.devices.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ");
-        let of = |device: &String| run.devices.iter().find(|(name, _)| name == device);
+        let all = || run.devices.iter().chain(&run.evaluator);
+        let names = || all().map(|(name, _)| *name).collect::<Vec<_>>().join(", ");
+        let of = |device: &String| all().find(|(name, _)| name == device);
         let (_, set) = match device {
             None => run.devices.first(),
             Some(device) => of(device),

@@ -67,7 +67,7 @@ impl Trainer {
         let start = Instant::now();
         let mut specs = self.team.specs();
         specs[rank].budget = line;
-        let planned = share_among(&self.run, &self.resolved.model, &specs, self.host_line(), None, None)?;
+        let planned = share_among(&self.run, &self.resolved.model, &specs, self.host_line(), None, None, None)?;
         if !planned.plan.fits {
             return Ok(false);
         }
@@ -87,7 +87,7 @@ impl Trainer {
         }
         let (host, whole) = (self.host_line(), Only::Sharing(sharing));
         let among = |known: Option<&Known>, only: &Only| {
-            let planned = share_among(&self.run, &self.resolved.model, &specs, host, known, Some(only.clone()));
+            let planned = share_among(&self.run, &self.resolved.model, &specs, host, known, Some(only.clone()), None);
             // What planning took goes back: it is beside arenas that are full.
             process::give_back();
             planned
@@ -159,7 +159,7 @@ impl Trainer {
     /// How the devices that there are would share the work.
     fn planned_anew(&self, why: &str) -> Result<Planned, Failure> {
         let specs: Vec<DeviceSpec> = self.team.specs();
-        let planned = share_among(&self.run, &self.resolved.model, &specs, self.host_line(), None, None)?;
+        let planned = share_among(&self.run, &self.resolved.model, &specs, self.host_line(), None, None, None)?;
         if !planned.plan.fits {
             return Err(Failure::stopped(format!("{why}; no recipe of this run fits on what is left"))
                 .hint("name more devices, or allow more: --allow"));
@@ -183,7 +183,7 @@ impl Trainer {
             log.emit(Event::Warning { message: format!("{why}; the run goes on from the checkpoint in another way") })?;
             return Err(self.go_back(planned, log));
         }
-        let Planned { plan, parts } = planned;
+        let Planned { plan, parts, .. } = planned;
         let unused: Vec<String> =
             self.team.names().into_iter().filter(|name| parts.iter().all(|part| part.device.name != *name)).collect();
         for name in unused {
@@ -205,7 +205,7 @@ impl Trainer {
                 other => return Err(other.into()),
             }
         }
-        self.plan = plan;
+        self.goes_by(plan);
         self.drift = Drift::rested(self.info.step, self.shared_again);
         self.write_plan()?;
         for (rank, left) in left.into_iter().enumerate() {

@@ -3,16 +3,15 @@
 //! them refuses is dropped by all, so that they stay at the same step.
 
 use super::drift::SECONDS_LEAST;
-use super::engine::{Engine, Evaluated, StepInput, StepLoss};
+use super::engine::{Engine, StepInput, StepLoss};
 use super::heartbeat::{Hangs, Heart, Watch, silent};
 use super::pace::quantile;
 use super::prepare::Part;
 use super::rehearsal::{Asked, Rehearsal};
 use super::retreat::Line;
 use super::samples::Continues;
-use super::training::evaluate;
 use super::trouble::Trouble;
-use crate::data::{Dataset, Rows};
+use crate::data::Rows;
 use crate::files::StoredTensor;
 use plimsoll_core::{
     Bytes, DeviceKind, DeviceMemory, DevicePlan, DeviceSpec, HostSpec, MeasuredBy, Member, MemberResult, Plan, Sharing,
@@ -163,6 +162,10 @@ pub struct Team {
     silence: Duration,
     watch: Option<Watch>,
     hangs: Hangs,
+    /// Bytes of arenas in this process's memory that stand beside those of the team, and the most that the process held with
+    /// them, the team's left out, before the team's arenas that there are now, measured.
+    beside: Bytes,
+    held_beside: Bytes,
 }
 
 /// What carries bytes between these devices: those of a GPU go through its staging.
@@ -207,7 +210,8 @@ impl Team {
     /// A device that cannot work in a team.
     pub fn new(workers: Vec<Worker>, silence: Duration, hangs: Hangs) -> Result<Team, DeviceError> {
         let transport = transport(&workers);
-        let mut team = Team { workers, transport, silence, watch: None, hangs };
+        let mut team =
+            Team { workers, transport, silence, watch: None, hangs, beside: Bytes::ZERO, held_beside: Bytes::ZERO };
         if team.len() > 1 {
             team.workers.iter_mut().for_each(|worker| worker.live(silence));
         }
@@ -222,7 +226,9 @@ impl Team {
         // The one before looks away first.
         self.watch = None;
         let team: Vec<_> = (0..).zip(&self.workers).filter_map(pulse).collect();
-        let watch = || Watch::start(team, Arc::clone(&self.transport), self.silence, Arc::clone(&self.hangs));
+        let transport = Arc::clone(&self.transport);
+        let lost = move |rank: u32, why: &str| transport.give_up(rank, why);
+        let watch = || Watch::start(team, lost, self.silence, Arc::clone(&self.hangs));
         self.watch = if self.len() > 1 { watch() } else { None };
     }
 
@@ -421,34 +427,6 @@ impl Team {
         self.workers.iter().map(of).sum()
     }
 
-    /// Loss and hits over a data set, each device on a part of the rows; the stages of a pipeline have all of them, and the
-    /// last finds what they come to.
-    ///
-    /// # Errors
-    /// Data that cannot be read, and what a device fails with.
-    pub fn evaluate(&mut self, data: &Dataset) -> Result<Evaluated, Trouble> {
-        let total: u64 = self.workers.iter().map(|worker| worker.sequences).sum();
-        let rows = data.rows();
-        let at = |sequences: u64| (u128::from(rows) * u128::from(sequences) / u128::from(total)) as u64;
-        let own = |worker: &Worker| {
-            let first = worker.share.first_sequence;
-            let all = total == worker.sequences || worker.share.sharing == Some(Sharing::Layers);
-            if all { 0..rows } else { at(first)..at(first + worker.sequences) }
-        };
-        let times = |worker: &Worker| {
-            let own = own(worker);
-            (own.end - own.start).div_ceil(u64::from(worker.plan.recipe.micro_batch))
-        };
-        let together = if self.holds_parts() { self.workers.iter().map(times).max().unwrap_or(0) } else { 0 };
-        let parts = self.all(|worker| {
-            let own = own(worker);
-            evaluate(&mut worker.engine, data, own, together)
-        })?;
-        let mut sum = Evaluated::default();
-        parts.into_iter().for_each(|part| sum.add(part));
-        Ok(sum)
-    }
-
     /// Lets all devices go, with all that stands on them.
     pub fn disband(&mut self) {
         self.watch = None;
@@ -476,22 +454,39 @@ impl Team {
             worker.look_back();
             worker.held = worker.held.max(held);
         }
+        self.held_beside = self.held_beside.max(peak.saturating_sub(self.arenas()));
         // What is gone then is no part of what anybody holds from then on.
         let _ = process::reset_peak();
     }
 
+    /// From now on a device beside the team has arenas of so many bytes in this process's memory.
+    pub fn stands_beside(&mut self, arenas: Bytes) {
+        self.beside = arenas;
+    }
+
+    /// What this process held at most with what stands beside the team, the team's own arenas left out, measured.
+    pub fn held_beside(&mut self) -> Option<Bytes> {
+        let peak = process::peak_resident().ok()?;
+        Some(peak.saturating_sub(self.arenas()).max(self.held_beside))
+    }
+
+    /// Bytes of the team's arenas in this process's memory.
+    fn arenas(&mut self) -> Bytes {
+        (0..self.len()).map(|rank| self.arenas_of(rank)).map(|[device, host]| device + host).sum()
+    }
+
+    /// Bytes of a device's arenas in this process's memory: its own, and on the host's side.
+    fn arenas_of(&mut self, rank: usize) -> [Bytes; 2] {
+        let worker = &mut self.workers[rank];
+        let of_process = worker.device.kind != DeviceKind::Cuda;
+        let memory = worker.engine.device().memory();
+        [if of_process { memory.bytes(Space::Device) } else { Bytes::ZERO }, memory.bytes(Space::Host)]
+    }
+
     /// Bytes of arenas in this process's memory that are not the device's own.
     fn arenas_beside(&mut self, rank: usize) -> Bytes {
-        let mut sum = Bytes::ZERO;
-        for (other, worker) in self.workers.iter_mut().enumerate() {
-            let of_process = worker.device.kind != DeviceKind::Cuda;
-            let memory = worker.engine.device().memory();
-            sum += memory.bytes(Space::Host);
-            if other != rank && of_process {
-                sum += memory.bytes(Space::Device);
-            }
-        }
-        sum
+        let [own, _] = self.arenas_of(rank);
+        self.arenas().saturating_sub(own) + self.beside
     }
 
     /// The plan of all, from what each goes by now.

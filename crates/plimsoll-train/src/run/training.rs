@@ -4,39 +4,38 @@ use super::checkpoint::{self, Checkpoint, CheckpointInfo};
 use super::control::Control;
 use super::cooling::Cooling;
 use super::drift::Drift;
-use super::engine::{Engine, Evaluated, StepInput};
+use super::engine::StepInput;
+use super::evaluator::Evaluator;
 use super::events::EventLog;
 use super::heartbeat::Hangs;
+use super::open::open_team;
 use super::pace::Pace;
-use super::prepare::{Known, Part, Planned, Prepared, load_weights, prepare, rounded};
+use super::prepare::{Known, Part, Planned, Prepared, load_weights, prepare};
 use super::rate::learning_rate;
 use super::rehearsal::{Asked, Injection, Stage};
-use super::retreat::{Line, charged_programs};
 use super::samples::{Drawn, Sample, readable, samples};
 use super::spaces::Storing;
-use super::team::{Team, Worker};
+use super::team::Team;
 use super::trouble::{Halt, Trouble};
 use crate::data::{Batches, Dataset, Loader, Order, Rows};
 use crate::files::{WeightWriter, atomic, write_adapter_dir, write_model_dir};
 use crate::resolve::{Resolved, lora, pace};
 use crate::run_file::{Length, Method, RunFile, Threads};
 use plimsoll_core::{
-    Budget, DType, DeviceKind, DeviceSpec, EvalResult, Event, Exit, Failure, LossSpan, LostDevice, Member, Plan,
-    Recipe, Record, Retreat, RunResult, RunStatus, Sharing, StepSeconds,
+    Bytes, DType, DeviceKind, EvalResult, EvaluatorResult, Event, Exit, Failure, LeftOut, LossSpan, LostDevice, Member,
+    Plan, Recipe, Record, Retreat, RunResult, RunStatus, Sharing, StepSeconds,
 };
 use plimsoll_device::device::DeviceError;
-use plimsoll_device::probe::{Cpu, Memory};
+use plimsoll_device::probe::Cpu;
 use plimsoll_device::process;
 use plimsoll_plan::price::needed_product_flops;
-use plimsoll_plan::search::{plan_of, search};
 use std::collections::BTreeMap;
-use std::fs;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
+use std::{fs, mem};
 
 /// A run that has been planned and can start, or go on.
 pub struct Run {
@@ -150,7 +149,8 @@ impl Run {
     pub fn rehearse(&mut self, injections: Vec<Injection>) -> Result<(), Failure> {
         let Prepared { run, train, planned, .. } = &self.prepared;
         let stage = Stage {
-            devices: planned.parts.iter().map(|part| (&*part.device.name, &part.answer.set)).collect(),
+            devices: planned.parts.iter().map(Part::on_stage).collect(),
+            evaluator: planned.evaluator.as_ref().map(Part::on_stage),
             done: self.checkpoint.as_ref().map_or(0, |checkpoint| checkpoint.info.step),
             steps: steps_of(run, train).1,
         };
@@ -218,9 +218,12 @@ pub(super) struct Trainer {
     pub(super) run: RunFile,
     pub(super) resolved: Resolved,
     data: Arc<Dataset>,
-    eval: Option<Arc<Dataset>>,
+    pub(super) eval: Option<Arc<Dataset>>,
     pub(super) team: Team,
-    hangs: Hangs,
+    /// Who evaluates beside the team, and what one that is gone has done.
+    pub(super) evaluator: Option<Evaluator>,
+    pub(super) evaluated_by: Option<EvaluatorResult>,
+    pub(super) hangs: Hangs,
     /// The plan of all.
     pub(super) plan: Plan,
     pub(super) info: CheckpointInfo,
@@ -229,7 +232,7 @@ pub(super) struct Trainer {
     pub(super) retreats: Vec<Retreat>,
     pub(super) lost: Vec<LostDevice>,
     /// Where devices refuse, are slow, or are lost, because the user asked for it.
-    rehearsed: Vec<Arc<Asked>>,
+    pub(super) rehearsed: Vec<Arc<Asked>>,
     /// Whether weights and optimizer are there.
     pub(super) filled: bool,
     pub(super) drift: Drift,
@@ -243,7 +246,7 @@ pub(super) struct Trainer {
     product_flops: f64,
     peak_flops: f64,
     pub(super) pace: Pace,
-    last_eval: Option<(u64, EvalResult)>,
+    pub(super) last_eval: Option<(u64, EvalResult)>,
     last_saved: (u64, Instant),
     /// What it took to open the devices and to bring weights and optimizer onto them.
     pub(super) filling_seconds: f64,
@@ -273,13 +276,14 @@ impl Trainer {
         log: &mut EventLog,
     ) -> Result<Trainer, Failure> {
         let Run { prepared, checkpoint, rehearsed, saves, .. } = run;
-        let Prepared { run, resolved, train, eval, planned, .. } = prepared;
+        let Prepared { run, resolved, train, eval, mut planned, .. } = prepared;
         let precision = run.arithmetic(resolved.device.kind);
         let generates = planned.parts[0].answer.set.program("prefill").is_some();
         let product_flops = planned.parts.iter().map(step_product_flops).sum();
         // From here on the peak is this run's: what the data took before has been given back or is a charge.
         let _ = process::reset_peak();
         let start = Instant::now();
+        let evaluator = planned.evaluator.take();
         let (mut team, plan) = open_team(&run, &resolved, planned, &hangs, log)?;
         let recipe = plan.recipe.clone();
         let first = &team.first().device;
@@ -333,6 +337,8 @@ impl Trainer {
             data: Arc::new(train),
             eval: eval.map(Arc::new),
             team,
+            evaluator: None,
+            evaluated_by: None,
             hangs,
             plan,
             now: info.step,
@@ -355,14 +361,13 @@ impl Trainer {
         let filled = trainer.fill_up(checkpoint.as_ref(), log);
         trainer.filling_seconds = start.elapsed().as_secs_f64();
         match filled {
-            Ok(()) => {
-                trainer.finished();
-                Ok(trainer)
-            }
-            Err(Halt::Back) => Ok(trainer),
+            Ok(()) => trainer.finished(),
+            Err(Halt::Back) => {}
             // Nothing was begun.
-            Err(Halt::Failure(failure) | Halt::Stop { failure, .. }) => Err(failure.hint(trainer.standing())),
+            Err(Halt::Failure(failure) | Halt::Stop { failure, .. }) => return Err(failure.hint(trainer.standing())),
         }
+        trainer.open_evaluator(evaluator, log)?;
+        Ok(trainer)
     }
 
     /// Other devices, or the same in another way, go on from the newest checkpoint; from the beginning where there is none.
@@ -378,7 +383,10 @@ impl Trainer {
         for message in warnings {
             log.emit(Event::Warning { message })?;
         }
-        (self.team, self.plan) = open_team(&self.run, &self.resolved, planned, &self.hangs, log)?;
+        let (team, plan) = open_team(&self.run, &self.resolved, planned, &self.hangs, log)?;
+        self.team = team;
+        self.goes_by(plan);
+        self.team.stands_beside(self.evaluator.as_ref().map_or(Bytes::ZERO, Evaluator::arenas));
         self.team.rehearse(&self.rehearsed, self.run.train.seed);
         let (step, elapsed_seconds, first_loss, last_loss) = match &checkpoint {
             Some(Checkpoint { info, .. }) => (info.step, info.elapsed_seconds, info.first_loss, info.last_loss),
@@ -386,6 +394,7 @@ impl Trainer {
         };
         self.info = CheckpointInfo { step, elapsed_seconds, first_loss, last_loss, ..self.info.clone() };
         self.last_eval = self.last_eval.filter(|(of, _)| *of <= step);
+        self.evaluator.iter_mut().for_each(|evaluator| evaluator.forget_after(step));
         self.now = step;
         self.last_saved = (step, Instant::now());
         self.drift = Drift::rested(step, self.shared_again);
@@ -419,17 +428,31 @@ impl Trainer {
         Ok(())
     }
 
+    /// From now on the run follows this plan. Who was left out before still is.
+    pub(super) fn goes_by(&mut self, plan: Plan) {
+        let before = mem::replace(&mut self.plan, plan).left_out;
+        let Plan { devices, left_out, .. } = &mut self.plan;
+        let named = |name: &str, left_out: &[LeftOut]| {
+            devices.iter().any(|device| device.name == name) || left_out.iter().any(|out| out.device == name)
+        };
+        for out in before {
+            if !named(&out.device, left_out) {
+                left_out.push(out);
+            }
+        }
+    }
+
     /// The plan as it is by now: on disk, and for the next checkpoint.
     pub(super) fn write_plan(&mut self) -> Result<(), Failure> {
-        let Plan { of, disturbed, .. } = self.plan.clone();
-        self.plan = Plan { of, disturbed, ..self.team.plan(&self.plan) };
+        let Plan { of, disturbed, left_out, .. } = self.plan.clone();
+        self.plan = Plan { of, disturbed, left_out, ..self.team.plan(&self.plan) };
         let charges = self.team.first().device.charges;
         self.info.goes_by(&self.plan, charges);
         let text = serde_json::to_vec_pretty(&self.plan).expect("plain data has a JSON form");
         Ok(atomic::write_file(&self.folder.join("plan.json"), &text)?)
     }
 
-    fn is_last(&self) -> bool {
+    pub(super) fn is_last(&self) -> bool {
         let hours = match self.run.length() {
             Some(Length::Hours(hours)) => hours * 3600.0,
             _ => f64::INFINITY,
@@ -490,7 +513,8 @@ impl Trainer {
             step: self.info.step + 1,
             steps: self.info.steps.unwrap_or(0),
             parameters: self.resolved.model.config.parameters(),
-            arena_bytes: self.plan.devices.iter().map(|device| device.arena_bytes).sum(),
+            arena_bytes: self.plan.devices.iter().map(|device| device.arena_bytes).sum::<Bytes>()
+                + self.evaluator.as_ref().map_or(Bytes::ZERO, Evaluator::arena_bytes),
             predicted_step_seconds: self.plan.predicted.step_seconds,
             product_flops: self.product_flops,
             peak_flops: self.peak_flops,
@@ -503,6 +527,7 @@ impl Trainer {
         while !self.is_last() {
             let Some(batch) = loader.next_step()? else { break };
             self.step(&mut batch.rows, batch.labelled_tokens, log)?;
+            self.look_for_evaluation(log)?;
             let step = self.info.step;
             let every = |every: u64| every > 0 && step.is_multiple_of(every);
             if every(self.run.train.eval_every) && !self.is_last() {
@@ -603,24 +628,6 @@ impl Trainer {
         }
     }
 
-    fn evaluate(&mut self, log: &mut EventLog) -> Result<(), Halt> {
-        let Some(data) = self.eval.clone() else { return Ok(()) };
-        if self.last_eval.is_some_and(|(step, _)| step == self.info.step) {
-            return Ok(());
-        }
-        let start = Instant::now();
-        let sum = self.insist(log, |trainer| trainer.team.evaluate(&data))?;
-        let exact_match = (sum.samples > 0).then(|| sum.exact as f64 / sum.samples as f64);
-        self.last_eval = Some((self.info.step, EvalResult { loss: sum.loss(), exact_match }));
-        Ok(log.emit(Event::Evaluation {
-            step: self.info.step,
-            loss: sum.loss(),
-            exact_match,
-            tokens: sum.tokens,
-            seconds: start.elapsed().as_secs_f64(),
-        })?)
-    }
-
     /// What a run that stops now can go on from, in words.
     pub(super) fn standing(&self) -> String {
         let of = format!("the newest checkpoint stands, of step {}", self.last_saved.0);
@@ -715,12 +722,18 @@ impl Trainer {
                     self.insist(log, |trainer| samples(&mut trainer.team, &eval, &trainer.resolved.model.config))?;
             }
         }
+        self.await_evaluation(log)?;
         Ok(ending)
     }
 
     fn finish(mut self, ending: Ending, log: &mut EventLog) -> Result<Outcome, Failure> {
         let Ending { status, why, model, drawn } = ending;
-        let memory = self.team.memory();
+        let mut memory = self.team.memory();
+        let held_beside = self.team.held_beside();
+        if let Some(evaluator) = self.evaluator.take() {
+            self.evaluated_by = evaluator.result();
+            memory.extend(evaluator.memory(held_beside));
+        }
         let tokens = (self.batches.rows * u64::from(self.run.data.sequence)) as f64;
         let predicted = self.plan.predicted.step_seconds;
         let path = self.folder.join("result.json");
@@ -755,6 +768,7 @@ impl Trainer {
             recipe: self.info.recipe.clone(),
             sharing: self.plan.sharing,
             team: self.team.results(),
+            evaluator: self.evaluated_by,
             retreats: self.retreats,
             lost: self.lost,
             not_rehearsed,
@@ -781,90 +795,6 @@ impl Trainer {
             _ => Vec::new(),
         };
         Ok(Outcome { result, samples, model, folder: self.folder })
-    }
-}
-
-/// What a GPU holds beside the arena wavers: a plan that was made with a little less is made again.
-const PLANS_MAX: u32 = 3;
-
-/// Opens the devices of a plan.
-fn open_team(
-    run: &RunFile,
-    resolved: &Resolved,
-    planned: Planned,
-    hangs: &Hangs,
-    log: &mut EventLog,
-) -> Result<(Team, Plan), Failure> {
-    let Planned { mut plan, mut parts } = planned;
-    let mut workers = Vec::new();
-    for part in &mut parts {
-        let worker = open_worker(run, resolved, part)?;
-        if let (Some(before), Some(now)) = (&part.algorithms, &worker.plan.algorithms)
-            && worker.engine.chose_anew()
-        {
-            let message = format!(
-                "some algorithms of products were chosen anew (now: {now}; before: {before}): last bits may differ from \
-                 an undisturbed run"
-            );
-            log.emit(Event::Warning { message })?;
-        }
-        workers.push(worker);
-    }
-    let team = Team::new(workers, Duration::from_secs_f64(run.run.heartbeat_seconds), Arc::clone(hangs))?;
-    if let [only] = team.workers() {
-        let Plan { of, learned, disturbed, .. } = plan;
-        plan = Plan { of, learned, disturbed, ..only.plan.clone() };
-    }
-    Ok((team, plan))
-}
-
-/// Opens the device of a part. Where a GPU turns out to hold more beside the arena than was planned with, no arena was
-/// taken yet: its part is planned once more, so that the load line holds.
-fn open_worker(run: &RunFile, resolved: &Resolved, part: &mut Part) -> Result<Worker, Failure> {
-    let (precision, sequence) = (run.arithmetic(part.device.kind), u64::from(run.data.sequence));
-    let vocab = resolved.model.config.vocab;
-    let budget = match &resolved.fallback {
-        Some(_) => run.host(),
-        None => run.budget_of(&part.device.name),
-    };
-    // As large as its user says, whatever was learned of it.
-    let made_with =
-        (part.device.kind == DeviceKind::Virtual).then(|| part.device.budget.max(budget.of(Memory::read().free)));
-    // A simulated device has the pace that its user says, whatever it is planned with by now.
-    let mut all = std::iter::once(&resolved.device).chain(&resolved.others);
-    let rates = all.find(|device| device.name == part.device.name).map_or(&part.device.rates, |device| &device.rates);
-    let mut plans = 1;
-    loop {
-        let (answer, plan) = (part.answer.clone(), part.answer.plan.clone());
-        let programs = charged_programs(&part.device, &answer.set);
-        let algorithms = part.algorithms.as_ref();
-        let spec = match made_with {
-            Some(budget) => &DeviceSpec { budget, rates: rates.clone(), ..part.device.clone() },
-            None => &part.device,
-        };
-        let held = match Engine::open(answer, precision, spec, algorithms, run.scratch(), sequence, vocab) {
-            Ok(engine) => {
-                let plan = Plan { algorithms: engine.algorithms(), ..plan };
-                let line = Line::new(budget, made_with, &plan, programs);
-                return Ok(Worker::new(part, engine, plan, line));
-            }
-            Err(DeviceError::MoreCharges { held, .. }) if plans < PLANS_MAX => held,
-            Err(error) => return Err(error.into()),
-        };
-        plans += 1;
-        part.device.charges = rounded(held);
-        let question = part.question(run, &resolved.model)?;
-        let mut answer = plan_of(&question, &plan.recipe);
-        if !answer.plan.fits {
-            answer = search(&question);
-        }
-        if !answer.plan.fits {
-            let message = format!("{} holds {held} beside the arena, more than was planned for", part.device.name);
-            let least = answer.plan.needs.first().map(|need| need.budget_bytes);
-            let hint = least.map(|least| format!("the least that would do: --budget {}", Budget::Amount(least)));
-            return Err(hint.into_iter().fold(Failure::does_not_fit(message), Failure::hint));
-        }
-        part.answer = answer;
     }
 }
 
@@ -910,25 +840,4 @@ fn done_by(recipe: &Recipe, sharing: Option<Sharing>, team: &[Member]) -> String
     };
     let member = |member: &Member| format!("{} {}, {}", member.device, share(member), member.recipe);
     format!("{sharing} shared by {}", team.iter().map(member).collect::<Vec<_>>().join("; "))
-}
-
-/// Some rows of a data set once, in order, in at least so many micro-batches: others may wait for them.
-pub(super) fn evaluate(
-    engine: &mut Engine,
-    data: &Dataset,
-    rows_of: Range<u64>,
-    at_least: u64,
-) -> Result<Evaluated, Trouble> {
-    let at_once = u64::from(engine.recipe().micro_batch);
-    let mut rows = Rows::new(at_once, data.sequence());
-    let mut sum = Evaluated::default();
-    let times = (rows_of.end - rows_of.start).div_ceil(at_once).max(at_least);
-    for first in (0..times).map(|time| (rows_of.start + time * at_once).min(rows_of.end)) {
-        data.read(first..(first + at_once).min(rows_of.end), &mut rows)?;
-        if rows.is_empty() {
-            rows.push_empty();
-        }
-        sum.add(engine.evaluate(&mut rows)?);
-    }
-    Ok(sum)
 }

@@ -3,15 +3,30 @@
 
 use super::{PlanView, WIDTH, class, rungs};
 use crate::text::{columns, count, percent, seconds, wrapped};
-use plimsoll_core::{Alternative, DeviceKind, DeviceSpec, LeftOut, Member, Plan, Sharing, Worth};
+use plimsoll_core::{Alternative, DeviceKind, DeviceSpec, Evaluates, LeftOut, Member, Plan, Sharing, Worth};
 
 /// The devices that take no part, a line or two each.
 pub(super) fn left_out(plan: &Plan) -> String {
-    let line = |LeftOut { device, why, used_by, .. }: &LeftOut| {
+    let line = |LeftOut { device, why, used_by, evaluates, .. }: &LeftOut| {
         let used_by = used_by.as_ref().map_or(String::new(), |settings| format!("; it would be used with {settings}"));
-        wrapped(&format!("left out: {device}: {why}{used_by}"), WIDTH, "  ")
+        let does = evaluates.as_ref().map_or(String::new(), does);
+        wrapped(&format!("left out: {device}: {why}{used_by}{does}"), WIDTH, "  ")
     };
     plan.left_out.iter().map(line).collect()
+}
+
+/// What a device does beside the steps.
+fn does(evaluates: &Evaluates) -> String {
+    let Evaluates { device, rows, team_seconds, hand_over_seconds, .. } = evaluates;
+    let holds = format!("it evaluates meanwhile, predicted {} of {}", device.peak_bytes, device.budget_bytes);
+    let [own, team, given] = [evaluates.seconds, *team_seconds, *hand_over_seconds].map(seconds);
+    match rows {
+        Some(_) => format!("; {holds}, in {own}: {given} to hand over the weights instead of {team}"),
+        None => format!(
+            "; {holds}, from {} rows of data.eval on: {own} a row, {given} to hand over the weights instead of {team} a row",
+            evaluates.least_rows()
+        ),
+    }
 }
 
 /// Who is in the team, with which share and under which recipe.

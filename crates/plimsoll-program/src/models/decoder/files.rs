@@ -2,7 +2,8 @@
 //! a time.
 //!
 //! What stands in a file-space tensor is said by the group before its name: `model:` the model that is loaded,
-//! `adapter:` adapters that are loaded, `saved:` what a run makes, `checkpoint:` what it needs to go on.
+//! `adapter:` adapters that are loaded, `saved:` what a run makes, which another device may take as it comes, `checkpoint:`
+//! what it needs to go on.
 
 use super::backward::State;
 use super::matrices::Part;
@@ -222,6 +223,7 @@ impl Decoder<'_> {
         let seed = match &self.what.source {
             Source::Files { dtypes } => return self.bring_files("model", &parameters, dtypes),
             Source::Random { seed } => *seed,
+            Source::Saved => return vec![],
         };
         let most = parameters.iter().map(Parameter::elements).max().unwrap_or(1);
         let mut blocks = Vec::new();
@@ -246,6 +248,7 @@ impl Decoder<'_> {
         let seed = match &lora.source {
             Source::Files { dtypes } => return self.bring_files("adapter", &parameters, dtypes),
             Source::Random { seed } => *seed,
+            Source::Saved => return vec![],
         };
         // Numbers go on after those of the model.
         let before = self.what.config.hf_parameters().len();
@@ -283,6 +286,22 @@ impl Decoder<'_> {
         blocks.extend(self.load_adapters());
         blocks.extend(self.weights_of_masters());
         self.alone(WorkName::Load, "load", blocks);
+        let trained = self.what.method.lora().map_or(&self.what.source, |lora| &lora.source);
+        if *trained == Source::Saved {
+            self.renew();
+        }
+    }
+
+    /// What was trained, as `save` of the devices that train it gives it, in the same order.
+    fn renew(&mut self) {
+        let parameters = self.trained_parameters();
+        let most = parameters.iter().map(Parameter::elements).max().unwrap_or(1);
+        let mut blocks = Vec::new();
+        for parameter in &parameters {
+            let (weight, name) = (self.weight_tensor(parameter), format!("saved:{}", parameter.hf_name));
+            blocks.extend(self.moved(parameter, "renew", weight, &name, self.what.precision, most));
+        }
+        self.alone(WorkName::Load, "renew", blocks);
     }
 
     /// The parameters that are trained here, as files have them.
@@ -338,7 +357,7 @@ impl Decoder<'_> {
         }
     }
 
-    /// A parameter of a tensor to a file, or back in `restore`.
+    /// A parameter of a tensor to a file, or back in `restore` and `renew`.
     fn moved(
         &mut self,
         parameter: &Parameter,
@@ -353,7 +372,7 @@ impl Decoder<'_> {
         let (staged, place) = (Operand::whole(staging), self.place(tensor, parameter));
         pieces(name, parameter.elements(), self.elements_of(staging), &mut |elements, offset| {
             let place = at(place, offset);
-            if program == "restore" {
+            if matches!(program, "restore" | "renew") {
                 let mut ops = fetch(file, staged, elements, offset);
                 ops.push(OpKind::Cast { from: staged, to: place, elements }.into());
                 ops

@@ -119,6 +119,8 @@ pub enum Source {
         /// One for each parameter.
         dtypes: Vec<DType>,
     },
+    /// A run that is under way: `renew` brings what its `save` gives, in the run's precision, as often as it is run.
+    Saved,
 }
 
 /// What a training run adds.

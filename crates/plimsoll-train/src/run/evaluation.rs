@@ -1,0 +1,244 @@
+//! Evaluations: which rows each device takes of one, and who makes it. The team does, or a device beside it (`evaluator`),
+//! which is handed the weights and finds what they come to while the team goes on: then the event comes when it is ready, at
+//! the latest before the next evaluation and before the end. A device beside the team is never needed: where it is lost, or
+//! refuses, the team evaluates from then on.
+
+use super::engine::{Engine, Evaluated};
+use super::evaluator::{Evaluator, Found, Life};
+use super::events::EventLog;
+use super::handover::{Giving, Stand};
+use super::prepare::Part;
+use super::team::{Team, Worker};
+use super::training::Trainer;
+use super::trouble::{Halt, Trouble};
+use crate::data::{Dataset, Rows};
+use plimsoll_core::{Bytes, EvalResult, Event, Failure, LostDevice, Sharing};
+use plimsoll_device::process;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Refusals of weights after which a device is not asked to take them any more.
+const TRIES: u32 = 6;
+
+/// Rows of an evaluation in order, so many at once: what each time comes to is added up.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Cut {
+    /// Which.
+    pub rows: Range<u64>,
+    /// At once.
+    pub at_once: u64,
+}
+
+impl Cut {
+    fn times(&self) -> u64 {
+        (self.rows.end - self.rows.start).div_ceil(self.at_once)
+    }
+}
+
+/// Loss and hits of some rows, in at least so many micro-batches: others may wait for them.
+///
+/// # Errors
+/// Data that cannot be read, and what the device fails with.
+pub fn evaluate(engine: &mut Engine, data: &Dataset, cut: &Cut, at_least: u64) -> Result<Evaluated, Trouble> {
+    let Cut { rows: all, at_once } = cut;
+    let mut rows = Rows::new(u64::from(engine.recipe().micro_batch).max(*at_once), data.sequence());
+    let mut sum = Evaluated::default();
+    for first in (0..cut.times().max(at_least)).map(|time| (all.start + time * at_once).min(all.end)) {
+        data.read(first..(first + at_once).min(all.end), &mut rows)?;
+        if rows.is_empty() {
+            rows.push_empty();
+        }
+        sum.add(engine.evaluate(&mut rows)?);
+    }
+    Ok(sum)
+}
+
+impl Team {
+    /// The rows of an evaluation that each device takes; the stages of a pipeline have all of them.
+    fn cuts(&self, rows: u64) -> Vec<Cut> {
+        let total: u64 = self.workers().iter().map(|worker| worker.sequences).sum();
+        let at = |sequences: u64| (u128::from(rows) * u128::from(sequences) / u128::from(total)) as u64;
+        let cut = |worker: &Worker| {
+            let first = worker.share.first_sequence;
+            let all = total == worker.sequences || worker.share.sharing == Some(Sharing::Layers);
+            let rows = if all { 0..rows } else { at(first)..at(first + worker.sequences) };
+            Cut { rows, at_once: u64::from(worker.plan.recipe.micro_batch) }
+        };
+        self.workers().iter().map(cut).collect()
+    }
+
+    /// The same of one device that does it all, in the same order and as many rows at once.
+    fn cuts_of_one(&self, rows: u64) -> Vec<Cut> {
+        let mut cuts = self.cuts(rows);
+        if self.workers()[0].share.sharing == Some(Sharing::Layers) {
+            cuts.truncate(1);
+        }
+        cuts
+    }
+
+    /// Loss and hits over a data set, each device on a part of the rows; of a pipeline the last stage finds what they come to.
+    ///
+    /// # Errors
+    /// Data that cannot be read, and what a device fails with.
+    pub fn evaluate(&mut self, data: &Dataset) -> Result<Evaluated, Trouble> {
+        let cuts = self.cuts(data.rows());
+        let together = if self.holds_parts() { cuts.iter().map(Cut::times).max().unwrap_or(0) } else { 0 };
+        let parts =
+            self.all(|worker| evaluate(&mut worker.engine, data, &cuts[worker.share.rank as usize], together))?;
+        let mut sum = Evaluated::default();
+        parts.into_iter().for_each(|part| sum.add(part));
+        Ok(sum)
+    }
+}
+
+impl Trainer {
+    /// Opens the device beside the team, if there is to be one. A run does not need it: what it refuses is only said.
+    pub(super) fn open_evaluator(&mut self, part: Option<Part>, log: &mut EventLog) -> Result<(), Failure> {
+        let Some((part, data)) = part.zip(self.eval.clone()) else { return Ok(()) };
+        let name = part.device.name.clone();
+        let planned = self.plan.left_out.iter_mut().find(|out| out.device == name);
+        let Some(evaluates) = planned.and_then(|out| out.evaluates.clone()) else { return Ok(()) };
+        let life =
+            Life { silence: Duration::from_secs_f64(self.run.run.heartbeat_seconds), hangs: Arc::clone(&self.hangs) };
+        let rehearsed = (&self.rehearsed[..], self.team.len() as u64);
+        match Evaluator::open(&self.run, &self.resolved, (part, evaluates), data, rehearsed, &life) {
+            Ok(evaluator) => {
+                self.team.stands_beside(evaluator.arenas());
+                self.evaluator = Some(evaluator);
+                Ok(())
+            }
+            Err(trouble) => {
+                self.evaluates_no_more(&name);
+                log.emit(Event::Warning { message: format!("{name}: {}; the team evaluates itself", trouble.what()) })
+            }
+        }
+    }
+
+    /// The plan says what is.
+    fn evaluates_no_more(&mut self, device: &str) {
+        let mut left_out = self.plan.left_out.iter_mut();
+        left_out.find(|out| out.device == device).into_iter().for_each(|out| out.evaluates = None);
+    }
+
+    /// Evaluates after the present step, if that has not been done.
+    pub(super) fn evaluate(&mut self, log: &mut EventLog) -> Result<(), Halt> {
+        self.await_evaluation(log)?;
+        if self.eval.is_none() || self.last_eval.is_some_and(|(step, _)| step == self.info.step) {
+            return Ok(());
+        }
+        if self.hand_over(log)? { Ok(()) } else { self.evaluate_here(log) }
+    }
+
+    /// The team evaluates.
+    fn evaluate_here(&mut self, log: &mut EventLog) -> Result<(), Halt> {
+        let Some(data) = self.eval.clone() else { return Ok(()) };
+        let start = Instant::now();
+        let sum = self.insist(log, |trainer| trainer.team.evaluate(&data))?;
+        Ok(self.evaluated(self.info.step, sum, start.elapsed().as_secs_f64(), None, log)?)
+    }
+
+    fn evaluated(
+        &mut self,
+        step: u64,
+        sum: Evaluated,
+        seconds: f64,
+        device: Option<String>,
+        log: &mut EventLog,
+    ) -> Result<(), Failure> {
+        let exact_match = (sum.samples > 0).then(|| sum.exact as f64 / sum.samples as f64);
+        self.last_eval = Some((step, EvalResult { loss: sum.loss(), exact_match }));
+        log.emit(Event::Evaluation { step, loss: sum.loss(), exact_match, tokens: sum.tokens, seconds, device })
+    }
+
+    /// Hands the present weights over to the device beside the team. Whether it has them.
+    fn hand_over(&mut self, log: &mut EventLog) -> Result<bool, Halt> {
+        let last = self.is_last();
+        let mut why = String::new();
+        for _ in 0..TRIES {
+            let Some(evaluator) = self.evaluator.as_ref().filter(|evaluator| !last || evaluator.is_faster()) else {
+                return Ok(false);
+            };
+            let (name, start) = (evaluator.name().to_owned(), Instant::now());
+            let stand = self.insist(log, Trainer::give_weights)?;
+            let Some(evaluator) = &mut self.evaluator else { return Ok(false) };
+            if stand == Stand::Taken {
+                evaluator.was_given(start.elapsed().as_secs_f64());
+                return Ok(true);
+            }
+            match evaluator.wait() {
+                Some(Found { sum: Err(Trouble::Refused { error, .. }), .. }) => why = format!("{name}: {error}"),
+                Some(Found { sum: Err(trouble), .. }) => {
+                    self.go_on_without_evaluator(trouble, log)?;
+                    return Ok(false);
+                }
+                Some(Found { sum: Ok(_), .. }) | None => return Ok(false),
+            }
+            log.emit(Event::Warning { message: format!("{why}; the weights are handed over again") })?;
+        }
+        let trouble = Trouble::Lost { rank: 0, why: format!("{why}; {TRIES} tries made no progress") };
+        self.go_on_without_evaluator(trouble, log)?;
+        Ok(false)
+    }
+
+    fn give_weights(&mut self) -> Result<Stand, Trouble> {
+        let Some((eval, evaluator)) = self.eval.as_ref().zip(self.evaluator.as_mut()) else {
+            return Ok(Stand::Dropped);
+        };
+        let weights = evaluator.begin(self.info.step, self.team.cuts_of_one(eval.rows()));
+        if let Err(trouble) = self.team.store("save", &mut Giving(&weights)) {
+            weights.end(Stand::Dropped);
+            evaluator.forget();
+            return Err(trouble);
+        }
+        Ok(weights.settled())
+    }
+
+    /// Between two steps: an evaluation may be ready.
+    pub(super) fn look_for_evaluation(&mut self, log: &mut EventLog) -> Result<(), Halt> {
+        let found = self.evaluator.as_mut().and_then(Evaluator::ready);
+        self.take_in(found, log)
+    }
+
+    /// An evaluation that is under way comes to its end.
+    pub(super) fn await_evaluation(&mut self, log: &mut EventLog) -> Result<(), Halt> {
+        let found = self.evaluator.as_mut().and_then(Evaluator::wait);
+        self.take_in(found, log)
+    }
+
+    fn take_in(&mut self, found: Option<Found>, log: &mut EventLog) -> Result<(), Halt> {
+        let Some(Found { step, sum, seconds, refused }) = found else { return Ok(()) };
+        let device = self.evaluator.as_ref().map(|evaluator| evaluator.name().to_owned());
+        for refused in refused {
+            let of = device.as_deref().unwrap_or_default();
+            log.emit(Event::Warning { message: format!("{of}: {refused}; the evaluation is done again") })?;
+        }
+        match sum {
+            Ok(sum) => Ok(self.evaluated(step, sum, seconds, device, log)?),
+            // Nobody has the weights of that step any more.
+            Err(trouble) => {
+                self.go_on_without_evaluator(trouble, log)?;
+                self.evaluate_here(log)
+            }
+        }
+    }
+
+    /// The device beside the team is gone, or of no use: the team evaluates from now on.
+    fn go_on_without_evaluator(&mut self, trouble: Trouble, log: &mut EventLog) -> Result<(), Halt> {
+        if let Trouble::Failure(failure) = trouble {
+            return Err(failure.into());
+        }
+        let Some(evaluator) = self.evaluator.take() else { return Ok(()) };
+        let (device, step) = (evaluator.name().to_owned(), self.info.step);
+        self.evaluated_by = evaluator.result();
+        self.team.look_back(None);
+        if evaluator.leave() {
+            self.team.stands_beside(Bytes::ZERO);
+        }
+        let _ = process::reset_peak();
+        self.evaluates_no_more(&device);
+        self.write_plan()?;
+        self.lost.push(LostDevice { device: device.clone(), step, back_to: None });
+        Ok(log.emit(Event::Lost { step, device, why: trouble.what(), left: self.team.names(), back_to: None })?)
+    }
+}
