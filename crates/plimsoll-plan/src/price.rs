@@ -164,6 +164,15 @@ impl Prices<'_> {
         program.blocks.iter().map(block).sum()
     }
 
+    /// Predicted seconds in which one call of a Program keeps the link of the team busy.
+    pub fn exchange_seconds(&self, set: &ProgramSet, program: &Program) -> f64 {
+        let block = |block: &Block| {
+            let ops = block.ops.iter().filter(|op| matches!(op.kind, OpKind::CollectiveStart(_)));
+            ops.map(|op| self.op_seconds(set, op)).sum::<f64>() * f64::from(block.repeat)
+        };
+        program.blocks.iter().map(block).sum()
+    }
+
     /// Predicted seconds of a Schedule: each Program begins when the one before it is over.
     pub fn schedule_seconds(&self, set: &ProgramSet, calls: &[Call]) -> f64 {
         let mut known: HashMap<(&str, bool), f64> = HashMap::new();

@@ -266,6 +266,48 @@ fn a_model_that_fits_neither_device_alone_is_held_in_parts_by_both() {
 }
 
 #[test]
+fn more_memory_of_a_device_makes_no_team_slower() {
+    let slow = Link { bytes_per_second: 125e6, latency_seconds: 1e-4 };
+    // Over a slow link parts should be alike, whatever the room. Where one device alone is the fastest, it is the one with
+    // more room. The first stage of three is not always the one with the most.
+    type Card = (&'static str, [u64; 2]);
+    let cases: [(&str, &[Card], [u64; 2], Bytes, bool); 3] = [
+        ("smollm2-360m", &[("rtx4090", [3363, 3363]), ("rtx3070", [6168, 7311])], [64, 256], Bytes::ZERO, true),
+        ("smollm2-360m", &[("rtx4090", [4345, 4345]), ("rtx4090", [4922, 5021])], [16, 256], Bytes::gib(4), false),
+        (
+            "smollm2-135m",
+            &[("rtx3070", [2425, 2645]), ("rtx4090", [2491, 2491]), ("rtx3070", [2262, 2262])],
+            [16, 1024],
+            Bytes::gib(4),
+            true,
+        ),
+    ];
+    for (model, cards, shape, host, all) in cases {
+        let config = preset(model).expect("listed");
+        let seconds = |at: usize| {
+            let card = |(name, mib): &Card| {
+                let card = paper::paper(name, Budget::Amount(Bytes::mib(mib[at]))).expect("listed");
+                DeviceSpec { team_link: slow, ..card }
+            };
+            let cards: Vec<DeviceSpec> = cards.iter().map(card).collect();
+            let of = |card| Question {
+                precision: DType::Bf16,
+                host: common::host(host),
+                ..common::question(&config, card, shape)
+            };
+            let (team, begin) =
+                (TeamQuestion { devices: cards.iter().map(of).collect(), host, all, only: None }, Instant::now());
+            let answer = share_out(&team);
+            say(&answer, begin);
+            assert!(answer.plan.fits);
+            answer.plan.predicted.step_seconds
+        };
+        let [less, more] = [0, 1].map(seconds);
+        assert!(more < 1.02 * less, "{model} on {cards:?}: {more} s, {less} s with less");
+    }
+}
+
+#[test]
 fn sequences_follow_speed_while_parts_of_the_state_stay() {
     let config = preset("smollm2-135m").expect("listed");
     let devices = |paces: [f64; 2]| {

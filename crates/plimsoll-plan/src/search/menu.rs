@@ -3,7 +3,7 @@
 
 use super::measure::{Candidate, Measurer};
 use super::{Question, candidates, candidates_of, offload};
-use plimsoll_core::{Offload, Recipe};
+use plimsoll_core::{Bytes, Offload, Recipe};
 use std::collections::HashSet;
 
 /// Divisors of a share that are looked at.
@@ -25,6 +25,16 @@ struct Dish {
 }
 
 impl Dish {
+    /// Those of the recipes that fit a question.
+    fn of(measurer: &Measurer, found: Vec<Candidate>) -> Vec<Dish> {
+        let fitting = found.into_iter().filter(|candidate| measurer.fits(candidate));
+        let dish = |candidate: Candidate| {
+            let one = measurer.question.micro_batches_of(&candidate.recipe) == 1;
+            Dish { single: one && !candidate.recipe.offload.is_nothing(), candidate }
+        };
+        fitting.map(dish).collect()
+    }
+
     /// Seconds of a step of so many sequences; what is not full costs as much as what is.
     fn seconds(&self, sequences: u64, wait: Wait) -> f64 {
         let Candidate { once, passes, ref recipe, .. } = self.candidate;
@@ -50,16 +60,24 @@ impl Dish {
 pub(crate) type Wait<'w> = &'w dyn Fn(f64) -> f64;
 
 impl<'q> Menu<'q> {
-    /// What a device can do with about as many sequences as its question has.
-    pub fn new(question: &'q Question<'q>) -> Menu<'q> {
+    /// What a device can do with about as many sequences as its question has, and with all of a step.
+    pub fn new(question: &'q Question<'q>, all: u64) -> Menu<'q> {
         let mut menu = Menu { measurer: Measurer::new(question), list: Vec::new(), looked: HashSet::new() };
-        let micro_batches = match question.pins.micro_batch {
+        let up_to = |most: u64| match question.pins.micro_batch {
             Some(pinned) => vec![pinned],
-            None => (0..32).map(|power| 1 << power).take_while(|&size| u64::from(size) <= question.sequences).collect(),
+            None => (0..32).map(|power| 1 << power).take_while(|&size| u64::from(size) <= most).collect(),
         };
+        let micro_batches = up_to(question.sequences);
         menu.looked.extend(&micro_batches);
         let found = candidates(&menu.measurer, &micro_batches);
         menu.add(found);
+        if question.host.budget > Bytes::ZERO && all > question.sequences {
+            // What best waits for a share of one micro-batch is not what does for a step of several.
+            let whole = Question { sequences: all, ..question.clone() };
+            let measurer = Measurer::new(&whole);
+            let found = candidates(&measurer, &up_to(all));
+            menu.list.extend(Dish::of(&measurer, found));
+        }
         if menu.list.is_empty() {
             // However slow it is.
             let bound = question.device.arena_budget().0.saturating_add(1);
@@ -69,13 +87,7 @@ impl<'q> Menu<'q> {
     }
 
     fn add(&mut self, found: Vec<Candidate>) {
-        let question = self.measurer.question;
-        let fitting = found.into_iter().filter(|candidate| self.measurer.fits(candidate));
-        let dishes = fitting.map(|candidate| {
-            let one = question.micro_batches_of(&candidate.recipe) == 1;
-            Dish { single: one && !candidate.recipe.offload.is_nothing(), candidate }
-        });
-        self.list.extend(dishes);
+        self.list.extend(Dish::of(&self.measurer, found));
     }
 
     /// Whether nothing fits.

@@ -3,8 +3,8 @@
 use super::measure::{Candidate, Measurer, bare};
 use super::{Question, candidates, offload};
 use plimsoll_core::{Category, Offload, RecomputeLevel, Sharing};
-use plimsoll_program::Share;
 use plimsoll_program::models::ModelConfig;
+use plimsoll_program::{Program, ProgramSet, Share};
 
 /// Bytes that are held in parts, of all ranks together.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -35,8 +35,12 @@ impl InParts {
 /// where everything is.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rank {
-    /// Seconds of the passes of a micro-batch, exchange counted.
-    pub passes: [f64; 2],
+    /// Seconds of the passes of a micro-batch, exchange counted, where all parts are alike.
+    passes: [f64; 2],
+    /// Of these, how long the device computes.
+    computing: [f64; 2],
+    /// And how long the link is busy.
+    exchange: [f64; 2],
     /// Seconds of what happens once a step.
     pub once: f64,
     /// Bytes on the device beside what it holds of the state.
@@ -58,11 +62,24 @@ impl Rank {
         let [few, more] = [few, more].map(|layers| Rank::of_layers(question, micro_batch, layers));
         let of = |few: f64, more: f64| few + (more - few) * (layers as f64 - few_layers) / (more_layers - few_layers);
         let bytes = |at: usize| of(few.beside[at] as f64, more.beside[at] as f64) as u64;
+        let seconds = |pairs: [[f64; 2]; 2]| [0, 1].map(|at| of(pairs[0][at], pairs[1][at]));
         Rank {
-            passes: [0, 1].map(|at| of(few.passes[at], more.passes[at])),
+            passes: seconds([few.passes, more.passes]),
+            computing: seconds([few.computing, more.computing]),
+            exchange: seconds([few.exchange, more.exchange]),
             once: of(few.once, more.once),
             beside: [0, 1].map(bytes),
         }
+    }
+
+    /// Seconds of the passes of a micro-batch where so much is computed again, 0 to 1, and the least part is so much of an
+    /// even one: the less it is, the more its rank has to be sent. What of that takes longer than computing is waited for.
+    pub fn passes(&self, again: f64, ranks: usize, least: f64) -> f64 {
+        let between = |pair: [f64; 2]| pair[0] + again * (pair[1] - pair[0]);
+        let even = 1.0 / ranks as f64;
+        let [passes, computing, exchange] = [self.passes, self.computing, self.exchange].map(between);
+        let exchanged = exchange * (1.0 - least * even) / (1.0 - even);
+        passes + (exchanged - exchange.max(computing)).max(0.0)
     }
 
     fn of_layers(question: &Question, micro_batch: u32, layers: u64) -> Rank {
@@ -76,8 +93,19 @@ impl Rank {
             measurer.candidate(question.recipe(micro_batch, levels, Offload::NOTHING))
         };
         let found = [RecomputeLevel::Nothing, RecomputeLevel::Block].map(of);
+        let prices = question.prices();
+        let sum = |candidate: &Candidate, seconds: &dyn Fn(&ProgramSet, &Program) -> f64| {
+            let set = question.computing(&candidate.recipe);
+            ["forward", "backward"]
+                .iter()
+                .filter_map(|name| set.program(name))
+                .map(|program| seconds(&set, program))
+                .sum()
+        };
         Rank {
             passes: [found[0].passes, found[1].passes],
+            computing: [0, 1].map(|at| sum(&found[at], &|set, program| prices.computing_seconds(set, program))),
+            exchange: [0, 1].map(|at| sum(&found[at], &|set, program| prices.exchange_seconds(set, program))),
             once: found[0].once,
             beside: [&found[0], &found[1]].map(|candidate| candidate.device.saturating_sub(stays)),
         }

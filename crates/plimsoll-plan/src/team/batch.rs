@@ -47,7 +47,7 @@ impl<'q> Crew<'q> {
                 first.push(kind.len() - 1);
             }
         }
-        let menus: Vec<Menu> = first.iter().map(|&number| Menu::new(&questions[number])).collect();
+        let menus: Vec<Menu> = first.iter().map(|&number| Menu::new(&questions[number], total)).collect();
         Crew { questions, menus, kind, total }
     }
 

@@ -21,6 +21,8 @@ use plimsoll_program::{Lifetime, Program, ProgramSet, Schedule, Share, Tensor};
 use std::cell::{OnceCell, RefCell};
 use std::collections::HashMap;
 
+/// Of so many devices every order of stages is tried.
+const EVERY_ORDER: usize = 4;
 /// Sizes of micro-batches in a row that may be slower than the best before the rest is not looked at.
 const WORSE: usize = 2;
 /// Cuts that are searched for recipes before only those with the smallest micro-batches are.
@@ -509,12 +511,16 @@ impl<'t, 'q> Layers<'t, 'q> {
         all[depth as usize].iter().map(sketch).collect()
     }
 
-    /// Orders of some devices that are worth trying: as they were named, and by their memory, both ways.
+    /// Orders of some devices that are worth trying: of a few every one, else as they were named, and by their memory, both
+    /// ways.
     fn orders(&self, devices: &[usize]) -> Vec<Vec<usize>> {
         let mut by_memory = devices.to_vec();
         by_memory.sort_by_key(|&device| self.team.devices[device].device.arena_budget());
         let both = |order: Vec<usize>| [order.iter().rev().copied().collect(), order];
-        let mut orders: Vec<Vec<usize>> = both(devices.to_vec()).into_iter().chain(both(by_memory)).collect();
+        let mut orders: Vec<Vec<usize>> = match devices.len() {
+            ..=EVERY_ORDER => every_order(devices),
+            _ => both(devices.to_vec()).into_iter().chain(both(by_memory)).collect(),
+        };
         orders.sort_by_key(|order| order != devices);
         let kinds = |order: &Vec<usize>| order.iter().map(|&d| self.team.first_alike(d)).collect::<Vec<_>>();
         let mut seen = Vec::new();
@@ -659,6 +665,18 @@ impl ShareOut for Layers<'_, '_> {
     fn worth(&mut self, _: &Way) -> Option<Worth> {
         None
     }
+}
+
+/// All orders of some devices.
+fn every_order(devices: &[usize]) -> Vec<Vec<usize>> {
+    if devices.is_empty() {
+        return vec![vec![]];
+    }
+    let first = |&first: &usize| {
+        let others: Vec<usize> = devices.iter().copied().filter(|&device| device != first).collect();
+        every_order(&others).into_iter().map(move |order| [vec![first], order].concat()).collect::<Vec<_>>()
+    };
+    devices.iter().flat_map(first).collect()
 }
 
 /// Keeps the cuts that no other beats in every way: the fastest of them, and that which needs the least of the host.

@@ -27,7 +27,7 @@ use state::State;
 const TRIES: usize = 40;
 /// Where devices can hold the model, the state in parts must take no more than this part of the time to be worth it: a part
 /// that stands on one device alone is lost with it.
-const WORTH: f64 = 0.8;
+const WORTH: f64 = 0.95;
 /// So many times what is worked out to wait on the host are tried, where a refusal looks for the least of it.
 const MORE: [f64; 4] = [1.01, 1.02, 1.04, 1.1];
 
