@@ -32,11 +32,13 @@ class Host:
     port: str
     state: Path
     tmp: Path
+    #: What else is set for all that runs here.
+    env: dict[str, str] = field(default_factory=dict)
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def environment(self) -> dict[str, str]:
         """What is different here: the state folder, and where Ray has its sockets."""
-        return {**os.environ, "PLIMSOLL_RAY_STATE": str(self.state), "TMPDIR": str(self.tmp)}
+        return {**os.environ, "PLIMSOLL_RAY_STATE": str(self.state), "TMPDIR": str(self.tmp), **self.env}
 
     def _words(self, words: Sequence[str | Path]) -> list[str]:
         return ["ip", "netns", "exec", self.namespace, *map(str, words)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -182,3 +183,31 @@ def test_leaving_stops_ours_and_no_other_ray(pair: tuple[Host, Host]) -> None:
     assert left_over == []
     processes = beta.run("ps", "-eo", "args").stdout
     assert "beta/virtual:b" not in processes
+
+
+#: The folder of the stand-in for NVIDIA's libraries (crates/plimsoll-device/tests/cuda_stand_in/build FOLDER).
+STAND_IN = os.environ.get("PLIMSOLL_STAND_IN")
+
+
+@pytest.mark.skipif(STAND_IN is None, reason="PLIMSOLL_STAND_IN names no stand-in for a GPU")
+def test_each_gpu_is_a_node_that_sees_no_other(tmp_path: Path) -> None:
+    with hosts.network(["gamma"]) as (gamma,):
+        gamma.env = {
+            "LD_LIBRARY_PATH": str(STAND_IN),
+            "PLIMSOLL_STAND_IN_MEMORY": "8GiB,2GiB",
+            "PLIMSOLL_CACHE": str(tmp_path),
+        }
+        joined = gamma.plimsoll("join", "--head", "--name", "gamma")
+        assert joined.returncode == 0, joined.stderr
+        large, small = look(gamma)["nodes"]
+        assert (large["name"], small["name"]) == ("gamma/cuda:0", "gamma/cuda:1")
+        assert (large["gpus"], small["gpus"]) == (1, 1)
+        # 90 % of what is free, in MiB.
+        assert (large["vram_mib"], small["vram_mib"]) == (7372, 1843)
+        assert (large["free_bytes"], small["free_bytes"]) == (8192 * MIB, 2048 * MIB)
+        tried = gamma.plimsoll("verify", "--json", "--share", "80%")
+        assert tried.returncode == 0, tried.stdout + tried.stderr
+        report: Report = json.loads(tried.stdout)
+        held = [(device["asked_bytes"] // MIB, device["refused_beyond"]) for device in report["devices"]]
+        assert held == [(5896, True), (1474, True)]
+        assert all(device["held_bytes"] == device["asked_bytes"] for device in report["devices"])

@@ -431,16 +431,34 @@ EXPORT int cuGetErrorString(int code, const char** out) { return code_text(code,
 
 // ---- devices ----
 
+// The GPUs that CUDA_VISIBLE_DEVICES lets this process see, in its order: by number or as GPU-uuid, up to the first that is
+// none. NVML does not look at it.
+static const std::vector<int>& visible() {
+    static std::vector<int> list = [] {
+        std::vector<int> list;
+        const char* words = getenv("CUDA_VISIBLE_DEVICES");
+        for (int i = 0; !words && i < (int)gpus().size(); i++) list.push_back(i);
+        for (const std::string& word : words && *words ? split(words, ',') : std::vector<std::string>()) {
+            size_t last = word.rfind('-');
+            int number = last == std::string::npos ? atoi(word.c_str()) : (int)strtol(word.c_str() + last + 1, nullptr, 16);
+            if (number < 0 || number >= (int)gpus().size()) break;
+            list.push_back(number);
+        }
+        return list;
+    }();
+    return list;
+}
+
 EXPORT int cuDeviceGetCount(int* count) {
     ENTER;
-    *count = (int)gpus().size();
+    *count = (int)visible().size();
     return OK;
 }
 
 EXPORT int cuDeviceGet(int* device, int ordinal) {
     ENTER;
-    if (ordinal < 0 || ordinal >= (int)gpus().size()) return INVALID_DEVICE;
-    *device = ordinal;
+    if (ordinal < 0 || ordinal >= (int)visible().size()) return INVALID_DEVICE;
+    *device = visible()[ordinal];
     return OK;
 }
 
