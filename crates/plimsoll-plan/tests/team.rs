@@ -295,8 +295,10 @@ fn more_memory_of_a_device_makes_no_team_slower() {
                 host: common::host(host),
                 ..common::question(&config, card, shape)
             };
-            let (team, begin) =
-                (TeamQuestion { devices: cards.iter().map(of).collect(), host, all, only: None }, Instant::now());
+            let (team, begin) = (
+                TeamQuestion { devices: cards.iter().map(of).collect(), host, all, only: None, evaluations: None },
+                Instant::now(),
+            );
             let answer = share_out(&team);
             say(&answer, begin);
             assert!(answer.plan.fits);
