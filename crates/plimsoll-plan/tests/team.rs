@@ -270,8 +270,11 @@ fn more_memory_of_a_device_makes_no_team_slower() {
     let slow = Link { bytes_per_second: 125e6, latency_seconds: 1e-4 };
     // Over a slow link parts should be alike, whatever the room. Where one device alone is the fastest, it is the one with
     // more room. The first stage of three is not always the one with the most.
+    /// A card with its MiB, before and after.
     type Card = (&'static str, [u64; 2]);
-    let cases: [(&str, &[Card], [u64; 2], Bytes, bool); 3] = [
+    /// A model on cards, sequences by tokens, a host, and whether all cards take part.
+    type Case<'a> = (&'a str, &'a [Card], [u64; 2], Bytes, bool);
+    let cases: [Case; 3] = [
         ("smollm2-360m", &[("rtx4090", [3363, 3363]), ("rtx3070", [6168, 7311])], [64, 256], Bytes::ZERO, true),
         ("smollm2-360m", &[("rtx4090", [4345, 4345]), ("rtx4090", [4922, 5021])], [16, 256], Bytes::gib(4), false),
         (
