@@ -480,13 +480,27 @@ fn who_is_left_out_evaluates_while_the_others_go_on_and_no_bit_changes() {
 }
 
 #[test]
+fn a_team_is_evaluated_for_with_its_own_bits() {
+    let place = Place::new(&QUICK);
+    let two = "virtual:a=64MiB@0.3,virtual:b=64MiB@0.2";
+    train(&place, "plain", &[&["--devices", two][..], &EVALUATED].concat());
+    let three = format!("{two},virtual:c=48MiB@0.3::100kB/s");
+    let result = train(&place, "beside", &[&["--devices", &three][..], &EVALUATED].concat());
+    assert_eq!((names(&result), &result["sharing"]), (vec!["virtual:a", "virtual:b"], &"batch".into()), "{result}");
+    assert_eq!(result["evaluator"]["device"], "virtual:c", "{result}");
+    holds(&result);
+    assert_eq!(steps(&place, "plain"), steps(&place, "beside"));
+    assert_eq!(evaluations(&place, "plain"), evaluations(&place, "beside"));
+}
+
+#[test]
 fn a_run_survives_whatever_becomes_of_the_device_that_evaluates_for_it() {
     let place = Place::new(&QUICK);
     let words = [&["--devices", BESIDE, "--set", "run.heartbeat_seconds=1"][..], &EVALUATED].concat();
     train(&place, "plain", &words);
     let weights_of_all = weights(&place, "plain");
     let again = |at: &'static str| vec!["--inject-oom", at];
-    let cases: [(Vec<&str>, Option<&str>); 8] = [
+    let cases: [(Vec<&str>, Option<&str>); 9] = [
         (again("virtual:b/4:evaluate"), None),
         (again("virtual:b/4:renew:3"), None),
         (again("virtual:a/4:save"), None),
@@ -495,6 +509,8 @@ fn a_run_survives_whatever_becomes_of_the_device_that_evaluates_for_it() {
         (for_ever("virtual:b/4:renew"), Some("made no progress")),
         (vec!["--inject-loss", "virtual:b:4:renew"], Some("virtual:b is gone")),
         (vec!["--inject-silence", "virtual:b:4"], Some("gave no sign of life for 1 s")),
+        // Nobody waits for its thread, either.
+        (vec!["--inject-silence", "virtual:b:4:forever"], Some("gave no sign of life for 1 s")),
     ];
     for (number, (injected, lost)) in cases.iter().enumerate() {
         let run = format!("run-{number}");

@@ -68,6 +68,11 @@ impl Pulse {
         state.stopped
     }
 
+    /// Whether somebody would miss it.
+    pub fn is_watched(&self) -> bool {
+        self.state().watched
+    }
+
     fn watched(&self, watched: bool) {
         self.state().watched = watched;
     }

@@ -401,10 +401,13 @@ impl Rehearsal {
     pub fn check_presence(&self, program: &str) -> Result<(), DeviceError> {
         let silent = self.silent_from.as_ref().filter(|(_, step, _)| self.step >= *step);
         if let (Some((asked, _, forever)), Some(pulse)) = (silent, &self.pulse)
-            && pulse.stop(*forever)
+            && pulse.is_watched()
         {
+            // Before it does: it may never come back to say so.
             asked.happens();
-            return Err(DeviceError::Lost { device: self.device.clone() });
+            if pulse.stop(*forever) {
+                return Err(DeviceError::Lost { device: self.device.clone() });
+            }
         }
         let here = |(_, step, of): &&(Arc<Asked>, u64, Option<String>)| {
             self.step > *step || self.step == *step && of.as_deref().is_none_or(|of| of == program)
