@@ -4,6 +4,7 @@ that can be pulled. The switch between them is a namespace, too: nothing of the 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -17,6 +18,8 @@ from pathlib import Path
 # Where `ip` and `tc` are, and not every user looks.
 os.environ["PATH"] = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
+#: Numbers of networks: several may be there at once.
+NETWORKS = itertools.count()
 #: How long a command may take.
 COMMAND_SECONDS = 150
 
@@ -109,14 +112,14 @@ def refusal() -> str | None:
 @contextlib.contextmanager
 def network(names: Sequence[str], *, rate: str = "1gbit", delay: str | None = None) -> Iterator[list[Host]]:
     """Hosts on a switch; each sends at ``rate`` at most, and ``delay`` later."""
-    mark, tmp = f"plm{os.getpid()}", Path(tempfile.mkdtemp(prefix="plm", dir="/tmp"))
+    mark, tmp = f"plm{os.getpid()}n{next(NETWORKS)}", Path(tempfile.mkdtemp(prefix="plm", dir="/tmp"))
     switch, hosts = f"{mark}s", list[Host]()
     try:
         _ip("netns", "add", switch)
         _ip("-n", switch, "link", "add", "switch", "type", "bridge")
         _ip("-n", switch, "link", "set", "switch", "up")
         for number, name in enumerate(names, 1):
-            namespace, port, ip = f"{mark}{number}", f"port{number}", f"10.77.0.{number}"
+            namespace, port, ip = f"{mark}h{number}", f"port{number}", f"10.77.0.{number}"
             _ip("netns", "add", namespace)
             state, own = tmp / f"state{number}", tmp / str(number)
             own.mkdir()

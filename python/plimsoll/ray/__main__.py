@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
+import os
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 
 from plimsoll import errors
 from plimsoll.ray import devices, joining, ours, ports
@@ -32,9 +33,13 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _check_ray() -> None:
-    if importlib.util.find_spec("ray") is None:
-        hint = f"{sys.executable} -m pip install 'plimsoll-train[ray]'"
-        raise errors.InputError(f"this needs Ray {RAY}, which {sys.executable} has not", [hint])
+    try:
+        version = metadata.version("ray")
+    except metadata.PackageNotFoundError:
+        version = "none"
+    if not version.startswith(f"{RAY}."):
+        hint = f"{sys.executable} -m pip install 'ray=={RAY}.*'"
+        raise errors.InputError(f"this needs Ray {RAY}; {sys.executable} has {version}", [hint])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -44,7 +49,11 @@ def _parser() -> argparse.ArgumentParser:
     join = commands.add_parser("join", help="make this machine the head of a cluster, or a part of one")
     join.add_argument("address", nargs="?", help="of the head: 192.168.1.10, or 192.168.1.10:7300")
     join.add_argument("--head", action="store_true", help="start a cluster")
-    join.add_argument("--token", help="the cluster's; with --head one is drawn where none is given")
+    join.add_argument(
+        "--token",
+        default=os.environ.get("PLIMSOLL_TOKEN"),
+        help="the cluster's [default: PLIMSOLL_TOKEN, which other users do not see]; with --head one is drawn where none is given",
+    )
     join.add_argument("--ip", metavar="A", help="this machine's address, where it has several")
     join.add_argument("--name", help="what this machine is called [default: its host name]")
     join.add_argument("--devices", help="what it gives, such as cuda:0, cpu=6GiB or virtual:a=600MiB@0.5 [default: its GPUs, else the processor]")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import platform
+import sys
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -68,10 +70,12 @@ def connected(address: str | None = None) -> Iterator[str]:
     """Speaks with the cluster that this machine is part of, or with the one at ``address``."""
     joined = ours.known()
     own_ip = None
-    if address is None and joined and any(map(ours.runs, joined.raylets)):
+    if address is None and joined and any(map(ours.serves, joined.raylets)):
         address, own_ip = joined.address, joined.ip
-        # Before Ray is imported: it reads them then.
         os.environ.update(joining.environment())
+        if "ray" in sys.modules:
+            # It has read them already, when it was imported. Of this, its types say nothing.
+            importlib.import_module("ray._raylet").Config.initialize("")
     address = address or os.environ.get("RAY_ADDRESS")
     if address is None:
         raise InputError("this machine is part of no cluster", ["plimsoll join --head starts one", "or name one: --address"])
@@ -103,16 +107,17 @@ def nodes() -> list[Node]:
     told = worker.global_worker.gcs_client.get_all_node_info()
     since = {node.hex(): (info.start_time_ms, dict(info.labels)) for node, info in told.items()}
     # Of a node that has come back, what it was before is of no interest; nor is one that has left.
-    last: dict[str, Node] = {}
+    last: dict[tuple[str, str], Node] = {}
     alive = []
     for known in sorted(ray.nodes(), key=lambda node: since.get(node["NodeID"], (0, {}))[0]):
         known["Labels"] = since.get(known["NodeID"], (0, known["Labels"]))[1]
         node = _node(known, runs.get(known["NodeID"], []))
-        last.pop(node["name"], None)
+        named = (node["name"], node["ip"])
+        last.pop(named, None)
         if node["alive"]:
             alive.append(node)
         elif known.get("DeathReason") not in LEFT:
-            last[node["name"]] = node
+            last[named] = node
     return sorted(alive, key=lambda node: node["name"]) + sorted(last.values(), key=lambda node: node["name"])
 
 

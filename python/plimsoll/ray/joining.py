@@ -26,6 +26,8 @@ HEALTH = {
     "RAY_health_check_failure_threshold": "3",
     # One that cannot find the head any more gives back all that its workers hold.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "30",
+    "RAY_grpc_client_keepalive_time_ms": "10000",
+    "RAY_grpc_client_keepalive_timeout_ms": "10000",
     # A token that is refused is refused again.
     "RAY_NUM_REDIS_GET_RETRIES": "5",
 }
@@ -36,10 +38,10 @@ def join(
 ) -> ours.Joined:
     """Makes this machine the head of a new cluster, or a part of the one at ``address``."""
     before = ours.known()
-    if before and any(map(ours.runs, before.raylets)):
+    if before and any(map(ours.serves, before.raylets)):
         raise InputError(f"this machine is part of {before.address} already", ["leave it first: plimsoll leave"])
     if before:
-        # What is left of one that was killed.
+        # What is left of one that was killed, or was cut off for long.
         ours.stop(before.raylets)
     here = of_this_machine(devices)
     if ip in ("127.0.0.1", "localhost"):

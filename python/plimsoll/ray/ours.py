@@ -127,6 +127,17 @@ def runs(raylet: Raylet) -> bool:
     return started(raylet.pid) == raylet.started
 
 
+def serves(raylet: Raylet) -> bool:
+    """Whether a raylet is part of its cluster still: one that finds no head any more ends, and its leader stays."""
+    return any(_name(pid) == "raylet" for pid in members(raylet))
+
+
+def _name(pid: int) -> str | None:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return None
+
+
 def stop(raylets: list[Raylet]) -> int:
     """Ends raylets with all that they have started, and says how many processes that were."""
     ended = sum(len(members(raylet)) for raylet in raylets)
