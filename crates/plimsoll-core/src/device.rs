@@ -100,7 +100,7 @@ impl Rates {
 /// A device as the planner sees it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DeviceSpec {
-    /// The name in run files: `cpu`, `cuda:0`, `virtual:a`, `rtx3090`.
+    /// The name in run files: `cpu`, `cuda:0`, `virtual:a`, `rtx3090`, `host1/cuda:0`.
     pub name: String,
     /// What it is.
     pub kind: DeviceKind,
@@ -161,6 +161,16 @@ impl FileSpec {
 }
 
 impl DeviceSpec {
+    /// The host that it is on, where that is not this process's: `host1` of `host1/cuda:0`.
+    pub fn host(&self) -> Option<&str> {
+        self.name.split_once('/').map(|(host, _)| host)
+    }
+
+    /// Whether its arena, and what it holds beside it, are memory of this process.
+    pub fn in_process(&self) -> bool {
+        matches!(self.kind, DeviceKind::Cpu | DeviceKind::Virtual) && self.host().is_none()
+    }
+
     /// Whether figures of this device come from a simulation.
     pub fn simulated(&self) -> bool {
         self.kind == DeviceKind::Virtual

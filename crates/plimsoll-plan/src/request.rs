@@ -37,6 +37,15 @@ pub enum DeviceRequest {
         /// Its link to the other devices, where it was given.
         team_link: Option<LinkRequest>,
     },
+    /// One of another host, named as there: `host1/cuda:0=6GiB@1gbit`, `host1/cpu`, `host1/virtual:a=600MiB@0.5`.
+    Elsewhere {
+        /// What stands before the slash.
+        host: String,
+        /// The device, as that host knows it.
+        device: Box<DeviceRequest>,
+        /// Its link to the other devices, where it was given; a virtual device has its own.
+        team_link: Option<LinkRequest>,
+    },
     /// A device of [`paper::names`], for plans: `rtx3090`, `rtx3090=20GiB`, `rtx3070@1gbit`.
     Paper {
         /// The name in the table.
@@ -183,7 +192,7 @@ impl From<RequestError> for Failure {
         let failure = Failure::input(error.to_string());
         match error {
             RequestError::Unknown { .. } | RequestError::Missing { .. } => failure
-                .hint("known devices: auto, cpu, cuda:0, virtual:NAME=600MiB@0.5:12GB/s, host=64GiB, file=100GiB")
+                .hint("known devices: auto, cpu, cuda:0, virtual:NAME=600MiB@0.5:12GB/s, HOST/cuda:0, host=64GiB, file=100GiB")
                 .hint(format!("on paper, for plans: {}", paper::names().collect::<Vec<_>>().join(", "))),
             _ => failure,
         }
@@ -250,6 +259,25 @@ fn device(
     budget: impl Fn(&str) -> Result<Budget, RequestError>,
 ) -> Result<DeviceRequest, RequestError> {
     let unknown = || RequestError::Unknown { name: name.to_owned() };
+    // A rate behind an `@` has a slash, too.
+    if let Some((host, own)) = name.split_once('/').filter(|(host, _)| !host.contains('@')) {
+        if host.is_empty() || !host.chars().all(|c| c.is_ascii_alphanumeric() || ".-_".contains(c)) {
+            return Err(unknown());
+        }
+        let (own, value, team_link) = match own.starts_with("virtual:") {
+            true => (own, value, None),
+            false => linked(own, value),
+        };
+        let team_link = team_link.map(|text| link(name, text)).transpose()?;
+        let device = match device(own, value, budget)? {
+            // Which one has to be said, and what is on paper is nowhere.
+            DeviceRequest::Cuda { index: None, .. } | DeviceRequest::Paper { .. } | DeviceRequest::Elsewhere { .. } => {
+                return Err(unknown());
+            }
+            device => Box::new(device),
+        };
+        return Ok(DeviceRequest::Elsewhere { host: host.to_owned(), device, team_link });
+    }
     if name == "cpu" {
         return Ok(DeviceRequest::Cpu { budget: value.map(budget).transpose()? });
     }
@@ -286,17 +314,22 @@ fn device(
             team_link,
         });
     }
-    // The link stands at the end, behind the load line where there is one.
-    let (head, team_link) = match value.unwrap_or(name).split_once('@') {
-        Some((head, text)) => (head.trim(), Some(text)),
-        None => (value.unwrap_or(name), None),
-    };
-    let (name, value) = if value.is_some() { (name, Some(head)) } else { (head, None) };
+    let (name, value, team_link) = linked(name, value);
     if paper::names().any(|known| known == name) {
         let team_link = team_link.map(|text| link(name, text)).transpose()?;
         return Ok(DeviceRequest::Paper { name: name.to_owned(), budget: value.map(budget).transpose()?, team_link });
     }
     Err(unknown())
+}
+
+/// A name and what stands after the `=`, without the link that stands at the end of both, and that.
+fn linked<'a>(name: &'a str, value: Option<&'a str>) -> (&'a str, Option<&'a str>, Option<&'a str>) {
+    let (head, team_link) = match value.unwrap_or(name).split_once('@') {
+        Some((head, text)) => (head.trim(), Some(text)),
+        None => (value.unwrap_or(name), None),
+    };
+    let (name, value) = if value.is_some() { (name, Some(head)) } else { (head, None) };
+    (name, value, team_link)
 }
 
 /// A link of a device, as it was written.
@@ -306,13 +339,14 @@ fn link(device: &str, text: &str) -> Result<LinkRequest, RequestError> {
 }
 
 impl DeviceRequest {
-    /// The device's name, as in plans: `cpu`, `cuda:0`, `virtual:a`, `rtx3090`.
+    /// The device's name, as in plans: `cpu`, `cuda:0`, `virtual:a`, `rtx3090`, `host1/cuda:0`.
     pub fn name(&self) -> String {
         match self {
             DeviceRequest::Cpu { .. } => "cpu".to_owned(),
             DeviceRequest::Cuda { index: Some(index), .. } => format!("cuda:{index}"),
             DeviceRequest::Cuda { index: None, .. } => "cuda".to_owned(),
             DeviceRequest::Virtual { name, .. } => format!("virtual:{name}"),
+            DeviceRequest::Elsewhere { host, device, .. } => format!("{host}/{}", device.name()),
             DeviceRequest::Paper { name, .. } => name.clone(),
         }
     }
@@ -323,6 +357,7 @@ impl DeviceRequest {
     pub fn budget(&self) -> Option<Budget> {
         match self {
             DeviceRequest::Virtual { budget, .. } => Some(*budget),
+            DeviceRequest::Elsewhere { device, .. } => device.budget(),
             DeviceRequest::Cpu { budget }
             | DeviceRequest::Cuda { budget, .. }
             | DeviceRequest::Paper { budget, .. } => *budget,
@@ -330,8 +365,25 @@ impl DeviceRequest {
     }
 }
 
+impl DeviceRequest {
+    /// The same device under another load line.
+    pub fn give(&mut self, amount: Budget) {
+        match self {
+            DeviceRequest::Virtual { budget, .. } => *budget = amount,
+            DeviceRequest::Elsewhere { device, .. } => device.give(amount),
+            DeviceRequest::Cpu { budget }
+            | DeviceRequest::Cuda { budget, .. }
+            | DeviceRequest::Paper { budget, .. } => *budget = Some(amount),
+        }
+    }
+}
+
 impl fmt::Display for DeviceRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let DeviceRequest::Elsewhere { host, device, team_link } = self {
+            write!(f, "{host}/{device}")?;
+            return team_link.map_or(Ok(()), |link| write!(f, "@{link}"));
+        }
         f.write_str(&self.name())?;
         match self {
             DeviceRequest::Virtual { budget, pace, link, team_link, .. } => {
@@ -427,10 +479,16 @@ mod tests {
             read("rtx3090=20GiB@1gbit,rtx3070@118MB/s+100us,host=64GiB").devices,
             [linked("rtx3090", Some(20)), linked("rtx3070", None)]
         );
+        let far = &read("cuda:0,host1/cuda:0=6GiB").devices[1];
+        let amount = Some(Budget::Amount(Bytes::gib(6)));
+        assert_eq!((&*far.name(), far.budget()), ("host1/cuda:0", amount));
         for (text, printed) in [
             ("virtual:a=600MiB@0.5:12GB/s:1gbit", "virtual:a=600MiB@0.5:12GB/s+10us:118MB/s+100us"),
             ("virtual:a=600MiB@0.5::10gbit", "virtual:a=600MiB@0.5::1180MB/s+100us"),
             ("rtx3070=6GiB@1gbit", "rtx3070=6GiB@118MB/s+100us"),
+            ("host-1.lan/cuda:0=6GiB@1gbit", "host-1.lan/cuda:0=6GiB@118MB/s+100us"),
+            ("b/cpu@10gbit", "b/cpu@1180MB/s+100us"),
+            ("b/virtual:a=600MiB@0.5::10gbit", "b/virtual:a=600MiB@0.5::1180MB/s+100us"),
         ] {
             assert_eq!(read(text).to_string(), printed);
         }
@@ -444,6 +502,11 @@ mod tests {
             ("host=2GiB", "a device is missing in `host=2GiB`"),
             ("rtx9090", "`rtx9090` is no known device"),
             ("cuda:", "`cuda:` is no known device"),
+            ("b/cuda", "`b/cuda` is no known device"),
+            ("b/rtx3090", "`b/rtx3090` is no known device"),
+            ("/cpu", "`/cpu` is no known device"),
+            ("b/c/cpu", "`b/c/cpu` is no known device"),
+            ("b/cpu,b/cpu=2GiB", "device `b/cpu` is named twice"),
             ("cuda,cuda=2GiB", "device `cuda` is named twice"),
             ("cuda:+1", "`cuda:+1` is no known device"),
             ("CPU", "`CPU` is no known device"),
@@ -500,7 +563,7 @@ mod tests {
 
         #[test]
         fn what_was_read_is_printed_as_the_same_request(
-            text in "(auto|cpu|cpu=90%|cuda:[0-9]|virtual:[ab]=[0-9]{1,3}MiB(@[0-9]\\.[0-9])?(:([0-9]{1,2}(\\.5)?[GM]?B/s(\\+[0-9]us)?)?(:[0-9]gbit)?)?|rtx3090(@[0-9]gbit)?|h200=5GiB(@[0-9]MB/s)?)(,(cpu=7|cuda:[0-9]|rtx3070|host=[0-9]GiB|file=[0-9]GiB)){0,3}"
+            text in "(auto|cpu|cpu=90%|(h/)?cuda:[0-9]|b/cpu(=9GiB)?(@[0-9]gbit)?|virtual:[ab]=[0-9]{1,3}MiB(@[0-9]\\.[0-9])?(:([0-9]{1,2}(\\.5)?[GM]?B/s(\\+[0-9]us)?)?(:[0-9]gbit)?)?|rtx3090(@[0-9]gbit)?|h200=5GiB(@[0-9]MB/s)?)(,(cpu=7|cuda:[0-9]|rtx3070|host=[0-9]GiB|file=[0-9]GiB)){0,3}"
         ) {
             if let Ok(request) = text.parse::<DevicesRequest>() {
                 prop_assert_eq!(request.to_string().parse::<DevicesRequest>(), Ok(request));

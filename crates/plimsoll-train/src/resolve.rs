@@ -316,7 +316,7 @@ pub fn team_question<'a>(
     questions.iter_mut().for_each(|question| question.precision = precision);
     without_file(file, &mut questions)?;
     // What stands in the memory of this machine is not left for the host's side.
-    let here = |device: &&DeviceSpec| matches!(device.kind, DeviceKind::Cpu | DeviceKind::Virtual);
+    let here = |device: &&DeviceSpec| device.in_process();
     let taken =
         |number: usize| devices.iter().enumerate().filter(move |(other, _)| *other != number).map(|(_, other)| other);
     for (number, question) in questions.iter_mut().enumerate().filter(|(_, question)| question.host != HostSpec::NONE) {
@@ -415,6 +415,10 @@ const PAPER_HOST_BYTES_PER_SECOND: f64 = 30e9;
 /// The host beside a device. The processor is its own; on paper there is what the user says.
 pub(crate) fn host(file: &RunFile, device: &DeviceSpec) -> Result<HostSpec, Failure> {
     let (given, budget) = (file.devices().host, file.host());
+    if device.host().is_some() {
+        // Nothing waits on other hosts yet.
+        return Ok(HostSpec::NONE);
+    }
     let scratch = scratch(file, device.kind)?;
     match device.kind {
         DeviceKind::Cpu => Ok(HostSpec { file: scratch, ..HostSpec::NONE }),
@@ -471,7 +475,7 @@ fn scratch(file: &RunFile, kind: DeviceKind) -> Result<FileSpec, Failure> {
 
 /// What these devices pin of the host's memory beside its arena, under the same load line.
 pub(crate) fn staging(devices: &[DeviceSpec]) -> Bytes {
-    let gpus = devices.iter().filter(|device| device.kind == DeviceKind::Cuda);
+    let gpus = devices.iter().filter(|device| device.kind == DeviceKind::Cuda && device.host().is_none());
     gpus.map(|_| Bytes(cuda::staging::STAGING_BYTES)).sum()
 }
 
@@ -645,8 +649,21 @@ fn check_paces(devices: &[DeviceRequest], cores: f64) -> Result<(), Failure> {
     )))
 }
 
+/// The link to another host, where nobody has said what it is: assumed.
+const ASSUMED_GBIT: f64 = 1.0;
+
 fn device(file: &RunFile, asked: &DeviceRequest) -> Result<DeviceSpec, Failure> {
     match asked {
+        DeviceRequest::Elsewhere { device, team_link, .. } => {
+            let mut there = file.clone();
+            there.run.devices = device.to_string();
+            let spec = file.elsewhere.describe(&asked.name(), there)?;
+            let given = match &**device {
+                DeviceRequest::Virtual { team_link, .. } => *team_link,
+                _ => *team_link,
+            };
+            Ok(DeviceSpec { team_link: given.map_or(paper::ethernet(ASSUMED_GBIT), LinkRequest::link), ..spec })
+        }
         DeviceRequest::Cpu { budget } => cpu(file, *budget),
         DeviceRequest::Virtual { name, budget, pace, link, team_link } => {
             let device = virtual_device(file, name, *budget, *pace, link.unwrap_or(LinkRequest::DEFAULT))?;

@@ -21,6 +21,11 @@ use plimsoll_program::passes::collectives::agree;
 use plimsoll_program::{Call, Lifetime, Op, OpKind, ProgramSet, Schedule, Share, TensorId};
 use plimsoll_train::data::Rows;
 use plimsoll_train::run::engine::{Engine, Evaluated, StepInput, StepLoss};
+use plimsoll_train::run::far::device::Line;
+use plimsoll_train::run::far::host::Host;
+use plimsoll_train::run::far::spread::{self, Gathered, Member};
+use plimsoll_train::run::far::streams::{Streams, TcpWires, serve};
+use plimsoll_train::run::far::{Channel, Hosts, Wires};
 use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
@@ -129,9 +134,24 @@ struct Case {
     offload: Offload,
     /// Whether ranks meet over wires, as those of several processes do.
     wired: bool,
+    /// Whether all but the first are reached over channels as well.
+    far: bool,
     /// Of each rank: its sequences, and those of a micro-batch.
     ranks: Vec<(u64, u32)>,
     steps: u64,
+}
+
+/// The process of a team some of whose devices are behind channels.
+struct Driver(Arc<TcpWires>);
+
+impl Hosts for Driver {
+    fn channel(&self, device: &str) -> io::Result<Arc<dyn Channel>> {
+        unreachable!("{device} has its channel")
+    }
+
+    fn wires(&self) -> Arc<dyn Wires> {
+        self.0.clone()
+    }
 }
 
 impl Case {
@@ -147,6 +167,7 @@ impl Case {
             layers: vec![],
             offload: Offload::NOTHING,
             wired: false,
+            far: false,
             ranks: ranks.into(),
             steps: STEPS,
         }
@@ -265,9 +286,44 @@ impl Case {
         (0..).zip(wires).map(wired).collect()
     }
 
+    /// Engines of which all but the first have their devices behind channels, all in their seats.
+    fn spread(&self, answers: &[Answer]) -> (Vec<Engine>, Vec<Arc<dyn Transport>>) {
+        let vocab = self.config.vocab;
+        let listens = || TcpWires::listen("127.0.0.1:0").expect("a port");
+        let far = |(rank, answer): (usize, &Answer)| {
+            let (asked, asks) = UnixStream::pair().expect("sockets are given");
+            let (beside, aside) = UnixStream::pair().expect("sockets are given");
+            let host = Host::new(listens()).expect("a thread");
+            std::thread::spawn(move || serve(&host, asked, beside));
+            let spec = DeviceSpec { name: format!("host{rank}/virtual:a"), ..device(self.kind) };
+            let line = Line::new(&spec.name, Arc::new(Streams::new(asks, aside))).expect("a thread");
+            Engine::open_far(line, answer.clone(), self.precision, &spec, None, SEQUENCE, vocab).expect("it opens")
+        };
+        let first = Engine::new(
+            self.open(&answers[0]),
+            &answers[0].set,
+            self.precision,
+            answers[0].plan.recipe.clone(),
+            SEQUENCE,
+            vocab,
+        );
+        let mut engines: Vec<Engine> =
+            std::iter::once(first).chain(answers.iter().enumerate().skip(1).map(far)).collect();
+        let member = |engine: &Engine| engine.far().map_or(Member::Here, |line| Member::Far(line.clone()));
+        let members: Vec<Member> = engines.iter().map(member).collect();
+        let gathered = spread::Spread::gather(&members, &Driver(listens()), 1);
+        let Gathered { transport, seats } = gathered.map_err(|(_, error)| error).expect("all come");
+        for (engine, seat) in engines.iter_mut().zip(seats) {
+            match seat {
+                Some(seat) => engine.join(seat).expect("it can work in a team"),
+                None => engine.is_seated(),
+            }
+        }
+        (engines, vec![transport])
+    }
+
     /// An engine for each rank, in their seats, with fresh weights.
     fn team(&self) -> Team {
-        let transports = self.transports();
         let answers: Vec<Answer> = (0..self.ranks.len()).map(|rank| self.answer(rank)).collect();
         let schedules: Vec<Schedule> = (0..self.ranks.len()).map(|rank| self.schedule(rank)).collect();
         let ranks: Vec<_> = answers.iter().map(|answer| &answer.set).zip(&schedules).collect();
@@ -278,14 +334,19 @@ impl Case {
             let ranks: Vec<_> = answers.iter().map(|answer| (&answer.set, &schedule)).collect();
             agree(&ranks).unwrap_or_else(|disagreement| panic!("{program}: {disagreement}"));
         }
-        let engines = answers.iter().enumerate().map(|(rank, answer)| {
+        let engine = |answer: &Answer, rank: usize, transport: &Arc<dyn Transport>| {
             let mut device = self.open(answer);
-            let transport = transports[rank].clone();
-            device.join(Seat { rank: rank as u32, transport }).expect("it can work in a team");
+            device.join(Seat { rank: rank as u32, transport: transport.clone() }).expect("it can work in a team");
             let recipe = answer.plan.recipe.clone();
             Engine::new(device, &answer.set, self.precision, recipe, SEQUENCE, self.config.vocab)
-        });
-        let engines = engines.collect();
+        };
+        let (engines, transports) = if self.far {
+            self.spread(&answers)
+        } else {
+            let transports = self.transports();
+            let ranks = answers.iter().enumerate().zip(&transports);
+            (ranks.map(|((rank, answer), transport)| engine(answer, rank, transport)).collect(), transports)
+        };
         let sets = answers.into_iter().map(|answer| answer.set).collect();
         let mut team = Team { case: self.clone(), engines, transports, sets };
         for program in ["load", "fresh"] {
@@ -953,7 +1014,7 @@ fn a_rank_that_gives_up_anywhere_wakes_all_and_the_step_is_done_again_with_the_s
 }
 
 #[test]
-fn over_wires_a_team_has_the_bits_of_one_process_and_a_rank_that_gives_up_wakes_all() {
+fn over_wires_and_channels_a_team_has_the_bits_of_one_process_and_a_rank_that_gives_up_wakes_all() {
     let _watchdog = Watchdog::new();
     for precision in [DType::F32, DType::F64] {
         for kind in [DeviceKind::Cpu, DeviceKind::Virtual] {
@@ -965,16 +1026,23 @@ fn over_wires_a_team_has_the_bits_of_one_process_and_a_rank_that_gives_up_wakes_
             let waits = Case { offload, ..layers.clone() };
             let cases = [batch, state, layers, waits];
             for case in cases.iter().take(if kind == DeviceKind::Virtual { 4 } else { 3 }) {
-                let wired = Case { wired: true, ..case.clone() };
-                let (one, several) = (case.run(), wired.run());
-                assert_eq!(one.losses, several.losses, "{kind:?} {precision} {:?}", case.sharing);
-                assert!(one.ranks == several.ranks, "{kind:?} {precision} {:?}", case.sharing);
-                let (mut one, mut several) = (case.team(), wired.team());
-                assert_eq!(one.evaluated(), several.evaluated());
-                assert_eq!(one.generated(), several.generated());
-                assert!(one.files() == several.files(), "{kind:?} {precision} {:?}", case.sharing);
-                if (kind, precision) == (DeviceKind::Virtual, DType::F32) {
-                    gives_up_anywhere(&wired, false);
+                let mut one = case.team();
+                let losses: Vec<StepLoss> = (1..=STEPS).map(|step| one.step(step)).collect();
+                let (evaluated, generated) = (one.evaluated(), one.generated());
+                let (files, left) = (one.files(), one.left());
+                for far in [false, true] {
+                    let apart = Case { wired: !far, far, ..case.clone() };
+                    let what = format!("{kind:?} {precision} {:?} far: {far}", case.sharing);
+                    let mut several = apart.team();
+                    let found: Vec<StepLoss> = (1..=STEPS).map(|step| several.step(step)).collect();
+                    assert_eq!(losses, found, "{what}");
+                    assert_eq!((evaluated, &generated), (several.evaluated(), &several.generated()), "{what}");
+                    assert!(files == several.files() && left == several.left(), "{what}");
+                    several.restore(&files);
+                    assert!(files == several.files(), "{what}");
+                    if (kind, precision) == (DeviceKind::Virtual, DType::F32) {
+                        gives_up_anywhere(&apart, false);
+                    }
                 }
             }
         }

@@ -130,25 +130,14 @@ fn settings(request: &DevicesRequest, change: &Change) -> Vec<Setting> {
 
 /// Whether a device has a load line of its own, which `memory.budget` does not move.
 fn devices_have_budgets(request: &DevicesRequest) -> bool {
-    request.devices.iter().any(|device| match device {
-        DeviceRequest::Cpu { budget } | DeviceRequest::Cuda { budget, .. } | DeviceRequest::Paper { budget, .. } => {
-            budget.is_some()
-        }
-        DeviceRequest::Virtual { .. } => true,
-    })
+    request.devices.iter().any(|device| device.budget().is_some())
 }
 
 /// Gives every device this load line, or those of one name.
 fn give(request: &mut DevicesRequest, name: Option<&str>, bytes: Bytes) {
     let amount = Budget::Amount(bytes);
-    for device in request.devices.iter_mut().filter(|device| name.is_none_or(|name| device.name() == name)) {
-        match device {
-            DeviceRequest::Cpu { budget }
-            | DeviceRequest::Cuda { budget, .. }
-            | DeviceRequest::Paper { budget, .. } => *budget = Some(amount),
-            DeviceRequest::Virtual { budget, .. } => *budget = amount,
-        }
-    }
+    let named = |device: &&mut DeviceRequest| name.is_none_or(|name| device.name() == name);
+    request.devices.iter_mut().filter(named).for_each(|device| device.give(amount));
 }
 
 #[cfg(test)]

@@ -1,5 +1,7 @@
 //! One device with the Programs of a run: steps, evaluations, tokens. No files, no clock, no order.
 
+use super::far::device::{FarDevice, Line};
+use super::heartbeat::Heart;
 use super::open::open;
 use super::rehearsal::Rehearsal;
 use super::spaces::stored;
@@ -18,6 +20,7 @@ use plimsoll_program::scalars::{METRIC_COUNT, METRICS, Metric, SCALAR_COUNT, SCA
 use plimsoll_program::{ProgramSet, Schedule, TensorId, schedule};
 use std::collections::HashMap;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// What the host must give for a step.
@@ -162,6 +165,8 @@ impl Names {
 pub struct Engine {
     device: Box<dyn Device>,
     gpu: Option<OnGpu>,
+    /// The way to its process, where that is another one.
+    far: Option<Arc<Line>>,
     precision: DType,
     recipe: Recipe,
     sequence: usize,
@@ -211,7 +216,51 @@ impl Engine {
         Ok(engine)
     }
 
-    /// The GPU, where it is one.
+    /// The same in the process at the other end of a line.
+    ///
+    /// # Errors
+    /// What that process says, or that it is gone.
+    pub fn open_far(
+        line: Arc<Line>,
+        answer: Answer,
+        precision: DType,
+        spec: &DeviceSpec,
+        algorithms: Option<&Algorithms>,
+        sequence: u64,
+        vocab: u64,
+    ) -> Result<Engine, DeviceError> {
+        let (set, placement) = (answer.set.clone(), answer.layout.placement);
+        let device = FarDevice::open(Arc::clone(&line), spec, set, placement, precision, algorithms)?;
+        let engine = Engine::new(Box::new(device), &answer.set, precision, answer.plan.recipe, sequence, vocab);
+        Ok(Engine { far: Some(line), ..engine })
+    }
+
+    /// The way to its process, where that is another one.
+    pub fn far(&self) -> Option<&Arc<Line>> {
+        self.far.as_ref()
+    }
+
+    /// Begins to give signs of life for the device of this name, who may be silent for so long.
+    pub(super) fn heart(&self, device: &str, silence: Duration) -> Option<Heart> {
+        let heart = match (self.gpu().and_then(OnGpu::answers), self.far.clone()) {
+            (Some(answers), _) => Heart::start(device, silence, answers),
+            (None, Some(line)) => Heart::start(device, silence, move || line.answers()),
+            // The processor answers for as long as threads run.
+            (None, None) => Heart::start(device, silence, || true),
+        };
+        // Who waits for its answers is let go when it is missed.
+        if let (Some(line), Some(heart)) = (&self.far, &heart) {
+            line.watched_by(heart.pulse());
+        }
+        heart
+    }
+
+    /// It has a seat in a team, which its process was told.
+    pub fn is_seated(&mut self) {
+        self.seated = true;
+    }
+
+    /// The GPU, where it is one of this process's.
     pub fn gpu(&self) -> Option<&OnGpu> {
         self.gpu.as_ref()
     }
@@ -225,6 +274,9 @@ impl Engine {
     pub fn held(&mut self) -> Bytes {
         if let Some(gpu) = &self.gpu {
             return gpu.held().or_else(|| Some(self.device.room()?.held)).unwrap_or_default();
+        }
+        if self.far.is_some() {
+            return self.device.room().map_or(Bytes::ZERO, |room| room.held);
         }
         process::resident().unwrap_or(Bytes::ZERO).saturating_sub(self.device.memory().bytes(Space::Host))
     }
@@ -246,6 +298,7 @@ impl Engine {
             recipe,
             device,
             gpu: None,
+            far: None,
             observer: Box::new(Unobserved),
             rehearsal: Rehearsal::default(),
             update_from: 1,
@@ -454,10 +507,10 @@ impl Engine {
         self.device.settle()?;
         let computed = self.spent()?.zip(before).map(|(now, before)| now - before);
         self.computed = computed.map(|seconds| Computed { micro_batches: count as u64, seconds });
-        Ok(StepLoss {
-            loss: self.metric(Metric::LossSum) * inverse_tokens,
-            norm: self.metric(Metric::NormSquared).sqrt(),
-        })
+        let (loss, norm) = (self.metric(Metric::LossSum) * inverse_tokens, self.metric(Metric::NormSquared).sqrt());
+        // What could not be read is said now.
+        self.device.settle()?;
+        Ok(StepLoss { loss, norm })
     }
 
     /// Seconds in which a device of a team has computed, and was held up as if it had.
@@ -506,6 +559,7 @@ impl Engine {
                 loss_sum: self.metric(Metric::LossSum),
                 ..samples(&rows.labels[range.clone()], &rows.document_start[range], &hits, self.sequence)
             });
+            self.device.settle()?;
         }
         Ok(sum)
     }
@@ -541,6 +595,7 @@ impl Engine {
         let Some(logits) = logits_of else { return Ok(Vec::new()) };
         let mut bytes = vec![0; self.vocab * self.precision.bytes() as usize];
         self.device.read(logits, 0, &mut bytes);
+        self.device.settle()?;
         Ok(real_values(self.precision, &bytes))
     }
 

@@ -15,10 +15,7 @@ use super::trouble::Trouble;
 use crate::data::Dataset;
 use crate::resolve::Resolved;
 use crate::run_file::RunFile;
-use plimsoll_core::{
-    Bytes, DeviceKind, DeviceMemory, DevicePlan, DeviceSpec, Evaluates, EvaluatorResult, MeasuredBy, Space,
-};
-use plimsoll_device::cuda::open::OnGpu;
+use plimsoll_core::{Bytes, DeviceMemory, DevicePlan, DeviceSpec, Evaluates, EvaluatorResult, MeasuredBy, Space};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::{self, JoinHandle};
@@ -93,10 +90,7 @@ impl Evaluator {
     ) -> Result<Evaluator, Trouble> {
         let (mut engine, plan, _) = open_engine(run, resolved, &mut part, true)?;
         let device = part.device.clone();
-        let heart = match engine.gpu().and_then(OnGpu::answers) {
-            Some(answers) => Heart::start(&device.name, life.silence, answers),
-            None => Heart::start(&device.name, life.silence, || true),
-        };
+        let heart = engine.heart(&device.name, life.silence);
         let pulse = heart.as_ref().map(Heart::pulse);
         let watched = pulse.iter().map(|pulse| (0, device.name.clone(), Arc::clone(pulse))).collect();
         // Who waits for it looks by itself; nobody waits for its thread.
@@ -104,8 +98,9 @@ impl Evaluator {
         engine.rehearse(Rehearsal::new(asked, run.train.seed, rank, &device.name, pulse));
         load_weights(&mut engine, &resolved.model, run)?;
         let memory = engine.device().memory();
-        let on_device = if device.kind == DeviceKind::Cuda { Bytes::ZERO } else { memory.bytes(Space::Device) };
-        let arenas = on_device + memory.bytes(Space::Host);
+        let on_device = if device.in_process() { memory.bytes(Space::Device) } else { Bytes::ZERO };
+        let on_host = if device.host().is_none() { memory.bytes(Space::Host) } else { Bytes::ZERO };
+        let arenas = on_device + on_host;
         let ((orders, asked), (says, found)) = (channel(), channel());
         let thread = thread::Builder::new()
             .name(format!("plimsoll-evaluates-{}", device.name))
@@ -246,9 +241,12 @@ impl Evaluator {
     pub fn memory(self, held: Option<Bytes>) -> Option<DeviceMemory> {
         let plan = self.plan.clone();
         let mut engine = self.ended()?;
-        let measured = match engine.gpu() {
-            Some(gpu) => gpu.measured(),
-            None => held.map(|held| (held, MeasuredBy::Process)),
+        // A process elsewhere says it with its room.
+        let _ = engine.memory();
+        let measured = match (engine.gpu(), engine.far()) {
+            (Some(gpu), _) => gpu.measured(),
+            (None, Some(line)) => line.peak().map(|peak| (peak, MeasuredBy::Process)),
+            (None, None) => held.map(|held| (held, MeasuredBy::Process)),
         };
         Some(DeviceMemory {
             device: plan.name,

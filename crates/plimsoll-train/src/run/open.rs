@@ -72,7 +72,7 @@ fn wish<'a>(spec: &DeviceSpec, precision: DType, algorithms: Option<&'a Algorith
 /// # Errors
 /// What the machine refuses, but for memory: then what was assumed stands.
 pub fn settle_gpu(spec: &mut DeviceSpec, answer: &Answer, scratch: Option<&Path>) -> Result<bool, DeviceError> {
-    if spec.kind != DeviceKind::Cuda || spec.charges_measured {
+    if spec.kind != DeviceKind::Cuda || spec.charges_measured || spec.host().is_some() {
         return Ok(false);
     }
     let wish = Wish { scratch, ..wish(spec, answer.precision, None) };
@@ -140,7 +140,8 @@ pub(super) fn open_team(
         }
         workers.push(worker);
     }
-    let team = Team::new(workers, Duration::from_secs_f64(run.run.heartbeat_seconds), Arc::clone(hangs))?;
+    let silence = Duration::from_secs_f64(run.run.heartbeat_seconds);
+    let team = Team::new(workers, run.elsewhere.clone(), silence, Arc::clone(hangs))?;
     if let [only] = team.workers() {
         let Plan { of, learned, disturbed, left_out, .. } = plan;
         plan = Plan { of, learned, disturbed, left_out, ..only.plan.clone() };
@@ -163,9 +164,11 @@ fn budget(run: &RunFile, resolved: &Resolved, part: &Part) -> Budget {
     }
 }
 
-/// Of a virtual device: as large as its user says, whatever was learned of it.
+/// Of a virtual device: as large as its user says, whatever was learned of it; of one on another host that host has said it.
 fn made_with(run: &RunFile, resolved: &Resolved, part: &Part) -> Option<Bytes> {
-    let made_with = || part.device.budget.max(budget(run, resolved, part).of(Memory::read().free));
+    let here = part.device.host().is_none();
+    let said = || if here { budget(run, resolved, part).of(Memory::read().free) } else { Bytes::ZERO };
+    let made_with = || part.device.budget.max(said());
     (part.device.kind == DeviceKind::Virtual).then(made_with)
 }
 
@@ -188,6 +191,7 @@ pub(super) fn open_engine(
     let mut all = std::iter::once(&resolved.device).chain(&resolved.others);
     let rates = all.find(|device| device.name == part.device.name).map_or(&part.device.rates, |device| &device.rates);
     let rates = rates.clone();
+    let far = part.device.host().map(|_| run.elsewhere.line(&part.device.name)).transpose()?;
     let mut plans = 1;
     loop {
         let (answer, plan) = (part.answer.clone(), part.answer.plan.clone());
@@ -197,7 +201,11 @@ pub(super) fn open_engine(
             Some(budget) => &DeviceSpec { budget, rates: rates.clone(), ..part.device.clone() },
             None => &part.device,
         };
-        let held = match Engine::open(answer, precision, spec, algorithms, run.scratch(), sequence, vocab) {
+        let opened = match &far {
+            Some(line) => Engine::open_far(Arc::clone(line), answer, precision, spec, algorithms, sequence, vocab),
+            None => Engine::open(answer, precision, spec, algorithms, run.scratch(), sequence, vocab),
+        };
+        let held = match opened {
             Ok(engine) => {
                 let plan = Plan { algorithms: engine.algorithms(), ..plan };
                 return Ok((engine, plan, programs));

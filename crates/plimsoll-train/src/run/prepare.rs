@@ -13,6 +13,7 @@ use crate::resolve::{
 };
 use crate::run_file::{LoraSection, RunFile};
 use plimsoll_core::{Algorithms, Bytes, DeviceKind, DeviceSpec, Failure, Member, Plan, Recipe, Sharing};
+use plimsoll_device::transport::wire;
 use plimsoll_device::{calibration, process};
 use plimsoll_plan::search::{Answer, Question, plan_of, search};
 use plimsoll_plan::team::{self, Evaluations, Only, TeamAnswer, TeamQuestion, plan_of_team, share_out};
@@ -266,7 +267,7 @@ pub(crate) fn with_programs<A>(
 
 /// Gives each of several devices of this process a copy of its own rows, and a thread.
 pub(crate) fn charge_own_rows(device: &mut DeviceSpec, run: &RunFile) {
-    if matches!(device.kind, DeviceKind::Cpu | DeviceKind::Virtual) {
+    if device.in_process() {
         device.charges = rounded(device.charges + Rows::bytes(run.batch_sequences(), u64::from(run.data.sequence)));
     }
 }
@@ -284,8 +285,13 @@ fn planned_team(
         settle_charges(device, run.batch_sequences(), u64::from(run.data.sequence));
         charge_own_rows(device, run);
     }
+    // Who meets others over wires holds what is on its way.
+    if devices.iter().any(|device| device.host().is_some()) {
+        let by_processor = devices.iter_mut().filter(|device| device.kind != DeviceKind::Cuda);
+        by_processor.for_each(|device| device.charges = rounded(device.charges + wire::STAGED_BYTES));
+    }
     let before = known.map(|known| known.charges_bytes);
-    for device in devices.iter_mut().filter(|device| device.kind != DeviceKind::Cuda) {
+    for device in devices.iter_mut().filter(|device| device.in_process()) {
         device.charges = before.filter(|&before| device.charges <= before + WAVER_BYTES).unwrap_or(device.charges);
     }
     let bare: Vec<Bytes> = devices.iter().map(|device| device.charges).collect();
@@ -403,9 +409,10 @@ pub(super) fn load_weights(engine: &mut Engine, model: &Model, run: &RunFile) ->
     Ok(engine.move_files("load", &mut ModelSource::new(model.weights(run).into_iter().chain(adapter)))?)
 }
 
-/// The charges of a device once data and tokenizer are open. Those of a GPU are not the process': see `settle_gpu`.
+/// The charges of a device once data and tokenizer are open. Those of a GPU are not the process': see `settle_gpu`; those on
+/// another host were measured there.
 pub fn settle_charges(device: &mut DeviceSpec, rows: u64, sequence: u64) {
-    if device.kind != DeviceKind::Cuda {
+    if device.in_process() {
         (device.charges, device.charges_measured) = (charges(rows, sequence), true);
     }
 }

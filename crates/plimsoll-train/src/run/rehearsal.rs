@@ -157,7 +157,7 @@ impl FromStr for Injection {
             let share: f64 = share.parse().map_err(|_| wrong())?;
             return (share > 0.0 && share <= 1.0).then_some(Injection::Random { share }).ok_or_else(wrong);
         }
-        let (device, place) = match text.split_once('/') {
+        let (device, place) = match text.rsplit_once('/') {
             Some((device, place)) => (Some(device.to_owned()), place),
             None => (None, text),
         };

@@ -4,6 +4,8 @@
 
 use super::drift::SECONDS_LEAST;
 use super::engine::{Engine, StepInput, StepLoss};
+use super::far::spread::{Gathered, Member as Reached, Spread};
+use super::far::{Elsewhere, Hosts};
 use super::heartbeat::{Hangs, Heart, Watch, silent};
 use super::pace::quantile;
 use super::prepare::Part;
@@ -18,7 +20,6 @@ use plimsoll_core::{
     Space,
 };
 use plimsoll_device::cuda::collectives;
-use plimsoll_device::cuda::open::OnGpu;
 use plimsoll_device::device::{DeviceError, FileSpace};
 use plimsoll_device::transport::{Seat, Transport, memory};
 use plimsoll_device::{calibration, process};
@@ -91,12 +92,7 @@ impl Worker {
 
     /// Begins to give signs of life.
     fn live(&mut self, silence: Duration) {
-        let name = &self.device.name;
-        self.heart = match self.engine.gpu().and_then(OnGpu::answers) {
-            Some(answers) => Heart::start(name, silence, answers),
-            // The processor answers for as long as threads run.
-            None => Heart::start(name, silence, || true),
-        };
+        self.heart = self.engine.heart(&self.device.name, silence);
     }
 
     /// Its thread begins some work, or is back from it.
@@ -166,6 +162,10 @@ pub struct Team {
     /// them, the team's left out, before the team's arenas that there are now, measured.
     beside: Bytes,
     held_beside: Bytes,
+    /// The devices that live elsewhere.
+    elsewhere: Elsewhere,
+    /// Teams that there have been.
+    teams: u64,
 }
 
 /// What carries bytes between these devices: those of a GPU go through its staging.
@@ -208,10 +208,11 @@ impl Team {
     ///
     /// # Errors
     /// A device that cannot work in a team.
-    pub fn new(workers: Vec<Worker>, silence: Duration, hangs: Hangs) -> Result<Team, DeviceError> {
+    pub fn new(workers: Vec<Worker>, elsewhere: Elsewhere, silence: Duration, hangs: Hangs) -> Result<Team, Trouble> {
         let transport = transport(&workers);
+        let (beside, held_beside) = (Bytes::ZERO, Bytes::ZERO);
         let mut team =
-            Team { workers, transport, silence, watch: None, hangs, beside: Bytes::ZERO, held_beside: Bytes::ZERO };
+            Team { workers, transport, silence, watch: None, hangs, elsewhere, teams: 0, beside, held_beside };
         if team.len() > 1 {
             team.workers.iter_mut().for_each(|worker| worker.live(silence));
         }
@@ -240,7 +241,13 @@ impl Team {
     }
 
     /// Tells every device its place.
-    fn seat(&mut self) -> Result<(), DeviceError> {
+    fn seat(&mut self) -> Result<(), Trouble> {
+        if self.len() > 1
+            && self.workers.iter().any(|worker| worker.engine.far().is_some())
+            && let Some(hosts) = self.elsewhere.hosts()
+        {
+            return self.seat_apart(&*hosts);
+        }
         self.watch();
         if self.len() == 1 {
             return Ok(());
@@ -248,6 +255,30 @@ impl Team {
         for (rank, worker) in (0..).zip(&mut self.workers) {
             worker.engine.join(Seat { rank, transport: Arc::clone(&self.transport) })?;
         }
+        Ok(())
+    }
+
+    /// The same where some of them live elsewhere: they meet over wires.
+    fn seat_apart(&mut self, hosts: &dyn Hosts) -> Result<(), Trouble> {
+        let reached = |worker: &Worker| match worker.engine.far() {
+            Some(line) => Reached::Far(Arc::clone(line)),
+            None => Reached::Here,
+        };
+        let members: Vec<Reached> = self.workers.iter().map(reached).collect();
+        self.teams += 1;
+        let lost = |(rank, error): (usize, DeviceError)| match Trouble::from(error).of_rank(rank) {
+            Trouble::Peer(error) => Trouble::Lost { rank, why: error.to_string() },
+            other => other,
+        };
+        let Gathered { transport, seats } = Spread::gather(&members, hosts, self.teams).map_err(lost)?;
+        self.transport = transport;
+        for (worker, seat) in self.workers.iter_mut().zip(seats) {
+            match seat {
+                Some(seat) => worker.engine.join(seat)?,
+                None => worker.engine.is_seated(),
+            }
+        }
+        self.watch();
         Ok(())
     }
 
@@ -438,9 +469,9 @@ impl Team {
     pub fn held(&mut self, rank: usize) -> Bytes {
         let elsewhere = self.arenas_beside(rank);
         let worker = &mut self.workers[rank];
-        match worker.engine.gpu() {
-            Some(_) => worker.engine.held(),
-            None => process::resident().unwrap_or(Bytes::ZERO).saturating_sub(elsewhere),
+        match worker.device.in_process() {
+            false => worker.engine.held(),
+            true => process::resident().unwrap_or(Bytes::ZERO).saturating_sub(elsewhere),
         }
     }
 
@@ -478,7 +509,10 @@ impl Team {
     /// Bytes of a device's arenas in this process's memory: its own, and on the host's side.
     fn arenas_of(&mut self, rank: usize) -> [Bytes; 2] {
         let worker = &mut self.workers[rank];
-        let of_process = worker.device.kind != DeviceKind::Cuda;
+        if worker.device.host().is_some() {
+            return [Bytes::ZERO; 2];
+        }
+        let of_process = worker.device.in_process();
         let memory = worker.engine.device().memory();
         [if of_process { memory.bytes(Space::Device) } else { Bytes::ZERO }, memory.bytes(Space::Host)]
     }
@@ -550,7 +584,7 @@ impl Team {
         }
         // On the way there were arenas of both.
         let _ = process::reset_peak();
-        Ok(self.seat()?)
+        self.seat()
     }
 
     /// What all devices hold now, measured.
@@ -558,12 +592,13 @@ impl Team {
         if self.len() == 1 {
             return self.held(0);
         }
-        let on_gpus = self.workers.iter_mut().filter(|worker| worker.engine.gpu().is_some());
-        let on_gpus: Bytes = on_gpus.map(|worker| worker.engine.held()).sum();
-        let hosts = self.workers.iter_mut().map(|worker| worker.engine.device().memory().bytes(Space::Host)).sum();
+        let beside = self.workers.iter_mut().filter(|worker| !worker.device.in_process());
+        let beside: Bytes = beside.map(|worker| worker.engine.held()).sum();
+        let here = self.workers.iter_mut().filter(|worker| worker.device.host().is_none());
+        let hosts = here.map(|worker| worker.engine.device().memory().bytes(Space::Host)).sum();
         let process = process::resident().unwrap_or(Bytes::ZERO).saturating_sub(hosts);
-        let all_gpus = self.workers.iter().all(|worker| worker.device.kind == DeviceKind::Cuda);
-        if all_gpus { on_gpus } else { on_gpus + process }
+        let none_here = !self.workers.iter().any(|worker| worker.device.in_process());
+        if none_here { beside } else { beside + process }
     }
 
     /// The tensors of files that a Program reads or writes, of all devices together, each once.
@@ -612,11 +647,15 @@ impl Team {
                 let elsewhere = self.arenas_beside(rank);
                 let worker = &mut self.workers[rank];
                 worker.look_back();
-                let measured = match worker.engine.gpu() {
+                let measured = match (worker.engine.gpu(), worker.engine.far()) {
                     // All that it holds was taken at the start.
-                    Some(gpu) => gpu.measured(),
+                    (Some(gpu), _) => gpu.measured(),
+                    // Nothing that waits on a host is held elsewhere.
+                    (None, Some(line)) => line.peak().map(|peak| (peak, MeasuredBy::Process)),
                     // What waits on the host is not on the device, though it is in this process.
-                    None => peak.map(|peak| (peak.saturating_sub(elsewhere).max(worker.held), MeasuredBy::Process)),
+                    (None, None) => {
+                        peak.map(|peak| (peak.saturating_sub(elsewhere).max(worker.held), MeasuredBy::Process))
+                    }
                 };
                 let plan = &worker.largest;
                 DeviceMemory {

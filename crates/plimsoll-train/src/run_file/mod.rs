@@ -13,6 +13,7 @@ mod tests;
 
 pub use read::{RunFileError, list_setting, model_setting, setting};
 
+use crate::run::far::Elsewhere;
 use plimsoll_core::{Budget, DType, DeviceKind, RecomputeLevel, Rung};
 use plimsoll_plan::request::{DeviceRequest, DevicesRequest};
 use serde::{Deserialize, Serialize};
@@ -39,6 +40,9 @@ pub struct RunFile {
     pub recipe: RecipeSection,
     /// Where it runs.
     pub run: RunSection,
+    /// How devices on other hosts are reached: no key, whoever starts the run brings it.
+    #[serde(skip)]
+    pub elsewhere: Elsewhere,
 }
 
 /// `[model]`: exactly one of `path` and `preset` is set.

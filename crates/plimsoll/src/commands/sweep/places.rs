@@ -155,16 +155,9 @@ impl Places {
     fn request(&self, device: usize, bytes: Bytes, host: Bytes, parts: u32) -> String {
         let place = &self.places[device];
         let mut asked = place.asked.clone();
-        match &mut asked {
-            DeviceRequest::Virtual { budget, pace, .. } => {
-                *budget = Budget::Amount(bytes);
-                *pace *= f64::from(parts) / f64::from(place.room.parts);
-            }
-            DeviceRequest::Cpu { budget }
-            | DeviceRequest::Cuda { budget, .. }
-            | DeviceRequest::Paper { budget, .. } => {
-                *budget = Some(Budget::Amount(bytes));
-            }
+        asked.give(Budget::Amount(bytes));
+        if let DeviceRequest::Virtual { pace, .. } = &mut asked {
+            *pace *= f64::from(parts) / f64::from(place.room.parts);
         }
         DevicesRequest { devices: vec![asked], host: Some(Budget::Amount(host.max(LEAST))), file: None }.to_string()
     }

@@ -1,0 +1,328 @@
+//! Devices that live in other processes, on this machine or on others. Here are the words between the two ends, and what
+//! carries them; `device` is what the run has of such a device, `host` what answers for the real one, `spread` how a team of
+//! both kinds comes together, `streams` carries all of it over sockets.
+//!
+//! ```text
+//!   run ── Engine ── FarDevice ── Channel ──► Host ── Device      (one of these for each device)
+//!                                                       │
+//!                                  collectives: Wires between all devices of the team
+//! ```
+//! What is far is only the [`Device`](plimsoll_device::device::Device): the engine, with everything that a run does when a
+//! device refuses, is lost or is slow, is the same for all. What needs no answer is sent along with what does, so a step is
+//! a few requests. Files are the run's: the far end asks for what it reads and hands over what it writes.
+
+pub mod device;
+pub mod host;
+pub mod spread;
+pub mod streams;
+
+use self::device::Line;
+use crate::run_file::RunFile;
+use plimsoll_core::{Algorithms, Bytes, DType, DeviceSpec, Exit, Failure, Space};
+use plimsoll_device::device::DeviceError;
+use plimsoll_device::transport::wire::Wire;
+use plimsoll_program::{Placement, ProgramSet, TensorId};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Both ends must have the same: the words of another version mean something else.
+pub const VERSION: u32 = 1;
+
+/// Carries requests to the process of a device, and its answers back.
+pub trait Channel: Send + Sync {
+    /// Hands over a request and waits for the answer, however long that takes. There is one at a time.
+    ///
+    /// # Errors
+    /// That process is gone, or cannot be reached.
+    fn call(&self, request: &[u8]) -> io::Result<Vec<u8>>;
+
+    /// The same beside a call that may be under way; it is answered at once.
+    ///
+    /// # Errors
+    /// As above.
+    fn aside(&self, request: &[u8]) -> io::Result<Vec<u8>>;
+}
+
+/// How the devices of a team find each other, as one process knows it.
+pub trait Wires: Send + Sync {
+    /// Where this process is found by the others.
+    fn place(&self) -> String;
+
+    /// A wire to every rank of a team, in the order of ranks, with none to this one. All ranks do this at the same time,
+    /// and wait for each other.
+    ///
+    /// # Errors
+    /// Somebody cannot be reached, or does not come.
+    fn meet(&self, invitation: &Invitation, rank: u32) -> io::Result<Vec<Option<Arc<dyn Wire>>>>;
+}
+
+/// What a run needs of the devices that live elsewhere.
+pub trait Hosts: Send + Sync {
+    /// The way to the process of a device. Asked for once more, it is that of the same process.
+    ///
+    /// # Errors
+    /// There is no such device, or its process cannot be started.
+    fn channel(&self, device: &str) -> io::Result<Arc<dyn Channel>>;
+
+    /// How the devices of this very process meet those.
+    fn wires(&self) -> Arc<dyn Wires>;
+}
+
+/// The devices of a run that live in other processes, as whoever starts it brings them: its file says nothing of how they
+/// are reached.
+#[derive(Clone, Default)]
+pub struct Elsewhere(Option<Arc<dyn Hosts>>);
+
+impl Elsewhere {
+    /// They are reached like this.
+    pub fn by(hosts: Arc<dyn Hosts>) -> Elsewhere {
+        Elsewhere(Some(hosts))
+    }
+
+    /// How they are reached, where somebody has said so.
+    pub fn hosts(&self) -> Option<Arc<dyn Hosts>> {
+        self.0.clone()
+    }
+
+    /// The way to a device.
+    ///
+    /// # Errors
+    /// Nobody has said how, there is no such device, or its process cannot be started.
+    pub(crate) fn line(&self, device: &str) -> Result<Arc<Line>, Failure> {
+        let hosts = self.hosts().ok_or_else(|| {
+            Failure::input(format!("run.devices: `{device}` is on another host, and nothing here reaches that")).hint(
+                "start the run where that host can be reached: through Ray, or a program of your own (docs/teams.md)",
+            )
+        })?;
+        let gone = |why: String| Failure::input(format!("run.devices: {device}: {why}"));
+        let channel = hosts.channel(device).map_err(|error| gone(error.to_string()))?;
+        Ok(Line::new(device, channel)?)
+    }
+
+    /// Asks the process of a device what it is, can do, and may hold. `run` names it as its own process knows it.
+    ///
+    /// # Errors
+    /// As above, and what that process says.
+    pub(crate) fn describe(&self, device: &str, run: RunFile) -> Result<DeviceSpec, Failure> {
+        let spec = self.line(device)?.describe(run)?;
+        Ok(DeviceSpec { name: device.to_owned(), ..spec })
+    }
+}
+
+impl fmt::Debug for Elsewhere {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(if self.0.is_some() { "reached" } else { "nowhere" })
+    }
+}
+
+/// However they are reached, it is the same run.
+impl PartialEq for Elsewhere {
+    fn eq(&self, _: &Elsewhere) -> bool {
+        true
+    }
+}
+
+/// Who comes together in a team, and where.
+#[derive(Clone, Debug)]
+pub struct Invitation {
+    /// A number that no other team of the run has.
+    pub team: u64,
+    /// What nobody knows who is not invited.
+    pub secret: String,
+    /// Where each rank is found.
+    pub places: Vec<String>,
+    /// When the clocks of simulated devices begin.
+    pub epoch: Instant,
+}
+
+/// The same on its way to another process, whose clock counts from elsewhere.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Invited {
+    team: u64,
+    secret: String,
+    places: Vec<String>,
+    since_epoch: Duration,
+}
+
+impl From<&Invitation> for Invited {
+    fn from(invitation: &Invitation) -> Invited {
+        let Invitation { team, secret, places, epoch } = invitation.clone();
+        Invited { team, secret, places, since_epoch: epoch.elapsed() }
+    }
+}
+
+impl From<Invited> for Invitation {
+    fn from(invited: Invited) -> Invitation {
+        let Invited { team, secret, places, since_epoch } = invited;
+        let now = Instant::now();
+        Invitation { team, secret, places, epoch: now.checked_sub(since_epoch).unwrap_or(now) }
+    }
+}
+
+/// What the run asks of a device's process. Bytes stand behind it.
+#[derive(Debug, Serialize, Deserialize)]
+enum Request {
+    /// Says what the device is that a run file names, with what it can do and hold here.
+    Describe { version: u32, run: Box<RunFile> },
+    /// Opens the device with the Programs of a plan.
+    Open {
+        version: u32,
+        device: Box<DeviceSpec>,
+        set: Box<ProgramSet>,
+        placement: Placement,
+        precision: DType,
+        algorithms: Option<Algorithms>,
+    },
+    /// Does all of this, up to what fails.
+    Work {
+        /// See [`Wired::begin`](plimsoll_device::transport::wire::Wired::begin).
+        attempt: u64,
+        commands: Vec<Command>,
+    },
+    /// The answer to [`Answer::Reads`], whose bytes stand behind it, and to [`Answer::Writes`].
+    Files { failed: Option<String> },
+    /// Goes over to another plan.
+    Adopt { set: Box<ProgramSet>, placement: Placement },
+    /// Takes a seat in a team.
+    Join { rank: u32, invited: Invited },
+    /// Lets the device go.
+    Close,
+    /// Aside: gives a sign of life.
+    Alive,
+    /// Aside: tells the device that a rank of its team gave up.
+    GiveUp { attempt: u64, rank: u32, why: String },
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+enum Command {
+    Write { tensor: TensorId, slot: u32, bytes: u64 },
+    Run { program: String, micro_batch: u32, from: u32, last: bool, refuses_at: Option<u32> },
+    Settle,
+    SlowDown(f64),
+    Read { tensor: TensorId, slot: u32, bytes: u64 },
+    Look { space: Space, first: u64, end: u64 },
+    Fill { space: Space, first: u64, bytes: u64 },
+    Poison { space: Space, first: u64, end: u64 },
+    HighWater(Space),
+    Strayed(Space),
+    Room,
+}
+
+/// What a device's process answers. Bytes stand behind it.
+#[derive(Debug, Serialize, Deserialize)]
+enum Answer {
+    Described(Box<DeviceSpec>),
+    Opened {
+        place: String,
+        /// On the device, on its host, in the scratch file.
+        arenas: [Bytes; 3],
+        algorithms: Option<Algorithms>,
+    },
+    Done(Found),
+    /// So many bytes of a file's tensor are needed.
+    Reads {
+        tensor: String,
+        offset: u64,
+        bytes: u64,
+    },
+    /// These bytes belong into a file.
+    Writes {
+        tensor: String,
+        offset: u64,
+    },
+    Failed(Fault),
+}
+
+/// What the last of some commands found.
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct Found {
+    bytes: Bytes,
+    yes: bool,
+    computed: Option<f64>,
+    room: Option<RoomFound>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct RoomFound {
+    total: Bytes,
+    free: Bytes,
+    bound_by: String,
+    held: Bytes,
+    /// The most that the process has held.
+    peak: Bytes,
+}
+
+/// What a device failed with.
+#[derive(Debug, Serialize, Deserialize)]
+enum Fault {
+    Peer { rank: u32, why: String },
+    CutOff { rank: u32, why: String },
+    Lost(String),
+    File { tensor: String, why: String },
+    MoreCharges { held: Bytes, planned: Bytes },
+    Other { refusal: bool, exit: u8, message: String, hints: Vec<String> },
+}
+
+impl From<DeviceError> for Fault {
+    fn from(error: DeviceError) -> Fault {
+        match error {
+            DeviceError::Peer { rank, why } => Fault::Peer { rank, why },
+            DeviceError::CutOff { rank, why } => Fault::CutOff { rank, why },
+            error if error.is_loss() => Fault::Lost(error.to_string()),
+            DeviceError::File { tensor, source } => Fault::File { tensor, why: source.to_string() },
+            DeviceError::MoreCharges { held, planned } => Fault::MoreCharges { held, planned },
+            error => {
+                let refusal = error.is_refusal();
+                let Failure { exit, message, hints } = error.into();
+                Fault::Other { refusal, exit: exit as u8, message, hints }
+            }
+        }
+    }
+}
+
+impl Fault {
+    fn of(failure: Failure) -> Fault {
+        let Failure { exit, message, hints } = failure;
+        Fault::Other { refusal: false, exit: exit as u8, message, hints }
+    }
+
+    /// The same as an error of a device of this name.
+    fn error(self, device: &str) -> DeviceError {
+        match self {
+            Fault::Peer { rank, why } => DeviceError::Peer { rank, why },
+            Fault::CutOff { rank, why } => DeviceError::CutOff { rank, why },
+            Fault::Lost(why) => DeviceError::Lost { device: format!("{device} ({why})") },
+            Fault::File { tensor, why } => DeviceError::File { tensor, source: io::Error::other(why) },
+            Fault::MoreCharges { held, planned } => DeviceError::MoreCharges { held, planned },
+            Fault::Other { refusal, exit, message, hints } => {
+                let exits = [Exit::Input, Exit::DoesNotFit, Exit::Stopped];
+                let exit = exits.into_iter().find(|known| *known as u8 == exit).unwrap_or(Exit::Bug);
+                let failure = Failure { exit, message: format!("{device}: {message}"), hints };
+                DeviceError::Elsewhere { refusal, failure: Box::new(failure) }
+            }
+        }
+    }
+}
+
+/// Words with bytes behind them: how long the words are, the words, the bytes.
+fn encode(words: &impl Serialize, bytes: &[u8]) -> Vec<u8> {
+    let words = serde_json::to_vec(words).expect("plain data has a JSON form");
+    [&(words.len() as u64).to_le_bytes(), &*words, bytes].concat()
+}
+
+/// What [`encode`] made, taken apart.
+fn decode<T: DeserializeOwned>(text: &[u8]) -> io::Result<(T, &[u8])> {
+    let wrong = |what: String| io::Error::new(io::ErrorKind::InvalidData, what);
+    let parts = text.split_first_chunk().and_then(|(length, rest)| {
+        let length = usize::try_from(u64::from_le_bytes(*length)).ok()?;
+        rest.split_at_checked(length)
+    });
+    let (words, bytes) = parts.ok_or_else(|| wrong("what came is cut off".to_owned()))?;
+    let words =
+        serde_json::from_slice(words).map_err(|error| wrong(format!("what came is not understood: {error}")))?;
+    Ok((words, bytes))
+}

@@ -1,0 +1,159 @@
+//! How a team comes together some of whose devices live elsewhere: everybody gets wires to all others, and what the run
+//! says to all goes to each in its way.
+
+use super::device::Line;
+use super::{Hosts, Invitation};
+use plimsoll_device::device::DeviceError;
+use plimsoll_device::transport::wire::Wired;
+use plimsoll_device::transport::{Meeting, Seat, Transport};
+use std::fs::File;
+use std::io::{self, Read};
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Instant;
+
+/// A device of such a team, as this process has it.
+pub enum Member {
+    /// In this process.
+    Here,
+    /// At the other end of a line.
+    Far(Arc<Line>),
+}
+
+/// What this process knows of the meetings of such a team. Devices meet at their own wires, not here.
+pub struct Spread {
+    epoch: Instant,
+    here: Vec<Arc<Wired>>,
+    far: Vec<(u32, Arc<Line>)>,
+    ranks: u32,
+    attempt: AtomicU64,
+    /// The last attempt in which somebody gave up, as all have been told.
+    told: Mutex<Option<u64>>,
+}
+
+/// A team that has come together.
+pub struct Gathered {
+    /// What this process knows of its meetings.
+    pub transport: Arc<Spread>,
+    /// In the order of ranks, the seats of the devices of this process; the others have theirs.
+    pub seats: Vec<Option<Seat>>,
+}
+
+impl Spread {
+    /// Gives every device its seat, in the order of ranks. `team` is a number that no other team of this run has.
+    ///
+    /// # Errors
+    /// Of the rank that comes with it: who is gone, or does not find the others.
+    pub fn gather(members: &[Member], hosts: &dyn Hosts, team: u64) -> Result<Gathered, (usize, DeviceError)> {
+        let wires = hosts.wires();
+        let place = |member: &Member| match member {
+            Member::Here => wires.place(),
+            Member::Far(line) => line.place(),
+        };
+        let cut_off = |rank: usize, error: io::Error| DeviceError::CutOff { rank: rank as u32, why: error.to_string() };
+        let secret = secret().map_err(|error| (0, cut_off(0, error)))?;
+        let epoch = Instant::now();
+        let invitation = Invitation { team, secret, places: members.iter().map(place).collect(), epoch };
+        let join = |rank: usize, member: &Member| match member {
+            Member::Far(line) => {
+                line.begin(0);
+                line.join(rank as u32, &invitation).map(|()| None)
+            }
+            Member::Here => {
+                let found = wires.meet(&invitation, rank as u32).and_then(|all| Wired::new(rank as u32, all, epoch));
+                found.map(Some).map_err(|error| cut_off(rank, error))
+            }
+        };
+        let joined: Vec<Result<Option<Arc<Wired>>, DeviceError>> = thread::scope(|scope| {
+            let join = &join;
+            let threads: Vec<_> =
+                members.iter().enumerate().map(|(rank, member)| scope.spawn(move || join(rank, member))).collect();
+            threads.into_iter().map(|t| t.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+        });
+        let mut seats = Vec::new();
+        let mut failed: Option<(usize, DeviceError)> = None;
+        for (rank, joined) in joined.into_iter().enumerate() {
+            match joined {
+                Ok(seat) => seats.push(seat),
+                // Who is lost keeps the others from finding it.
+                Err(error) if failed.is_none() || error.is_loss() => failed = Some((rank, error)),
+                Err(_) => {}
+            }
+        }
+        if let Some(failed) = failed {
+            return Err(failed);
+        }
+        let far = (0..).zip(members).filter_map(|(rank, member)| match member {
+            Member::Far(line) => Some((rank, Arc::clone(line))),
+            Member::Here => None,
+        });
+        let transport = Arc::new(Spread {
+            epoch,
+            here: seats.iter().flatten().cloned().collect(),
+            far: far.collect(),
+            ranks: members.len() as u32,
+            attempt: AtomicU64::new(0),
+            told: Mutex::new(None),
+        });
+        let seat = |(rank, wired): (u32, Option<Arc<Wired>>)| Some(Seat { rank, transport: wired? });
+        Ok(Gathered { transport, seats: (0..).zip(seats).map(seat).collect() })
+    }
+}
+
+/// What nobody can guess.
+fn secret() -> io::Result<String> {
+    let mut bytes = [0; 16];
+    File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+impl Transport for Spread {
+    fn ranks(&self) -> u32 {
+        self.ranks
+    }
+
+    fn epoch(&self) -> Instant {
+        self.epoch
+    }
+
+    fn meet(&self, _: Meeting) -> Result<f64, DeviceError> {
+        unreachable!("devices have seats at their own wires")
+    }
+
+    fn show(&self, _: Meeting) -> Result<(), DeviceError> {
+        unreachable!("devices have seats at their own wires")
+    }
+
+    fn taken(&self, _: u32, _: u32, _: u64) -> Result<f64, DeviceError> {
+        unreachable!("devices have seats at their own wires")
+    }
+
+    fn withdraw(&self, _: u32) {}
+
+    fn lends(&self, _: u32, _: Range<usize>) -> bool {
+        false
+    }
+
+    /// Who is far is told aside, and not waited for: it may be the very one that is gone.
+    fn give_up(&self, rank: u32, why: &str) {
+        let attempt = self.attempt.load(Ordering::Relaxed);
+        let before = self.told.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).replace(attempt);
+        if before == Some(attempt) {
+            return;
+        }
+        self.here.iter().for_each(|wired| wired.give_up_in(attempt, rank, why));
+        for (_, line) in self.far.iter().filter(|(far, _)| *far != rank) {
+            let (line, why) = (Arc::clone(line), why.to_owned());
+            // Without a thread it hears of it from the others, or when its wire ends.
+            let _ = thread::Builder::new().spawn(move || line.give_up(attempt, rank, &why));
+        }
+    }
+
+    fn clear(&self) {
+        let attempt = self.attempt.fetch_add(1, Ordering::Relaxed) + 1;
+        self.here.iter().for_each(|wired| wired.begin(attempt));
+        self.far.iter().for_each(|(_, line)| line.begin(attempt));
+    }
+}

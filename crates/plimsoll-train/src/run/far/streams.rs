@@ -1,0 +1,206 @@
+//! Requests and wires over sockets: the plainest carriers. They are as safe as the network is; who has none of its own keeps
+//! its secrets with what carries the invitations.
+
+use super::host::Host;
+use super::{Channel, Invitation, Wires};
+use plimsoll_device::transport::wire::Wire;
+use std::collections::HashMap;
+use std::io::{self, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Whoever was invited has come by then, or does not.
+const COMES: Duration = Duration::from_secs(30);
+/// How long a stranger may take to say who it is.
+const GREETS: Duration = Duration::from_secs(2);
+/// More than this is no request of ours.
+const MOST_BYTES: u64 = 1 << 36;
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+fn send(stream: &mut impl Write, bytes: &[u8]) -> io::Result<()> {
+    stream.write_all(&(bytes.len() as u64).to_le_bytes())?;
+    stream.write_all(bytes)?;
+    stream.flush()
+}
+
+fn receive(stream: &mut impl Read) -> io::Result<Vec<u8>> {
+    let mut length = [0; 8];
+    stream.read_exact(&mut length)?;
+    let length = u64::from_le_bytes(length);
+    if length > MOST_BYTES {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "what came is no request"));
+    }
+    let mut bytes = Vec::new();
+    stream.take(length).read_to_end(&mut bytes)?;
+    if (bytes.len() as u64) < length {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    Ok(bytes)
+}
+
+/// A channel of two streams: one for what is asked, one for what is said aside.
+pub struct Streams<S> {
+    asked: Mutex<S>,
+    aside: Mutex<S>,
+}
+
+impl<S: Read + Write + Send> Streams<S> {
+    /// The run's ends of both.
+    pub fn new(asked: S, aside: S) -> Streams<S> {
+        Streams { asked: Mutex::new(asked), aside: Mutex::new(aside) }
+    }
+
+    fn ask(stream: &Mutex<S>, request: &[u8]) -> io::Result<Vec<u8>> {
+        let mut stream = locked(stream);
+        send(&mut *stream, request)?;
+        receive(&mut *stream)
+    }
+}
+
+impl<S: Read + Write + Send> Channel for Streams<S> {
+    fn call(&self, request: &[u8]) -> io::Result<Vec<u8>> {
+        Streams::ask(&self.asked, request)
+    }
+
+    fn aside(&self, request: &[u8]) -> io::Result<Vec<u8>> {
+        Streams::ask(&self.aside, request)
+    }
+}
+
+/// Answers on both streams of a channel until the run closes them.
+pub fn serve<S: Read + Write + Send>(host: &Host, asked: S, aside: S) {
+    let answers = |mut stream: S| {
+        while let Ok(request) = receive(&mut stream) {
+            if send(&mut stream, &host.answer(&request)).is_err() {
+                return;
+            }
+        }
+    };
+    thread::scope(|scope| {
+        scope.spawn(|| answers(aside));
+        answers(asked);
+    });
+}
+
+/// Who asks for a wire: the team, both ranks, and what only the invited know.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Greeting {
+    team: u64,
+    from: u32,
+    to: u32,
+    secret: String,
+}
+
+impl Greeting {
+    fn bytes(&self) -> Vec<u8> {
+        let Greeting { team, from, to, secret } = self;
+        [&team.to_le_bytes()[..], &from.to_le_bytes(), &to.to_le_bytes(), secret.as_bytes()].concat()
+    }
+
+    fn read(bytes: &[u8]) -> Option<Greeting> {
+        let (team, rest) = bytes.split_first_chunk()?;
+        let (from, rest) = rest.split_first_chunk()?;
+        let (to, secret) = rest.split_first_chunk()?;
+        let (from, to) = (u32::from_le_bytes(*from), u32::from_le_bytes(*to));
+        let secret = std::str::from_utf8(secret).ok()?.to_owned();
+        Some(Greeting { team: u64::from_le_bytes(*team), from, to, secret })
+    }
+}
+
+/// Wires over TCP: every process listens, and of two ranks the higher one calls.
+pub struct TcpWires {
+    listener: TcpListener,
+    address: SocketAddr,
+    /// Who has called, and not been asked for yet.
+    came: Mutex<HashMap<Greeting, TcpStream>>,
+}
+
+impl TcpWires {
+    /// Listens at an address under which the others reach this process; port 0 is any that is free.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn listen(address: impl ToSocketAddrs) -> io::Result<Arc<TcpWires>> {
+        let listener = TcpListener::bind(address)?;
+        listener.set_nonblocking(true)?;
+        let address = listener.local_addr()?;
+        Ok(Arc::new(TcpWires { listener, address, came: Mutex::default() }))
+    }
+
+    /// Lets in whoever is at the door.
+    fn let_in(&self) -> io::Result<bool> {
+        let stream = match self.listener.accept() {
+            Ok((stream, _)) => stream,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+            Err(error) => return Err(error),
+        };
+        let greeted = || -> io::Result<Option<Greeting>> {
+            stream.set_nonblocking(false)?;
+            stream.set_nodelay(true)?;
+            stream.set_read_timeout(Some(GREETS))?;
+            let mut length = [0; 8];
+            (&stream).read_exact(&mut length)?;
+            let mut bytes = vec![0; u64::from_le_bytes(length).min(256) as usize];
+            (&stream).read_exact(&mut bytes)?;
+            stream.set_read_timeout(None)?;
+            Ok(Greeting::read(&bytes))
+        };
+        // Who does not say who it is is sent away.
+        if let Ok(Some(greeting)) = greeted() {
+            locked(&self.came).insert(greeting, stream);
+        }
+        Ok(true)
+    }
+}
+
+impl Wires for TcpWires {
+    fn place(&self) -> String {
+        self.address.to_string()
+    }
+
+    fn meet(&self, invitation: &Invitation, rank: u32) -> io::Result<Vec<Option<Arc<dyn Wire>>>> {
+        let Invitation { team, secret, places, .. } = invitation;
+        let greeting = |from, to| Greeting { team: *team, from, to, secret: secret.clone() };
+        let mut wires: Vec<Option<Arc<dyn Wire>>> = places.iter().map(|_| None).collect();
+        for (peer, place) in (0..rank).zip(places) {
+            let of = |error: io::Error| io::Error::new(error.kind(), format!("rank {peer} at {place}: {error}"));
+            let address = place.to_socket_addrs().map_err(of)?.next();
+            let address = address.ok_or_else(|| of(io::ErrorKind::NotFound.into()))?;
+            let mut stream = TcpStream::connect_timeout(&address, COMES).map_err(of)?;
+            stream.set_nodelay(true)?;
+            send(&mut stream, &greeting(rank, peer).bytes()).map_err(of)?;
+            wires[peer as usize] = Some(Arc::new(stream));
+        }
+        let until = Instant::now() + COMES;
+        // Who was called to a team before this one does not come any more.
+        locked(&self.came).retain(|of, _| of.team >= *team);
+        loop {
+            let mut missing = None;
+            for peer in rank + 1..places.len() as u32 {
+                if wires[peer as usize].is_none() {
+                    match locked(&self.came).remove(&greeting(peer, rank)) {
+                        Some(stream) => wires[peer as usize] = Some(Arc::new(stream)),
+                        None => missing = Some(peer),
+                    }
+                }
+            }
+            match missing {
+                None => return Ok(wires),
+                Some(peer) if Instant::now() > until => {
+                    let place = &places[peer as usize];
+                    return Err(io::Error::new(
+                        io::ErrorKind::TimedOut,
+                        format!("rank {peer} at {place} does not come"),
+                    ));
+                }
+                Some(_) if self.let_in()? => {}
+                Some(_) => thread::sleep(Duration::from_millis(2)),
+            }
+        }
+    }
+}

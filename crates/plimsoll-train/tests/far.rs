@@ -1,0 +1,269 @@
+//! Devices in other processes are devices like all others: a run with some of them ends with the bits of one that has all of
+//! its devices in its own process, whoever refuses is dropped by all, and a process that is killed is a device that is lost.
+
+use plimsoll_core::{Event, Failure, Record, RunStatus};
+use plimsoll_device::probe::Cpu;
+use plimsoll_train::run::far::host::Host;
+use plimsoll_train::run::far::streams::{Streams, TcpWires, serve};
+use plimsoll_train::run::far::{Channel, Elsewhere, Hosts, Wires};
+use plimsoll_train::run::training::{Outcome, Run};
+use plimsoll_train::run_file::RunFile;
+use serde_json::{Value, json};
+use std::collections::HashMap;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use std::{fs, io};
+
+/// Where a process that is started to be a host finds the test.
+const HOST_OF: &str = "PLIMSOLL_TEST_HOST_OF";
+
+/// Ends the process where a test hangs.
+struct Watchdog(Arc<AtomicBool>);
+
+impl Watchdog {
+    fn new() -> Watchdog {
+        let done = Arc::new(AtomicBool::new(false));
+        let seen = done.clone();
+        std::thread::spawn(move || {
+            for _ in 0..3000 {
+                std::thread::sleep(Duration::from_millis(100));
+                if seen.load(Ordering::Relaxed) {
+                    return;
+                }
+            }
+            eprintln!("a device hangs");
+            std::process::abort();
+        });
+        Watchdog(done)
+    }
+}
+
+impl Drop for Watchdog {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// A process, and the way to it.
+type Reached = (Child, Arc<Streams<UnixStream>>);
+
+/// A process for each device; killed when the test is over, or before.
+struct Processes {
+    folder: tempfile::TempDir,
+    wires: Arc<TcpWires>,
+    children: Mutex<HashMap<String, Reached>>,
+}
+
+impl Processes {
+    fn new() -> Arc<Processes> {
+        let folder = tempfile::tempdir().expect("a folder");
+        let wires = TcpWires::listen("127.0.0.1:0").expect("a port");
+        Arc::new(Processes { folder, wires, children: Mutex::default() })
+    }
+
+    fn signal(&self, device: &str, signal: &str) {
+        let children = self.children.lock().unwrap();
+        let id = children[device].0.id().to_string();
+        assert!(Command::new("kill").args([signal, &id]).status().expect("kill is there").success());
+    }
+}
+
+impl Drop for Processes {
+    fn drop(&mut self) {
+        for (child, _) in self.children.lock().unwrap().values_mut() {
+            child.kill().expect("it is ours");
+            child.wait().expect("it is ours");
+        }
+    }
+}
+
+impl Hosts for Processes {
+    fn channel(&self, device: &str) -> io::Result<Arc<dyn Channel>> {
+        let mut children = self.children.lock().unwrap();
+        if let Some((_, channel)) = children.get(device) {
+            return Ok(channel.clone());
+        }
+        let socket = self.folder.path().join(children.len().to_string());
+        let listener = UnixListener::bind(&socket)?;
+        let mut command = Command::new(std::env::current_exe()?);
+        command.args(["--exact", "a_process_that_is_a_host_of_other_tests", "--nocapture"]);
+        let child = command.env(HOST_OF, &socket).stdout(Stdio::null()).spawn()?;
+        let (asked, aside) = (listener.accept()?.0, listener.accept()?.0);
+        let channel = Arc::new(Streams::new(asked, aside));
+        children.insert(device.to_owned(), (child, channel.clone()));
+        Ok(channel)
+    }
+
+    fn wires(&self) -> Arc<dyn Wires> {
+        self.wires.clone()
+    }
+}
+
+/// Nothing by itself.
+#[test]
+fn a_process_that_is_a_host_of_other_tests() {
+    let Some(socket) = std::env::var_os(HOST_OF) else { return };
+    let wires = TcpWires::listen("127.0.0.1:0").expect("a port");
+    let host = Host::new(wires).expect("a thread");
+    let connect = || UnixStream::connect(&socket).expect("the test listens");
+    let (asked, aside) = (connect(), connect());
+    serve(&host, asked, aside);
+}
+
+/// The folder of a test that runs in a process of its own, which what it holds is measured in.
+const FOLDER_OF: &str = "PLIMSOLL_TEST_FOLDER_OF";
+
+/// Runs a test of this name in such a process, with rates as if they had been measured: plans are the same everywhere. In
+/// that process it gives the folder.
+fn alone(test: &str) -> Option<PathBuf> {
+    if let Some(folder) = std::env::var_os(FOLDER_OF) {
+        return Some(folder.into());
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    let cpu = Cpu::read();
+    let entry = |threads: u32| {
+        json!({
+            "plimsoll": env!("CARGO_PKG_VERSION"), "device": "cpu", "model": cpu.model, "features": cpu.features,
+            "threads": threads,
+            "rates": {
+                "f32_flops": 5e10, "bf16_flops": 5e10, "memory_bytes_per_second": 2e10, "op_seconds": 2e-6,
+                "host_link": {"bytes_per_second": 1e10, "latency_seconds": 2e-6}, "measured": true,
+            },
+        })
+    };
+    let known: Vec<Value> = (1..=cpu.threads).map(entry).collect();
+    fs::write(folder.path().join("devices.json"), Value::from(known).to_string()).expect("it can be written");
+    let mut command = Command::new(std::env::current_exe().expect("it runs"));
+    command.args(["--exact", test, "--nocapture"]).env(FOLDER_OF, folder.path()).env("PLIMSOLL_CACHE", folder.path());
+    assert!(command.status().expect("it starts").success(), "{test}");
+    None
+}
+
+/// Where runs have the same devices, near and far.
+fn devices(far: &[&str]) -> String {
+    let device = |(name, mib, pace): (&str, u32, f64)| {
+        let host = if far.contains(&name) { format!("host-{name}/") } else { String::new() };
+        format!("{host}virtual:{name}={mib}MiB@{pace}::10GB/s+10us")
+    };
+    [("a", 120, 0.4), ("b", 110, 0.2), ("c", 100, 0.1)].map(device).join(",")
+}
+
+fn run_file(folder: &Path, devices: &str) -> RunFile {
+    let settings = [
+        "run.team=all",
+        "run.heartbeat_seconds=4",
+        "run.threads=1",
+        "train.steps=8",
+        "train.batch_tokens=768",
+        "train.eval_every=4",
+        "train.save_every=3",
+    ];
+    let own = [format!("run.dir={}", folder.display()), format!("run.devices={devices},host=1MiB")];
+    let all = settings.iter().map(|setting| (*setting).to_owned()).chain(own);
+    RunFile::load(None, &all.collect::<Vec<_>>()).expect("the settings are good")
+}
+
+/// What a run came to.
+struct Left {
+    outcome: Outcome,
+    /// Of every step, and of the evaluations.
+    losses: Vec<f64>,
+    model: Vec<u8>,
+}
+
+/// Trains, and tells `each` every event.
+fn train(folder: &Path, far: &[&str], injections: &[&str], mut each: impl FnMut(&Event, &Processes)) -> Left {
+    let hosts = Processes::new();
+    let mut file = run_file(folder, &devices(far));
+    file.elsewhere = Elsewhere::by(hosts.clone());
+    let mut run = Run::new(file).unwrap_or_else(|failure| panic!("{failure}"));
+    let plan = &run.prepared().planned.plan;
+    assert!(plan.fits && plan.team.len() == 3, "{plan:?}");
+    run.rehearse(injections.iter().map(|text| text.parse().expect("an injection")).collect()).expect("it can happen");
+    let hangs = Arc::new(|failure: &Failure| {
+        eprintln!("{failure}");
+        std::process::abort();
+    });
+    let mut losses = Vec::new();
+    let mut watch = |record: &Record| {
+        if let Event::Step { loss, .. } | Event::Evaluation { loss, .. } = &record.event {
+            losses.push(*loss);
+        }
+        each(&record.event, &hosts);
+    };
+    let outcome = run.start(&mut watch, &AtomicBool::new(false), hangs).unwrap_or_else(|failure| panic!("{failure}"));
+    assert_eq!(outcome.result.status, RunStatus::Done);
+    let model = fs::read(folder.join("model/model.safetensors")).expect("the model was saved");
+    Left { outcome, losses, model }
+}
+
+fn same_experiment(one: &Left, other: &Left) {
+    assert_eq!(one.losses.len(), other.losses.len());
+    for (one, other) in one.losses.iter().zip(&other.losses) {
+        assert!((one - other).abs() <= 1e-4 * one.abs(), "{one} and {other}");
+    }
+}
+
+#[test]
+fn a_run_over_several_processes_ends_with_the_bits_of_one() {
+    let _watchdog = Watchdog::new();
+    let Some(place) = alone("a_run_over_several_processes_ends_with_the_bits_of_one") else { return };
+    let here = train(&place.join("here"), &[], &[], |_, _| {});
+    let there = train(&place.join("there"), &["b", "c"], &[], |_, _| {});
+    let recipes = |left: &Left| -> Vec<_> {
+        left.outcome.result.team.iter().map(|member| (member.sequences, member.recipe.clone())).collect()
+    };
+    assert_eq!(recipes(&here), recipes(&there));
+    assert_eq!(here.losses, there.losses);
+    assert!(here.model == there.model);
+    // Each host's line is held, as it was measured there.
+    for device in &there.outcome.result.memory {
+        let measured = device.measured_bytes.expect("the process says");
+        assert!(measured <= device.budget_bytes, "{device:?}");
+        assert_eq!(device.arena_measured_bytes, device.arena_bytes, "{device:?}");
+    }
+    // All of them elsewhere.
+    let all = train(&place.join("all"), &["a", "b", "c"], &[], |_, _| {});
+    assert_eq!(here.losses, all.losses);
+    assert!(here.model == all.model);
+}
+
+#[test]
+fn what_a_device_elsewhere_refuses_is_dropped_by_all_and_done_again() {
+    let _watchdog = Watchdog::new();
+    let Some(place) = alone("what_a_device_elsewhere_refuses_is_dropped_by_all_and_done_again") else { return };
+    let plain = train(&place.join("plain"), &[], &[], |_, _| {});
+    let refusals = [
+        "host-b/virtual:b/2:backward:9",
+        "host-c/virtual:c/3:norm",
+        "host-b/virtual:b/4:update:3",
+        "virtual:a/5:begin",
+    ];
+    let left = train(&place.join("refused"), &["b", "c"], &refusals, |_, _| {});
+    let devices: Vec<_> = left.outcome.result.retreats.iter().map(|retreat| retreat.device.clone()).collect();
+    assert_eq!(devices, ["host-b/virtual:b", "host-c/virtual:c", "host-b/virtual:b", "virtual:a"]);
+    same_experiment(&plain, &left);
+}
+
+#[test]
+fn a_process_that_is_killed_or_stands_still_is_a_device_that_is_lost() {
+    let _watchdog = Watchdog::new();
+    let Some(place) = alone("a_process_that_is_killed_or_stands_still_is_a_device_that_is_lost") else { return };
+    let plain = train(&place.join("plain"), &[], &[], |_, _| {});
+    for (number, (device, signal)) in
+        [("host-b/virtual:b", "-KILL"), ("host-c/virtual:c", "-STOP"), ("host-a/virtual:a", "-KILL")].iter().enumerate()
+    {
+        let left = train(&place.join(format!("run-{number}")), &["a", "b", "c"], &[], |event, hosts| {
+            if matches!(event, Event::Step { step: 3, .. }) {
+                hosts.signal(device, signal);
+            }
+        });
+        let lost: Vec<_> = left.outcome.result.lost.iter().map(|lost| lost.device.clone()).collect();
+        assert_eq!(lost, [*device]);
+        same_experiment(&plain, &left);
+    }
+}
