@@ -1,7 +1,7 @@
 //! Devices in other processes are devices like all others: a run with some of them ends with the bits of one that has all of
 //! its devices in its own process, whoever refuses is dropped by all, and a process that is killed is a device that is lost.
 
-use plimsoll_core::{Event, Failure, Record, RunStatus};
+use plimsoll_core::{Event, Exit, Failure, Record, RunStatus};
 use plimsoll_device::probe::Cpu;
 use plimsoll_train::run::far::host::Host;
 use plimsoll_train::run::far::streams::{Streams, TcpWires, serve};
@@ -266,4 +266,15 @@ fn a_process_that_is_killed_or_stands_still_is_a_device_that_is_lost() {
         assert_eq!(lost, [*device]);
         same_experiment(&plain, &left);
     }
+}
+
+#[test]
+fn a_host_that_nothing_reaches_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let failure = Run::new(run_file(folder.path(), "host1/cpu")).err().expect("there is no such host");
+    assert_eq!(failure.exit, Exit::Input);
+    assert!(
+        failure.to_string().contains("run.devices: `host1/cpu` is on another host, and nothing here reaches"),
+        "{failure}"
+    );
 }

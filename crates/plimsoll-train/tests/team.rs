@@ -287,7 +287,7 @@ impl Case {
     }
 
     /// Engines of which all but the first have their devices behind channels, all in their seats.
-    fn spread(&self, answers: &[Answer]) -> (Vec<Engine>, Vec<Arc<dyn Transport>>) {
+    fn spread(&self, answers: &[Answer], silence: Duration) -> (Vec<Engine>, Vec<Arc<dyn Transport>>) {
         let vocab = self.config.vocab;
         let listens = || TcpWires::listen("127.0.0.1:0").expect("a port");
         let far = |(rank, answer): (usize, &Answer)| {
@@ -297,7 +297,8 @@ impl Case {
             std::thread::spawn(move || serve(&host, asked, beside));
             let spec = DeviceSpec { name: format!("host{rank}/virtual:a"), ..device(self.kind) };
             let line = Line::new(&spec.name, Arc::new(Streams::new(asks, aside))).expect("a thread");
-            Engine::open_far(line, answer.clone(), self.precision, &spec, None, SEQUENCE, vocab).expect("it opens")
+            Engine::open_far(line, answer.clone(), self.precision, &spec, None, silence, SEQUENCE, vocab)
+                .expect("it opens")
         };
         let first = Engine::new(
             self.open(&answers[0]),
@@ -341,7 +342,7 @@ impl Case {
             Engine::new(device, &answer.set, self.precision, recipe, SEQUENCE, self.config.vocab)
         };
         let (engines, transports) = if self.far {
-            self.spread(&answers)
+            self.spread(&answers, Duration::from_secs(60))
         } else {
             let transports = self.transports();
             let ranks = answers.iter().enumerate().zip(&transports);
@@ -1046,6 +1047,24 @@ fn over_wires_and_channels_a_team_has_the_bits_of_one_process_and_a_rank_that_gi
                 }
             }
         }
+    }
+}
+
+#[test]
+fn a_device_elsewhere_that_hears_nothing_of_its_run_lets_go_by_itself() {
+    let _watchdog = Watchdog::new();
+    let case = Case { far: true, ..Case::new(&models()[0], &[(1, 1), (1, 1)]) };
+    let answers = [case.answer(0), case.answer(1)];
+    let (mut engines, _) = case.spread(&answers, Duration::from_millis(100));
+    assert!(engines[1].far().expect("it is elsewhere").answers());
+    loop {
+        engines[1].device().write(TensorId(0), 0, &[]);
+        match engines[1].device().settle() {
+            Err(DeviceError::Lost { device }) => break assert!(device.contains("its process has been started anew")),
+            other => other.expect("it is there"),
+        }
+        // As if the run were cut off.
+        std::thread::sleep(Duration::from_secs(1));
     }
 }
 

@@ -294,6 +294,11 @@ impl Wired {
         Ok(wired)
     }
 
+    /// Whose seat this is.
+    pub fn rank(&self) -> u32 {
+        self.shared.rank
+    }
+
     /// A rank gives up in an attempt; in one that is over by now it was of no use any more.
     pub fn give_up_in(&self, attempt: u64, rank: u32, why: &str) {
         let mut state = self.shared.state();

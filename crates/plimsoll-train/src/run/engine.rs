@@ -216,7 +216,7 @@ impl Engine {
         Ok(engine)
     }
 
-    /// The same in the process at the other end of a line.
+    /// The same in the process at the other end of a line, see [`FarDevice::open`].
     ///
     /// # Errors
     /// What that process says, or that it is gone.
@@ -226,11 +226,12 @@ impl Engine {
         precision: DType,
         spec: &DeviceSpec,
         algorithms: Option<&Algorithms>,
+        silence: Duration,
         sequence: u64,
         vocab: u64,
     ) -> Result<Engine, DeviceError> {
         let (set, placement) = (answer.set.clone(), answer.layout.placement);
-        let device = FarDevice::open(Arc::clone(&line), spec, set, placement, precision, algorithms)?;
+        let device = FarDevice::open(Arc::clone(&line), spec, set, placement, precision, algorithms, silence)?;
         let engine = Engine::new(Box::new(device), &answer.set, precision, answer.plan.recipe, sequence, vocab);
         Ok(Engine { far: Some(line), ..engine })
     }

@@ -202,7 +202,10 @@ pub(super) fn open_engine(
             None => &part.device,
         };
         let opened = match &far {
-            Some(line) => Engine::open_far(Arc::clone(line), answer, precision, spec, algorithms, sequence, vocab),
+            Some(line) => {
+                let (line, silence) = (Arc::clone(line), Duration::from_secs_f64(run.run.heartbeat_seconds));
+                Engine::open_far(line, answer, precision, spec, algorithms, silence, sequence, vocab)
+            }
             None => Engine::open(answer, precision, spec, algorithms, run.scratch(), sequence, vocab),
         };
         let held = match opened {

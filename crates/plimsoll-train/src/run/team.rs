@@ -213,9 +213,10 @@ impl Team {
         let (beside, held_beside) = (Bytes::ZERO, Bytes::ZERO);
         let mut team =
             Team { workers, transport, silence, watch: None, hangs, elsewhere, teams: 0, beside, held_beside };
-        if team.len() > 1 {
-            team.workers.iter_mut().for_each(|worker| worker.live(silence));
-        }
+        // A process elsewhere misses the run, too.
+        let several = team.len() > 1;
+        let missed = |worker: &&mut Worker| several || worker.engine.far().is_some();
+        team.workers.iter_mut().filter(missed).for_each(|worker| worker.live(silence));
         team.seat()?;
         Ok(team)
     }

@@ -166,7 +166,8 @@ pub struct FarDevice {
 }
 
 impl FarDevice {
-    /// Opens a device in the process at the other end of a line.
+    /// Opens a device in the process at the other end of a line, which gives its memory back by itself where it hears nothing
+    /// of the run for twice the `silence` after which a device is lost.
     ///
     /// # Errors
     /// What that process says, or that it is gone.
@@ -177,6 +178,7 @@ impl FarDevice {
         placement: Placement,
         precision: DType,
         algorithms: Option<&Algorithms>,
+        silence: Duration,
     ) -> Result<FarDevice, DeviceError> {
         let request = Request::Open {
             version: VERSION,
@@ -185,6 +187,7 @@ impl FarDevice {
             placement,
             precision,
             algorithms: algorithms.cloned(),
+            silence: 2 * silence,
         };
         let answer = line.ask(&request, &[])?.0;
         let Request::Open { set, .. } = request else { unreachable!("it was just made") };

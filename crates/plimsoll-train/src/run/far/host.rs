@@ -7,22 +7,42 @@ use crate::run::prepare::settle_charges;
 use plimsoll_core::{Bytes, Failure, Space};
 use plimsoll_device::device::{Call, Device, DeviceError, FileSpace, Memory, Observer};
 use plimsoll_device::process;
-use plimsoll_device::transport::Seat;
 use plimsoll_device::transport::wire::Wired;
+use plimsoll_device::transport::{Seat, Transport};
 use plimsoll_program::Op;
 use std::io;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread;
+use std::time::Duration;
 
 /// What was asked, with its bytes, and where the answer goes.
 type Asked = (Request, Vec<u8>, Sender<Vec<u8>>);
 
 /// A process's device. Dropped, it lets go of it as soon as what is under way has ended.
 pub struct Host {
-    asked: Mutex<Sender<Asked>>,
+    asked: Arc<Mutex<Sender<Asked>>>,
     seated: Arc<Mutex<Option<Arc<Wired>>>>,
+    heard: Arc<Heard>,
 }
+
+/// When the run was last heard of. As of devices, what is counted are looks, not seconds of a clock.
+#[derive(Default)]
+struct Heard {
+    /// Looks since then; [`NOT_YET`] before its first sign of life.
+    missed: AtomicU32,
+    /// Milliseconds after which it is gone; 0 where there is no device.
+    silence: AtomicU64,
+}
+
+/// A run that is still opening its devices gives no signs of life.
+const NOT_YET: u32 = u32::MAX;
+
+/// Looks in the time after which the run is gone.
+const LOOKS: u32 = 20;
+/// Between looks where there is no device.
+const IDLE: Duration = Duration::from_millis(200);
 
 impl Host {
     /// A process that meets others as `wires` say; it has no device yet.
@@ -32,18 +52,45 @@ impl Host {
     pub fn new(wires: Arc<dyn Wires>) -> io::Result<Host> {
         let (asked, requests) = channel();
         let seated = Arc::new(Mutex::new(None));
-        let (asks, of) = (Asks { requests, back: None }, Arc::clone(&seated));
-        let work = move || Work { asks, wires, seated: of, device: None, attempt: 0 }.all();
+        let heard = Arc::new(Heard::default());
+        let asks = Asks { requests, back: None, put_off: None };
+        let (of, hears) = (Arc::clone(&seated), Arc::clone(&heard));
+        let work = move || Work { asks, wires, seated: of, heard: hears, device: None, attempt: 0 }.all();
         thread::Builder::new().name("plimsoll-far".to_owned()).spawn(work)?;
-        Ok(Host { asked: Mutex::new(asked), seated })
+        let asked = Arc::new(Mutex::new(asked));
+        let host = Host { asked: Arc::clone(&asked), seated: Arc::clone(&seated), heard: Arc::clone(&heard) };
+        let asked = Arc::downgrade(&asked);
+        let watch = move || {
+            while let Some(asked) = asked.upgrade() {
+                let look = heard.look();
+                if look.is_none() {
+                    // Others may wait for it, and it for them.
+                    let seat = seated.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).clone();
+                    seat.iter().for_each(|seat| seat.give_up(seat.rank(), "it hears nothing of the run"));
+                    let asked = asked.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+                    // Nobody waits for the answer; where its thread is gone there is no device.
+                    let _ = asked.send((Request::Close, Vec::new(), channel().0));
+                }
+                drop(asked);
+                thread::sleep(look.unwrap_or(IDLE * LOOKS) / LOOKS);
+            }
+        };
+        thread::Builder::new().name("plimsoll-hears".to_owned()).spawn(watch)?;
+        Ok(host)
     }
 
     /// Answers a request, whichever way it came. What came aside is answered at once; for the rest there is one at a time.
     pub fn answer(&self, request: &[u8]) -> Vec<u8> {
+        if self.heard.missed.load(Ordering::Relaxed) != NOT_YET {
+            self.heard.missed.store(0, Ordering::Relaxed);
+        }
         let failed = |why: String| encode(&Answer::Failed(Fault::Lost(why)), &[]);
         match decode(request) {
             Err(error) => failed(error.to_string()),
-            Ok((Request::Alive, _)) => encode(&Answer::Done(Found::default()), &[]),
+            Ok((Request::Alive, _)) => {
+                self.heard.missed.store(0, Ordering::Relaxed);
+                encode(&Answer::Done(Found::default()), &[])
+            }
             Ok((Request::GiveUp { attempt, rank, why }, _)) => {
                 let seated = self.seated.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).clone();
                 seated.iter().for_each(|seated| seated.give_up_in(attempt, rank, &why));
@@ -59,17 +106,34 @@ impl Host {
     }
 }
 
+impl Heard {
+    /// A look: how long the silence may be, and none where it has been longer, which is said once.
+    fn look(&self) -> Option<Duration> {
+        let silence = Duration::from_millis(self.silence.load(Ordering::Relaxed));
+        if silence.is_zero() || self.missed.load(Ordering::Relaxed) == NOT_YET {
+            return Some(IDLE * LOOKS);
+        }
+        if self.missed.fetch_add(1, Ordering::Relaxed) < LOOKS {
+            return Some(silence);
+        }
+        self.silence.store(0, Ordering::Relaxed);
+        None
+    }
+}
+
 /// The requests to a device's thread, one after the other.
 struct Asks {
     requests: Receiver<Asked>,
     /// Where the answer to the present one goes.
     back: Option<Sender<Vec<u8>>>,
+    /// What was asked where an answer about files was waited for.
+    put_off: Option<Asked>,
 }
 
 impl Asks {
     /// The next request; none where nobody will ask any more.
     fn next(&mut self) -> Option<(Request, Vec<u8>)> {
-        let (request, bytes, back) = self.requests.recv().ok()?;
+        let (request, bytes, back) = self.put_off.take().or_else(|| self.requests.recv().ok())?;
         self.back = Some(back);
         Some((request, bytes))
     }
@@ -87,7 +151,10 @@ impl Asks {
         match self.next() {
             Some((Request::Files { failed: None }, bytes)) => Ok(bytes),
             Some((Request::Files { failed: Some(why) }, _)) => Err(io::Error::other(why)),
-            _ => Err(io::Error::new(io::ErrorKind::BrokenPipe, "the run that has the file is gone")),
+            other => {
+                self.put_off = other.zip(self.back.take()).map(|((request, bytes), back)| (request, bytes, back));
+                Err(io::Error::new(io::ErrorKind::BrokenPipe, "the run that has the file is gone"))
+            }
         }
     }
 }
@@ -133,6 +200,7 @@ struct Work {
     asks: Asks,
     wires: Arc<dyn Wires>,
     seated: Arc<Mutex<Option<Arc<Wired>>>>,
+    heard: Arc<Heard>,
     device: Option<Box<dyn Device>>,
     attempt: u64,
 }
@@ -155,7 +223,7 @@ impl Work {
                 settle_charges(&mut device, rows, sequence);
                 Ok(Answer::Described(Box::new(device)))
             }
-            Request::Open { version, mut device, set, placement, precision, algorithms } => {
+            Request::Open { version, mut device, set, placement, precision, algorithms, silence } => {
                 same_version(version)?;
                 self.leave();
                 if let Some((_, name)) = device.name.split_once('/') {
@@ -163,6 +231,8 @@ impl Work {
                 }
                 let (opened, _) = open(&device, *set, placement, precision, algorithms.as_ref(), None)?;
                 self.device = Some(opened);
+                self.heard.missed.store(NOT_YET, Ordering::Relaxed);
+                self.heard.silence.store((silence.as_millis() as u64).max(1), Ordering::Relaxed);
                 process::give_back();
                 self.opened()
             }
@@ -211,6 +281,7 @@ impl Work {
     }
 
     fn leave(&mut self) {
+        self.heard.silence.store(0, Ordering::Relaxed);
         self.device = None;
         self.seat(None);
         process::give_back();
@@ -280,5 +351,31 @@ fn same_version(version: u32) -> Result<(), Fault> {
             Failure::input(format!("the run speaks version {version}, and this process version {VERSION}"))
                 .hint("install the same Plimsoll on all machines"),
         )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::run::far::streams::TcpWires;
+    use crate::run_file::RunFile;
+
+    #[test]
+    fn what_another_version_says_is_refused_and_what_is_no_request_is_no_fault_of_the_device() {
+        let host = Host::new(TcpWires::listen("127.0.0.1:0").unwrap()).unwrap();
+        let run = Box::new(RunFile::from_settings(&["model.preset=smollm2-135m".to_owned()]).unwrap());
+        let answer = host.answer(&encode(&Request::Describe { version: VERSION + 1, run }, &[]));
+        let (answer, _) = decode::<Answer>(&answer).unwrap();
+        let Answer::Failed(fault) = answer else { panic!("{answer:?}") };
+        let failure = Failure::from(fault.error("b/cpu"));
+        assert_eq!(failure.exit, plimsoll_core::Exit::Input);
+        assert!(failure.message.starts_with("b/cpu: the run speaks version 2"), "{failure}");
+        let commands = vec![Command::Settle];
+        let work = encode(&Request::Work { attempt: 0, commands }, &[]);
+        for bytes in [&[][..], &[1; 7], &[0xff; 40], &work[..work.len() - 1], &work] {
+            let answer = host.answer(bytes);
+            assert!(matches!(decode(&answer), Ok((Answer::Failed(Fault::Lost(_)), _))), "{bytes:?}");
+        }
+        assert!(matches!(decode(&host.answer(&encode(&Request::Alive, &[]))), Ok((Answer::Done(_), _))));
     }
 }

@@ -176,6 +176,8 @@ enum Request {
         placement: Placement,
         precision: DType,
         algorithms: Option<Algorithms>,
+        /// The run is gone where it is not heard of for so long, however it looks.
+        silence: Duration,
     },
     /// Does all of this, up to what fails.
     Work {

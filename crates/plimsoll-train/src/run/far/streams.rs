@@ -204,3 +204,40 @@ impl Wires for TcpWires {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_was_not_invited_gets_no_wire() {
+        let ranks: Vec<Arc<TcpWires>> = (0..3).map(|_| TcpWires::listen("127.0.0.1:0").unwrap()).collect();
+        let places: Vec<String> = ranks.iter().map(|rank| rank.place()).collect();
+        let invitation = Invitation { team: 2, secret: "known".into(), places: places.clone(), epoch: Instant::now() };
+        // Of a team before, without the secret, and with nothing to say.
+        let mut strangers = Vec::new();
+        for (team, secret) in [(1, "known"), (2, "guessed"), (2, "")] {
+            let mut stranger = TcpStream::connect(&places[0]).unwrap();
+            let greeting = Greeting { team, from: 1, to: 0, secret: secret.into() };
+            send(&mut stranger, &greeting.bytes()).unwrap();
+            strangers.push(stranger);
+        }
+        strangers.push(TcpStream::connect(&places[0]).unwrap());
+        strangers[3].write_all(&[0xff; 12]).unwrap();
+        let wires: Vec<_> = thread::scope(|scope| {
+            let meet = |(rank, wires): (u32, &Arc<TcpWires>)| {
+                let (wires, invitation) = (wires.clone(), &invitation);
+                scope.spawn(move || wires.meet(invitation, rank).unwrap())
+            };
+            let threads: Vec<_> = (0..).zip(&ranks).map(meet).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        for (from, to) in [(0, 1), (1, 0), (1, 2), (2, 0)] {
+            let (sends, receives) = (wires[from][to].as_ref().unwrap(), wires[to][from].as_ref().unwrap());
+            sends.send(&[from as u8, to as u8]).unwrap();
+            let mut got = [9; 2];
+            receives.receive(&mut got).unwrap();
+            assert_eq!(got, [from as u8, to as u8]);
+        }
+    }
+}
