@@ -93,7 +93,9 @@ impl ModelDir {
     /// What is wrong with the configuration, a header, or how they match.
     pub fn open(path: &Path, ignore_keys: &[String]) -> Result<ModelDir, FilesError> {
         if !path.is_dir() {
-            return Err(FilesError::NoFile { path: path.to_owned(), problem: "no such directory" });
+            let names_file = path.extension().is_some_and(|extension| extension == "json");
+            let problem = if names_file { "no such file" } else { "no such directory" };
+            return Err(FilesError::NoFile { path: path.to_owned(), problem });
         }
         let (config, raw_config) = read_config(&path.join("config.json"), ignore_keys)?;
         let weights = match WeightFiles::open(path)? {

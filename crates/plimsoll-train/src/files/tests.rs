@@ -251,6 +251,7 @@ fn a_configuration_alone_is_a_model_without_weights() {
     fs::remove_file(dir.path().join("config.json")).unwrap();
     assert_eq!(refusal(dir.path()), "config.json: no such file");
     assert_eq!(refusal(&dir.path().join("absent")), "DIR: no such directory");
+    assert!(refusal(&dir.path().join("absent.json")).ends_with("no such file"));
 }
 
 #[test]
