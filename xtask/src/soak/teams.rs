@@ -196,7 +196,9 @@ fn planned(asked: &Asked, draw: &mut Draw, number: u64, tally: &mut Tally) -> an
     asked.same_samples(&alone, &plain, tally);
     asked.near("of a team and one device", &alone, &plain, tally);
     for disturbed in 0..DISTURBED {
-        let injections = disturbances(asked, &names(&plan), draw, tally);
+        let mut injections = disturbances(asked, &names(&plan), draw, tally);
+        let beside = did.left_out.iter().find(|out| out.evaluates.is_some());
+        injections.extend(beside.into_iter().flat_map(|out| disturbances_beside(&out.device, draw, tally)));
         tally.cover("all: disturbed");
         tally.cover(&format!("{way}: disturbed"));
         let words = injections.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
@@ -235,6 +237,20 @@ fn disturbances(asked: &Asked, names: &[String], draw: &mut Draw, tally: &mut Ta
         tally.cover("disturbed by refusals at random");
     }
     injections
+}
+
+/// What shall happen to the device that evaluates beside them.
+fn disturbances_beside(device: &str, draw: &mut Draw, tally: &mut Tally) -> Vec<Injection> {
+    tally.cover("a device evaluates beside the team: disturbed");
+    let (device, step) = (device.to_owned(), draw.from(1, STEPS));
+    let program = Some(draw.of(&["renew", "evaluate"]).to_owned());
+    match draw.from(0, 4) {
+        0 => vec![Injection::Loss { device, step, program }],
+        1 => vec![Injection::Silence { device, step, forever: draw.chance(0.5) }],
+        2 => vec![Injection::At { device: Some(device), step, program, op: None }; FOR_EVER],
+        3 => vec![Injection::At { device: Some(device), step, program, op: None }],
+        _ => vec![],
+    }
 }
 
 /// One disturbed run, to its end.
