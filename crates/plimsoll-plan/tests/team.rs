@@ -313,6 +313,46 @@ fn more_memory_of_a_device_makes_no_team_slower() {
 }
 
 #[test]
+fn who_is_far_away_is_left_out_of_a_pipeline_and_of_a_batch() {
+    let config = preset("smollm2-135m").expect("listed");
+    let link = |bytes_per_second: f64| Link { bytes_per_second, latency_seconds: 1e-5 };
+    let with = |devices: &[DeviceSpec], host: Bytes| {
+        let mut team = TeamQuestion { host, ..team(&config, devices, 64) };
+        team.devices.iter_mut().for_each(|question| question.host = common::host(host));
+        let begin = Instant::now();
+        let answer = share_out(&team);
+        say(&answer, begin);
+        assert!(answer.plan.fits);
+        answer.plan
+    };
+    // One of two that are alike but for their link.
+    let near = [("a", 1500, 0.5, 16e9), ("b", 1500, 0.3, 16e9)];
+    let near = near.map(|(name, mib, pace, rate)| device(name, Bytes::mib(mib), pace, link(rate)));
+    let far = [near[0].clone(), near[1].clone(), device("c", Bytes::mib(1500), 0.3, link(1e5))];
+    let (pair, three) = (with(&near, Bytes::ZERO), with(&far, Bytes::ZERO));
+    assert!(
+        three.predicted.step_seconds < 1.01 * pair.predicted.step_seconds,
+        "{:?}, {:?}",
+        three.predicted,
+        pair.predicted
+    );
+    assert_eq!(three.left_out[0].device, "c");
+    // What is packed waits longer for a slow link than was worked out: one alone may be faster then.
+    let card = |mib: u64, rate: f64| {
+        let card = paper::paper("rtx4060ti-16g", Budget::Amount(Bytes::mib(mib))).expect("listed");
+        DeviceSpec { team_link: link(rate), ..card }
+    };
+    let cards = [card(9000, 12e9), card(2000, 1e8)];
+    let (alone, both) = (with(&cards[..1], Bytes::gib(128)), with(&cards, Bytes::gib(128)));
+    assert!(
+        both.predicted.step_seconds < 1.01 * alone.predicted.step_seconds,
+        "{:?}, {:?}",
+        both.predicted,
+        alone.predicted
+    );
+}
+
+#[test]
 fn sequences_follow_speed_while_parts_of_the_state_stay() {
     let config = preset("smollm2-135m").expect("listed");
     let devices = |paces: [f64; 2]| {

@@ -514,7 +514,7 @@ pub(crate) fn learned(device: &DeviceSpec) -> Option<String> {
 pub fn disturbed() -> Option<String> {
     calibration::disturbed().map(|share| {
         format!(
-            "rates: others took {:.0} % of the processor's time while it was measured, so predicted times are too long, and \
+            "rates: others took {:.0} % of the processor's time while it was measured, so predicted times may be far off, and \
              every start measures again until it is left alone; plimsoll bench devices does so once and for all",
             100.0 * share
         )
@@ -767,6 +767,17 @@ pub fn plan(file: &RunFile, explain: bool) -> Result<Planned, Failure> {
         ladders(&team, &mut answer);
     }
     let TeamAnswer { parts, plan, .. } = answer;
+    if file.run.team == TeamOf::All && plan.fits && parts.len() < devices.len() {
+        let sequences = file.batch_sequences();
+        let message = format!(
+            "run.team = \"all\": a step has {sequences} sequences, and no way was found to share them, or the model, among all \
+             {} devices",
+            devices.len()
+        );
+        return Err(
+            Failure::input(message).hint("take a larger train.batch_tokens, fewer devices, or run.team = \"auto\"")
+        );
+    }
     let part: Vec<usize> = parts.iter().map(|part| part.device).collect();
     let first = parts.into_iter().next().expect("somebody takes part");
     let answer = Answer { plan, ..first.answer };

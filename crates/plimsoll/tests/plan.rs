@@ -32,6 +32,18 @@ fn a_plan_on_paper_is_a_table_that_fits_a_terminal() {
 }
 
 #[test]
+fn all_devices_take_part_or_none() {
+    let three = ["--model", "smollm2-135m", "--devices", "rtx3090,rtx3090,rtx3090", "--sequence", "256"];
+    // A step of two sequences is for two devices, and its pipeline for as many stages as micro-batches make worth it.
+    let all = ["--batch-tokens", "512", "--set", "run.team=all"];
+    let output = plan(&[&three[..], &all].concat());
+    let told = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{told}");
+    assert!(told.contains("a step has 2 sequences") && told.contains("all 3 devices"), "{told}");
+    assert_eq!(plan(&[&three[..], &all[..2]].concat()).status.code(), Some(0));
+}
+
+#[test]
 fn every_member_of_a_team_has_a_ladder_of_its_own_and_those_that_are_alike_one() {
     let team = |devices| plan(&["--model", "smollm2-135m", "--sequence", "512", "--devices", devices, "--explain"]);
     let unequal = text(&team("rtx3090,rtx3070,host=16GiB").stdout);

@@ -23,8 +23,9 @@ pub(super) fn worth(team: &TeamQuestion, crew: &Crew, devices: &[usize]) -> Wort
 pub fn alternatives(team: &TeamQuestion, plan: &Plan) -> Vec<Alternative> {
     let questions = team.about(&plan.rungs, &vec![team.host; team.devices.len()]);
     let mut crew = Crew::new(&questions, team.total());
+    crew.look_near_plain();
     let able = crew.able();
-    for split in able.iter().filter_map(|&device| crew.split(&[device])).chain(crew.split(&able)).collect::<Vec<_>>() {
+    if let Some(split) = crew.split(&able) {
         crew.look_near(&split);
     }
     let mut ways: Vec<Split> = able.iter().filter_map(|&device| crew.split(&[device])).collect();

@@ -2,8 +2,8 @@
 //! it can be, and which devices are worth having.
 
 use super::exchange::Exchange;
-use super::{Given, ShareOut, TeamQuestion, Way, alternatives, cannot_hold, named, slower_with};
-use crate::search::{Candidate, Menu, Question};
+use super::{Given, ShareOut, TeamAnswer, TeamQuestion, Way, alone, alternatives, cannot_hold, named, slower_with};
+use crate::search::{Candidate, Menu, Question, search};
 use plimsoll_core::{Bytes, DeviceSpec, LeftOut, Recipe, Rung, Sharing, Worth};
 use plimsoll_program::Share;
 
@@ -204,6 +204,15 @@ impl<'q> Crew<'q> {
         }
     }
 
+    /// Looks at recipes near those of each device alone, and of the same number of sequences for everybody.
+    pub fn look_near_plain(&mut self) {
+        let able = self.able();
+        let splits = able.iter().filter_map(|&device| self.split(&[device])).chain(self.even(&able));
+        for split in splits.collect::<Vec<_>>() {
+            self.look_near(&split);
+        }
+    }
+
     /// Looks at recipes for the whole shares on both sides of those that would make all devices end at once, if sequences
     /// could be cut: what divides neither is found nowhere else.
     fn look_at_ideal(&mut self) {
@@ -240,6 +249,7 @@ pub(super) fn with_hosts<T>(team: &TeamQuestion, rungs: &[Rung], then: impl Fn(B
         let mut batch = Batch { team, rungs, crew: Crew::new(&questions, team.total()) };
         if team.devices.len() > 1 {
             batch.crew.look_at_ideal();
+            batch.crew.look_near_plain();
         }
         let mut split = batch.choose()?;
         for _ in 0..4 {
@@ -276,6 +286,36 @@ impl Batch<'_, '_> {
     }
 }
 
+impl Batch<'_, '_> {
+    /// A packed team, or the device that does more alone: only what is packed knows how long others are really waited for.
+    pub fn or_alone(&self, packed: TeamAnswer) -> TeamAnswer {
+        let Batch { team, crew, .. } = self;
+        let seconds = packed.plan.predicted.step_seconds;
+        if team.all || packed.parts.len() == 1 {
+            return packed;
+        }
+        let splits = crew.able().into_iter().filter_map(|device| crew.split(&[device]));
+        let Some(split) = splits.min_by(|a, b| a.seconds.total_cmp(&b.seconds)).filter(|split| split.seconds < seconds)
+        else {
+            return packed;
+        };
+        let (device, way) = (split.devices[0], crew.way(&split, team.host));
+        let answer = search(&team.of(device, &Share::ALONE, team.total(), team.host));
+        if !answer.plan.fits || answer.plan.predicted.step_seconds >= seconds {
+            return packed;
+        }
+        let mut left_out = self.left_out(&way);
+        for part in packed.parts.iter().filter(|part| part.device != device) {
+            let name = &team.devices[part.device].device.name;
+            let why = slower_with(team, name, answer.plan.predicted.step_seconds, seconds);
+            if let Some(known) = left_out.iter_mut().find(|out| out.device == *name) {
+                *known = why;
+            }
+        }
+        alone(team, (device, answer), left_out)
+    }
+}
+
 impl ShareOut for Batch<'_, '_> {
     fn fastest(&self) -> Option<Way> {
         Some(self.crew.way(&self.choose()?, self.team.host))
@@ -304,14 +344,8 @@ impl ShareOut for Batch<'_, '_> {
         slow.into_iter().map(why).chain(cannot_hold(team, &unable, rungs, true)).collect()
     }
 
-    fn worth(&mut self, way: &Way) -> Option<Worth> {
-        let devices = way.devices();
-        // Alone, each has recipes for the whole step that nobody had to look at so far.
-        let alone = |crew: &Crew, device: usize| crew.split(&[device]);
-        for split in devices.iter().filter_map(|&device| alone(&self.crew, device)).collect::<Vec<_>>() {
-            self.crew.look_near(&split);
-        }
-        Some(alternatives::worth(self.team, &self.crew, &devices))
+    fn worth(&self, way: &Way) -> Option<Worth> {
+        Some(alternatives::worth(self.team, &self.crew, &way.devices()))
     }
 }
 

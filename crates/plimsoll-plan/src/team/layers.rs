@@ -633,14 +633,29 @@ impl Layers<'_, '_> {
         let mut devices = self.deepest()?;
         let mut best = self.way(&devices);
         while devices.len() > 2 && !self.team.all {
-            let out = self.slowest(&devices)?;
-            devices.retain(|device| *device != out);
-            match self.way(&devices) {
-                Some(way) if best.as_ref().is_none_or(|best| way.seconds < best.seconds) => best = Some(way),
+            let mut outs = match devices.len() {
+                ..=EVERY_ORDER => devices.clone(),
+                _ => self.slowest(&devices).into_iter().chain(self.farthest(&devices)).collect(),
+            };
+            outs.dedup_by_key(|device| self.team.first_alike(*device));
+            let fewer = outs.into_iter().filter_map(|out| {
+                let devices: Vec<usize> = devices.iter().copied().filter(|&device| device != out).collect();
+                self.way(&devices).map(|way| (devices, way))
+            });
+            match fewer.min_by(|a, b| a.1.seconds.total_cmp(&b.1.seconds)) {
+                Some((fewer, way)) if best.as_ref().is_none_or(|best| way.seconds < best.seconds) => {
+                    (devices, best) = (fewer, Some(way));
+                }
                 _ => break,
             }
         }
         best
+    }
+
+    /// The device with the slowest link to the others.
+    fn farthest(&self, devices: &[usize]) -> Option<usize> {
+        let link = |device: &usize| self.team.devices[*device].device.team_link.bytes_per_second;
+        devices.iter().copied().min_by(|a, b| link(a).total_cmp(&link(b)))
     }
 }
 
@@ -662,7 +677,7 @@ impl ShareOut for Layers<'_, '_> {
         })
     }
 
-    fn worth(&mut self, _: &Way) -> Option<Worth> {
+    fn worth(&self, _: &Way) -> Option<Worth> {
         None
     }
 }

@@ -73,7 +73,7 @@ trait ShareOut {
     /// Those that take no part, and why.
     fn left_out(&self, way: &Way) -> Vec<LeftOut>;
     /// What the devices do beside what they do alone, where they can.
-    fn worth(&mut self, way: &Way) -> Option<Worth>;
+    fn worth(&self, way: &Way) -> Option<Worth>;
 }
 
 /// What is asked of the planner about a team.
@@ -269,8 +269,12 @@ fn alone(team: &TeamQuestion, (device, answer): (usize, Answer), left_out: Vec<L
 /// The fastest team under some lossy rungs, if there is one: a batch shared out by devices that can hold the model, the
 /// state in parts, or a pipeline.
 fn under_rungs(team: &TeamQuestion, rungs: &[Rung]) -> Option<TeamAnswer> {
-    let batch =
-        team.asked(Sharing::Batch).then(|| batch::with_hosts(team, rungs, |mut batch| packed(team, rungs, &mut batch)));
+    let batch = team.asked(Sharing::Batch).then(|| {
+        batch::with_hosts(team, rungs, |mut batch| {
+            let packed = packed(team, rungs, &mut batch)?;
+            Some(batch.or_alone(packed))
+        })
+    });
     let batch = batch.flatten();
     if !team.asked(Sharing::State) && !team.asked(Sharing::Layers) {
         return batch;

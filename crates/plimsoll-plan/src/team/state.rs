@@ -478,7 +478,7 @@ impl ShareOut for State<'_, '_> {
         out_of_way(self.team, way, "it has no recipe with a sequence of each micro-batch", |devices| self.way(devices))
     }
 
-    fn worth(&mut self, _: &Way) -> Option<Worth> {
+    fn worth(&self, _: &Way) -> Option<Worth> {
         None
     }
 }

@@ -48,7 +48,7 @@ fn check(command: &str, python: &Path) -> Result<(), Failure> {
 
 fn needs_wheel(why: &str) -> Failure {
     Failure::input(format!("several machines need Python with Plimsoll's wheel: {why}"))
-        .hint("pip install 'plimsoll-train[ray]', and run the plimsoll that comes with it")
+        .hint("build the wheel with cargo xtask wheel, pip install it with [ray], and run the plimsoll that comes with it")
         .hint(format!("or name the Python that has it: {PYTHON}=/path/to/python3"))
 }
 
