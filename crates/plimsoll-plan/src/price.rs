@@ -157,17 +157,18 @@ impl Prices<'_> {
 
     /// Predicted seconds in which the device computes in one call of a Program: copies, the host and other devices left out.
     pub fn computing_seconds(&self, set: &ProgramSet, program: &Program) -> f64 {
-        let block = |block: &Block| {
-            let ops = block.ops.iter().filter(|op| op.queue == Queue::Compute);
-            ops.map(|op| self.op_seconds(set, op)).sum::<f64>() * f64::from(block.repeat)
-        };
-        program.blocks.iter().map(block).sum()
+        self.sum_seconds(set, program, |op| op.queue == Queue::Compute)
     }
 
     /// Predicted seconds in which one call of a Program keeps the link of the team busy.
     pub fn exchange_seconds(&self, set: &ProgramSet, program: &Program) -> f64 {
+        self.sum_seconds(set, program, |op| matches!(op.kind, OpKind::CollectiveStart(_)))
+    }
+
+    /// Predicted seconds of some ops of a Program, added up.
+    fn sum_seconds(&self, set: &ProgramSet, program: &Program, counts: impl Fn(&Op) -> bool) -> f64 {
         let block = |block: &Block| {
-            let ops = block.ops.iter().filter(|op| matches!(op.kind, OpKind::CollectiveStart(_)));
+            let ops = block.ops.iter().filter(|op| counts(op));
             ops.map(|op| self.op_seconds(set, op)).sum::<f64>() * f64::from(block.repeat)
         };
         program.blocks.iter().map(block).sum()

@@ -363,9 +363,7 @@ impl DeviceRequest {
             | DeviceRequest::Paper { budget, .. } => *budget,
         }
     }
-}
 
-impl DeviceRequest {
     /// The same device under another load line.
     pub fn give(&mut self, amount: Budget) {
         match self {

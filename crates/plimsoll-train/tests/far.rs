@@ -1,6 +1,9 @@
 //! Devices in other processes are devices like all others: a run with some of them ends with the bits of one that has all of
 //! its devices in its own process, whoever refuses is dropped by all, and a process that is killed is a device that is lost.
 
+mod common;
+
+use common::Watchdog;
 use plimsoll_core::{Event, Exit, Failure, Record, RunStatus};
 use plimsoll_device::probe::Cpu;
 use plimsoll_train::run::far::host::Host;
@@ -13,40 +16,12 @@ use std::collections::HashMap;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 use std::{fs, io};
 
 /// Where a process that is started to be a host finds the test.
 const HOST_OF: &str = "PLIMSOLL_TEST_HOST_OF";
-
-/// Ends the process where a test hangs.
-struct Watchdog(Arc<AtomicBool>);
-
-impl Watchdog {
-    fn new() -> Watchdog {
-        let done = Arc::new(AtomicBool::new(false));
-        let seen = done.clone();
-        std::thread::spawn(move || {
-            for _ in 0..3000 {
-                std::thread::sleep(Duration::from_millis(100));
-                if seen.load(Ordering::Relaxed) {
-                    return;
-                }
-            }
-            eprintln!("a device hangs");
-            std::process::abort();
-        });
-        Watchdog(done)
-    }
-}
-
-impl Drop for Watchdog {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
-    }
-}
 
 /// A process, and the way to it.
 type Reached = (Child, Arc<Streams<UnixStream>>);

@@ -2,6 +2,9 @@
 //! where only the order of sums differs), all ranks have the same bits, and a rank that gives up anywhere leaves nobody
 //! waiting and nothing half done.
 
+mod common;
+
+use common::Watchdog;
 use plimsoll_core::{
     Bytes, DType, DeviceKind, DeviceSpec, FileSpec, HostSpec, Link, Offload, Rates, Recipe, RecomputeLevel, Sharing,
     Space,
@@ -31,39 +34,12 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 const LINK: Link = Link { bytes_per_second: 1e12, latency_seconds: 0.0 };
 const SEQUENCE: u64 = 12;
 const STEPS: u64 = 4;
-
-/// Ends the process where a test hangs.
-struct Watchdog(Arc<AtomicBool>);
-
-impl Watchdog {
-    fn new() -> Watchdog {
-        let done = Arc::new(AtomicBool::new(false));
-        let seen = done.clone();
-        std::thread::spawn(move || {
-            for _ in 0..3000 {
-                std::thread::sleep(Duration::from_millis(100));
-                if seen.load(Ordering::Relaxed) {
-                    return;
-                }
-            }
-            eprintln!("a rank hangs");
-            std::process::abort();
-        });
-        Watchdog(done)
-    }
-}
-
-impl Drop for Watchdog {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
-    }
-}
 
 /// Each has something that the others lack: tied heads, biases, norms of heads, a head of its own.
 fn models() -> Vec<ModelConfig> {
