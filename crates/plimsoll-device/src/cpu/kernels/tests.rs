@@ -1372,6 +1372,7 @@ fn every_width_of_vectors_keeps_the_promises() {
     }
     for width in ["portable", "avx2", "avx512"] {
         let run = std::process::Command::new(std::env::current_exe().unwrap())
+            .arg("cpu::kernels::")
             .env("PLIMSOLL_VECTORS", width)
             .output()
             .unwrap();
