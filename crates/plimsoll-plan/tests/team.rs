@@ -337,6 +337,13 @@ fn who_is_far_away_is_left_out_of_a_pipeline_and_of_a_batch() {
         pair.predicted
     );
     assert_eq!(three.left_out[0].device, "c");
+    // Two that are as far away: to leave out one of them gains nothing. Neither does the order in which they are named.
+    let cards = |rates: [f64; 4]| rates.map(|rate| device("a", Bytes::mib(1500), 0.5, link(rate)));
+    let pair = with(&cards([16e9; 4])[..2], Bytes::ZERO);
+    for rates in [[16e9, 16e9, 1e5, 1e5], [1e5, 16e9, 1e6, 16e9], [1e5, 1e5, 16e9, 16e9]] {
+        let four = with(&cards(rates), Bytes::ZERO).predicted;
+        assert!(four.step_seconds < 1.01 * pair.predicted.step_seconds, "{rates:?} {four:?}, {:?}", pair.predicted);
+    }
     // What is packed waits longer for a slow link than was worked out: one alone may be faster then.
     let card = |mib: u64, rate: f64| {
         let card = paper::paper("rtx4060ti-16g", Budget::Amount(Bytes::mib(mib))).expect("listed");

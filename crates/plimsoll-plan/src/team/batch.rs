@@ -2,7 +2,9 @@
 //! it can be, and which devices are worth having.
 
 use super::exchange::Exchange;
-use super::{Given, ShareOut, TeamAnswer, TeamQuestion, Way, alone, alternatives, cannot_hold, named, slower_with};
+use super::{
+    Given, ShareOut, TeamAnswer, TeamQuestion, Way, alone, alternatives, cannot_hold, circles, named, slower_with,
+};
 use crate::search::{Candidate, Menu, Question, search};
 use plimsoll_core::{Bytes, DeviceSpec, LeftOut, Recipe, Rung, Sharing, Worth};
 use plimsoll_program::Share;
@@ -137,14 +139,15 @@ impl<'q> Crew<'q> {
         Some(Split { devices: devices.to_vec(), sequences, seconds: slowest })
     }
 
-    /// The fastest of all teams of these devices that are looked at: the fastest so many of them, and then with one more or
-    /// one less for as long as that helps.
+    /// The fastest of all teams of these devices that are looked at: of those within reach over some link the fastest so
+    /// many, and then with one more or one less for as long as that helps.
     pub fn fastest(&self, able: &[usize]) -> Option<Split> {
         let alone = |device: usize| self.split(&[device]).map_or(f64::INFINITY, |split| split.seconds);
         let mut order: Vec<(usize, f64)> = able.iter().map(|&device| (device, alone(device))).collect();
         order.sort_by(|a, b| a.1.total_cmp(&b.1));
-        let of_first = |number: usize| {
-            let mut devices: Vec<usize> = order[..number].iter().map(|(device, _)| *device).collect();
+        let order: Vec<usize> = order.into_iter().map(|(device, _)| device).collect();
+        let of_first = |order: &[usize]| {
+            let mut devices = order.to_vec();
             devices.sort_unstable();
             self.split(&devices)
         };
@@ -152,7 +155,9 @@ impl<'q> Crew<'q> {
             (Some(best), Some(other)) if other.seconds < best.seconds => Some(other),
             (best, other) => best.or(other),
         };
-        let mut best = (1..=order.len()).map(of_first).fold(None, faster)?;
+        let circles = circles(&order, |device| self.questions[device].device.team_link);
+        let firsts = circles.iter().flat_map(|circle| (1..=circle.len()).map(|number| &circle[..number]));
+        let mut best = firsts.map(of_first).fold(None, faster)?;
         loop {
             let changed = able.iter().filter_map(|&device| {
                 let mut devices = best.devices.clone();

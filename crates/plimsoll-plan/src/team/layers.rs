@@ -9,7 +9,7 @@
 //! proportion; what still has no room is worked out to wait. All stages together keep under the line of the host. How many sequences a micro-batch has, which devices take part and in which order is tried. What is most
 //! promising is searched for recipes.
 
-use super::{Given, LeftOut, ShareOut, TeamQuestion, Way, out_of_way, slowest};
+use super::{Given, LeftOut, ShareOut, TeamQuestion, Way, circles, out_of_way, slowest};
 use crate::layout::lower_bounds;
 use crate::price::Prices;
 use crate::search::{Candidate, Pins, Question, fastest_by_bounds, side_by_side, under};
@@ -431,7 +431,7 @@ impl<'t, 'q> Layers<'t, 'q> {
     /// About the least of the host that would do for all devices, a sequence at a time.
     pub fn least_host(&self) -> Option<Bytes> {
         let micro_batch = self.team.devices[0].pins.micro_batch.unwrap_or(1);
-        let devices = self.deepest()?;
+        let devices = self.deepest(self.every_device())?;
         let orders = self.orders(&devices);
         let cuts = orders.iter().flat_map(|order| self.sketches(order, micro_batch, &vec![0; order.len()]));
         cuts.map(|cut| cut.host).min()
@@ -612,13 +612,12 @@ impl Layers<'_, '_> {
         devices.iter().copied().min_by(|&a, &b| speed(a).total_cmp(&speed(b)))
     }
 
-    /// As many devices as can have a layer each, if there can be a pipeline at all.
-    fn deepest(&self) -> Option<Vec<usize>> {
+    /// As many of some devices as can have a layer each, if there can be a pipeline of them at all.
+    fn deepest(&self, mut devices: Vec<usize>) -> Option<Vec<usize>> {
         let pinned = &self.team.devices[0].pins;
         if self.team.devices[0].optimizer.is_none() || pinned.offload.is_some_and(|offload| !offload.is_nothing()) {
             return None;
         }
-        let mut devices: Vec<usize> = (0..self.team.devices.len()).collect();
         if self.team.host == Bytes::ZERO && devices.iter().any(|&device| self.by_mail(device)) {
             return None;
         }
@@ -629,13 +628,27 @@ impl Layers<'_, '_> {
         (2..=self.depth()).contains(&(devices.len() as u64)).then_some(devices)
     }
 
+    fn every_device(&self) -> Vec<usize> {
+        (0..self.team.devices.len()).collect()
+    }
+
     fn found(&self) -> Option<Way> {
-        let mut devices = self.deepest()?;
+        let devices = self.every_device();
+        if self.team.all {
+            return self.way(&self.deepest(devices)?);
+        }
+        let circles = circles(&devices, |device| self.team.devices[device].device.team_link);
+        let ways = circles.into_iter().filter_map(|circle| self.way_without_the_slow(self.deepest(circle)?));
+        ways.min_by(|a, b| a.seconds.total_cmp(&b.seconds))
+    }
+
+    /// The fastest way for some devices, or for fewer of them where each that is left out was in the way of the others.
+    fn way_without_the_slow(&self, mut devices: Vec<usize>) -> Option<Way> {
         let mut best = self.way(&devices);
-        while devices.len() > 2 && !self.team.all {
+        while devices.len() > 2 {
             let mut outs = match devices.len() {
                 ..=EVERY_ORDER => devices.clone(),
-                _ => self.slowest(&devices).into_iter().chain(self.farthest(&devices)).collect(),
+                _ => self.slowest(&devices).into_iter().collect(),
             };
             outs.dedup_by_key(|device| self.team.first_alike(*device));
             let fewer = outs.into_iter().filter_map(|out| {
@@ -650,12 +663,6 @@ impl Layers<'_, '_> {
             }
         }
         best
-    }
-
-    /// The device with the slowest link to the others.
-    fn farthest(&self, devices: &[usize]) -> Option<usize> {
-        let link = |device: &usize| self.team.devices[*device].device.team_link.bytes_per_second;
-        devices.iter().copied().min_by(|a, b| link(a).total_cmp(&link(b)))
     }
 }
 

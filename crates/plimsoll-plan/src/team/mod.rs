@@ -413,6 +413,17 @@ fn slowest(links: impl Iterator<Item = Link>) -> Link {
     links.reduce(slower).unwrap_or(Link::MEMORY)
 }
 
+/// All of these devices, those without the slowest links, and so on: a team exchanges at the pace of its slowest link, so
+/// leaving out one of several that are as far away gains nothing.
+fn circles(devices: &[usize], link: impl Fn(usize) -> Link) -> Vec<Vec<usize>> {
+    let pace = |device: usize| link(device).bytes_per_second;
+    let mut paces: Vec<f64> = devices.iter().map(|&device| pace(device)).collect();
+    paces.sort_by(f64::total_cmp);
+    paces.dedup();
+    let within = |least: f64| devices.iter().copied().filter(|&device| pace(device) >= least).collect();
+    paces.into_iter().map(within).collect()
+}
+
 /// A device that takes no part, and why.
 fn named(device: &str, why: String) -> LeftOut {
     LeftOut { device: device.to_owned(), why, used_by: None, tokens_per_second: None, evaluates: None }

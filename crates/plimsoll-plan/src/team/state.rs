@@ -7,7 +7,7 @@
 //! computed again. A sketch of each is made from what a rank takes and holds where nothing is computed again, and where
 //! everything is; the most promising are searched for recipes.
 
-use super::{Given, LeftOut, Only, ShareOut, TeamQuestion, Way, out_of_way, slowest};
+use super::{Given, LeftOut, Only, ShareOut, TeamQuestion, Way, circles, out_of_way, slowest};
 use crate::search::{Candidate, InParts, Question, Rank, computing_seconds, fastest_by_bounds, side_by_side, under};
 use plimsoll_core::{Bytes, DeviceSpec, Rung, Sharing, Worth};
 use plimsoll_program::Share;
@@ -407,58 +407,28 @@ impl<'t, 'q> State<'t, 'q> {
         shares.into_iter().enumerate().map(of).collect()
     }
 
-    /// Whom a team might be faster without: who has one sequence of each micro-batch and is still the slowest, and whose
-    /// link is the slowest.
-    fn slows(&self, way: &Way) -> Vec<usize> {
-        let devices: Vec<usize> = way.ranks.iter().map(|given| given.device).collect();
-        let link = |device: usize| self.team.devices[device].device.team_link.bytes_per_second;
-        let slowest_link = devices.iter().map(|&device| link(device)).fold(f64::INFINITY, f64::min);
+    /// Whom a team might be faster without: who has one sequence of each micro-batch and is still the slowest; where all
+    /// together have no way, the slowest.
+    fn slows(&self, devices: &[usize], way: Option<&Way>) -> Vec<usize> {
+        let Some(way) = way else {
+            let slower = |a: &usize, b: &usize| self.computing(*a, 1).total_cmp(&self.computing(*b, 1));
+            return devices.iter().copied().max_by(slower).into_iter().collect();
+        };
         let seconds = |given: &Given| self.computing(given.device, u64::from(given.recipe.micro_batch));
         let slowest = way.ranks.iter().map(seconds).fold(0.0, f64::max);
-        let differ = devices.iter().any(|&device| link(device) > slowest_link);
-        let slows = |given: &&Given| {
-            given.recipe.micro_batch == 1 && seconds(given) >= slowest || differ && link(given.device) <= slowest_link
-        };
+        let slows = |given: &&Given| given.recipe.micro_batch == 1 && seconds(given) >= slowest;
         way.ranks.iter().filter(slows).map(|given| given.device).collect()
     }
-}
 
-impl ShareOut for State<'_, '_> {
-    fn fastest(&self) -> Option<Way> {
-        let total = self.team.total() as usize;
-        let mut devices: Vec<usize> = (0..self.team.devices.len()).collect();
-        if !self.team.all && self.kept().is_none() && devices.len() > total {
-            devices.sort_by(|&a, &b| self.computing(a, 1).total_cmp(&self.computing(b, 1)));
-            devices.truncate(total);
-            devices.sort_unstable();
-        }
-        if devices.len() < 2 {
-            return None;
-        }
-        let without = |devices: &[usize], out: usize| -> Vec<usize> {
-            devices.iter().copied().filter(|&device| device != out).collect()
-        };
+    /// The fastest way for some devices, or for fewer of them where each that is left out was in the way of the others.
+    fn way_without_the_slow(&self, mut devices: Vec<usize>) -> Option<Way> {
         let mut best = self.way(&devices);
-        if self.team.all || self.kept().is_some() {
-            return best;
-        }
         while devices.len() > 2 {
-            // Where all together have no way, the slowest is in the way of the others, if anybody is.
-            let out = match &best {
-                Some(way) => self.slows(way),
-                None => devices
-                    .iter()
-                    .copied()
-                    .max_by(|&a, &b| self.computing(a, 1).total_cmp(&self.computing(b, 1)))
-                    .into_iter()
-                    .collect(),
-            };
-            let fewer = out.into_iter().filter_map(|out| {
-                let devices = without(&devices, out);
+            let fewer = self.slows(&devices, best.as_ref()).into_iter().filter_map(|out| {
+                let devices: Vec<usize> = devices.iter().copied().filter(|&device| device != out).collect();
                 self.way(&devices).map(|way| (devices, way))
             });
-            let fewer = fewer.min_by(|a, b| a.1.seconds.total_cmp(&b.1.seconds));
-            match fewer {
+            match fewer.min_by(|a, b| a.1.seconds.total_cmp(&b.1.seconds)) {
                 Some((left, way)) if best.as_ref().is_none_or(|best| way.seconds < best.seconds) => {
                     (devices, best) = (left, Some(way));
                 }
@@ -466,6 +436,25 @@ impl ShareOut for State<'_, '_> {
             }
         }
         best
+    }
+}
+
+impl ShareOut for State<'_, '_> {
+    fn fastest(&self) -> Option<Way> {
+        let mut devices: Vec<usize> = (0..self.team.devices.len()).collect();
+        if self.team.all || self.kept().is_some() {
+            return if devices.len() < 2 { None } else { self.way(&devices) };
+        }
+        // Everybody has a sequence of each micro-batch.
+        devices.sort_by(|&a, &b| self.computing(a, 1).total_cmp(&self.computing(b, 1)));
+        let of_circle = |mut circle: Vec<usize>| {
+            circle.truncate(self.team.total() as usize);
+            circle.sort_unstable();
+            self.way_without_the_slow(circle)
+        };
+        let circles = circles(&devices, |device| self.team.devices[device].device.team_link);
+        let ways = circles.into_iter().filter(|circle| circle.len() > 1).filter_map(of_circle);
+        ways.min_by(|a, b| a.seconds.total_cmp(&b.seconds))
     }
 
     fn strike(&mut self, way: &Way, rank: usize, over: Bytes) {
