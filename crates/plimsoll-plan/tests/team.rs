@@ -174,6 +174,8 @@ fn who_is_left_out_evaluates_where_it_has_room_and_saves_time() {
         assert!(part.answer.plan.fits && evaluates.device.peak_bytes <= devices[1].budget);
         assert!(part.answer.set.program("update").is_none() && part.answer.set.program("renew").is_some());
         let step_seconds = answer.plan.predicted.step_seconds;
+        let crossing = 4.0 * 134.5e6 / slow_link.bytes_per_second;
+        assert!(evaluates.hand_over_seconds > crossing, "the weights cross the link: {evaluates:?}");
         assert!(evaluates.saves(100.0 * step_seconds) > 0.0 && evaluates.saves(0.0) < 0.0, "{evaluates:?}");
         assert!((evaluates.seconds / evaluates.team_seconds - 2.0).abs() < 0.2, "half the pace: {evaluates:?}");
         // Rows that nobody has read yet: as many as it takes to be worth it.

@@ -420,8 +420,9 @@ fn the_line_of_one_device_is_moved_by_its_name() {
     assert_eq!(result["status"], "done");
 }
 
-/// One that the other would only slow, over a link of 100 kB a second.
-const BESIDE: &str = "virtual:a=64MiB@0.4,virtual:b=48MiB@0.2::100kB/s";
+/// One that the other would only slow, over a link that takes longer for the gradients of every step than for the weights of
+/// an evaluation.
+const BESIDE: &str = "virtual:a=64MiB@0.4,virtual:b=48MiB@0.1::30MB/s";
 
 /// As often as not, of steps that take long enough for another device to evaluate meanwhile.
 const EVALUATED: [&str; 2] = ["--set", "train.eval_every=2"];
@@ -482,10 +483,12 @@ fn who_is_left_out_evaluates_while_the_others_go_on_and_no_bit_changes() {
 #[test]
 fn a_team_is_evaluated_for_with_its_own_bits() {
     let place = Place::new(&QUICK);
-    let two = "virtual:a=64MiB@0.3,virtual:b=64MiB@0.2";
-    train(&place, "plain", &[&["--devices", two][..], &EVALUATED].concat());
-    let three = format!("{two},virtual:c=48MiB@0.3::100kB/s");
-    let result = train(&place, "beside", &[&["--devices", &three][..], &EVALUATED].concat());
+    // Long enough to be worth a slow link, and seldom enough for a slow device.
+    place.write("eval.jsonl", place.read("eval.jsonl").repeat(4));
+    let (two, evaluated) = ("virtual:a=64MiB@0.3,virtual:b=64MiB@0.2", ["--set", "train.eval_every=6"]);
+    train(&place, "plain", &[&["--devices", two][..], &evaluated].concat());
+    let three = format!("{two},virtual:c=48MiB@0.12::22MB/s");
+    let result = train(&place, "beside", &[&["--devices", &three][..], &evaluated].concat());
     assert_eq!((names(&result), &result["sharing"]), (vec!["virtual:a", "virtual:b"], &"batch".into()), "{result}");
     assert_eq!(result["evaluator"]["device"], "virtual:c", "{result}");
     holds(&result);

@@ -5,8 +5,8 @@
 use super::{Evaluations, Part, TeamAnswer, TeamQuestion, slowest};
 use crate::price::Prices;
 use crate::search::{Answer, Question, can_hold, plan_of, under};
-use plimsoll_core::{Bytes, Evaluates, FileSpec, HostSpec, Link, Offload, Recipe, RecomputeLevel, Sharing};
-use plimsoll_program::Share;
+use plimsoll_core::{Bytes, Evaluates, FileSpec, HostSpec, Link, Offload, Recipe, RecomputeLevel, Sharing, Space};
+use plimsoll_program::{Block, Op, OpKind, Share};
 use plimsoll_program::models::decoder::{Method, Source};
 
 /// An evaluation is long enough to tell what a row takes.
@@ -73,6 +73,9 @@ fn evaluator(
     let (cuts, writers) = if staged { (1, parts.len()) } else { (parts.len(), 1) };
     let times = |part: &Part| times(parts, part, evaluations.rows);
     let at_once = |part: &Part| part.answer.plan.recipe.micro_batch.div_ceil(own.plan.recipe.micro_batch);
+    // Between two machines what is given crosses the slower of their links, as what the team exchanges does.
+    let between = slowest([link, team.devices[device].device.team_link].into_iter());
+    let over_link = between.latency_seconds + read_bytes(&own, "renew") / between.bytes_per_second;
     let given: f64 = parts[..writers].iter().map(|part| theirs(part, "save")).sum();
     let evaluates = Evaluates {
         recipe: own.plan.recipe.clone(),
@@ -81,7 +84,7 @@ fn evaluator(
         seconds: parts[..cuts].iter().map(|part| times(part) * f64::from(at_once(part)) * mine("evaluate")).sum(),
         team_seconds: parts.iter().map(|part| times(part) * theirs(part, "evaluate")).fold(0.0, f64::max),
         // A piece is given when the one before it has been taken.
-        hand_over_seconds: given + mine("renew"),
+        hand_over_seconds: given + over_link + mine("renew"),
     };
     let meanwhile = evaluations.every as f64 * plan.predicted.step_seconds;
     let helps = match evaluations.rows {
@@ -106,6 +109,18 @@ fn times(parts: &[Part], part: &Part, rows: Option<u64>) -> f64 {
     };
     let times = own.div_ceil(u64::from(part.answer.plan.recipe.micro_batch)) as f64;
     if rows.is_some() { times } else { times / all as f64 }
+}
+
+/// Bytes that a Program reads from files.
+fn read_bytes(answer: &Answer, program: &str) -> f64 {
+    let read = |op: &Op| match &op.kind {
+        OpKind::TransferStart { from, elements, .. } if answer.set.tensor(from.tensor).space == Space::File => {
+            (elements * answer.set.tensor(from.tensor).dtype.bytes()) as f64
+        }
+        _ => 0.0,
+    };
+    let block = |block: &Block| f64::from(block.repeat) * block.ops.iter().map(read).sum::<f64>();
+    answer.set.program(program).map_or(0.0, |program| program.blocks.iter().map(block).sum())
 }
 
 /// Predicted seconds of a Program, once.
