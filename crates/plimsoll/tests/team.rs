@@ -503,7 +503,7 @@ fn a_run_survives_whatever_becomes_of_the_device_that_evaluates_for_it() {
     train(&place, "plain", &words);
     let weights_of_all = weights(&place, "plain");
     let again = |at: &'static str| vec!["--inject-oom", at];
-    let cases: [(Vec<&str>, Option<&str>); 9] = [
+    let cases: [(Vec<&str>, Option<&str>); 10] = [
         (again("virtual:b/4:evaluate"), None),
         (again("virtual:b/4:renew:3"), None),
         (again("virtual:a/4:save"), None),
@@ -511,6 +511,8 @@ fn a_run_survives_whatever_becomes_of_the_device_that_evaluates_for_it() {
         (for_ever("virtual:b/4:evaluate"), Some("made no progress")),
         (for_ever("virtual:b/4:renew"), Some("made no progress")),
         (vec!["--inject-loss", "virtual:b:4:renew"], Some("virtual:b is gone")),
+        // Before it could do anything at all.
+        (vec!["--inject-loss", "virtual:b:0:load"], Some("virtual:b is gone")),
         (vec!["--inject-silence", "virtual:b:4"], Some("gave no sign of life for 1 s")),
         // Nobody waits for its thread, either.
         (vec!["--inject-silence", "virtual:b:4:forever"], Some("gave no sign of life for 1 s")),
@@ -548,4 +550,133 @@ fn a_run_survives_whatever_becomes_of_the_device_that_evaluates_for_it() {
     assert_eq!(steps(&place, "plain"), steps(&place, "cut"));
     assert_eq!(evaluations(&place, "plain").last(), evaluations(&place, "cut").last());
     assert_eq!(place.json("cut/result.json")["evaluator"]["device"], "virtual:b");
+}
+
+#[test]
+fn what_never_happens_to_a_device_that_only_evaluates_is_refused_and_what_did_not_is_told() {
+    let place = Place::new(&QUICK);
+    let words = [&["--devices", BESIDE][..], &EVALUATED].concat();
+    for (flag, at, says) in [
+        ("--inject-oom", "virtual:b/4:renew:100000", "has no op 100000 in `renew`"),
+        ("--inject-oom", "virtual:b/4:evaluate:adam_w", "has no op `adam_w` in `evaluate`"),
+        ("--inject-oom", "virtual:b/4:re-plan", "runs no `re-plan`"),
+        ("--inject-oom", "virtual:b/4:backward", "runs no `backward`"),
+        ("--inject-oom", "virtual:b/0:renew", "does not run `renew` in step 0"),
+        ("--inject-oom", "virtual:b/4:load", "does not run `load` in step 4"),
+        ("--inject-oom", "4:renew:100000", "this run has no Program `renew`"),
+        ("--inject-loss", "virtual:b:4:backward", "runs no `backward`"),
+        ("--inject-slow", "virtual:b:3:2", "has no passes to slow down"),
+    ] {
+        let said = place.refuse(2, &[&["train", "run.toml", flag, at][..], &words].concat());
+        assert!(said.contains(at) && said.contains(says), "{says}: {said}");
+    }
+    // There is no evaluation after that step.
+    let result = train(&place, "run", &[&words[..], &["--inject-oom", "virtual:b/3:evaluate"]].concat());
+    assert_eq!(result["not_rehearsed"], serde_json::json!(["--inject-oom virtual:b/3:evaluate"]));
+}
+
+#[test]
+fn an_evaluation_that_a_kill_cut_off_is_made_again_and_one_that_was_made_is_not() {
+    let place = Place::new(&QUICK);
+    let saved = ["--set", "train.save_every=2", "--set", "train.keep=4"];
+    let words = [&["--devices", BESIDE][..], &saved, &EVALUATED].concat();
+    train(&place, "plain", &words);
+    train(&place, "cut", &words);
+    // As a kill leaves it between the checkpoint of step 4 and the end of the evaluation after that step.
+    std::fs::remove_file(place.path("cut/result.json")).unwrap();
+    for step in [6, 8] {
+        let path = place.path(&format!("cut/checkpoints/step-{step}"));
+        std::fs::remove_dir_all(path).unwrap();
+    }
+    let events = place.read("cut/events.jsonl");
+    let after = |line: &&str| {
+        let event: Value = serde_json::from_str(line).unwrap();
+        event["step"].as_u64().is_none_or(|step| step < 4 || step == 4 && event["event"] != "evaluation")
+    };
+    let before: Vec<&str> = events.lines().filter(after).collect();
+    place.write("cut/events.jsonl", before.join("\n") + "\n");
+    assert_eq!(evaluations(&place, "cut").len(), 1);
+    place.succeed(&["train", "--resume", "cut", "--quiet"]);
+    assert_eq!(evaluations(&place, "cut"), evaluations(&place, "plain"));
+    // Once more from there: all that is asked for has been made.
+    for step in [6, 8] {
+        std::fs::remove_dir_all(place.path(&format!("cut/checkpoints/step-{step}"))).unwrap();
+    }
+    place.succeed(&["train", "--resume", "cut", "--quiet"]);
+    let steps: Vec<u64> = evaluations(&place, "cut").into_iter().map(|(step, _)| step).collect();
+    assert_eq!(steps, [2, 4, 6, 8, 6, 8]);
+}
+
+#[test]
+fn what_a_device_held_that_left_is_no_part_of_what_the_others_held() {
+    // One layer is no pipeline.
+    let place = Place::new(&Shape { hidden: 768, steps: 6, batch_sequences: 6, ..QUICK });
+    let mut config: Value = serde_json::from_str(&place.read("model/config.json")).unwrap();
+    config["num_hidden_layers"] = 1.into();
+    place.write("model/config.json", config.to_string());
+    let devices = "virtual:a=180MiB@0.4,virtual:b=180MiB@0.3,host=1MiB";
+    let result = train(&place, "run", &["--devices", devices, "--inject-loss", "virtual:b:3"]);
+    assert_eq!(result["lost"][0]["device"], "virtual:b", "{result}");
+    holds(&result);
+    let memory = &result["memory"][0];
+    let over = memory["measured_bytes"].as_f64().unwrap() / memory["predicted_bytes"].as_f64().unwrap();
+    assert!(over < 1.1, "{memory}");
+}
+
+#[test]
+fn the_line_of_a_device_that_evaluates_is_moved_and_where_it_has_no_room_the_team_evaluates() {
+    let place = Place::new(&Shape { steps: 4000, ..QUICK });
+    let words = ["train", "run.toml", "--quiet", "--set", "run.dir=run", "--devices", BESIDE];
+    let mut running = place.start(&[&words[..], &EVALUATED].concat());
+    let evaluated = || evaluations(&place, "run").len();
+    assert!(running.until(|| evaluated() > 0));
+    let planned = || place.json("run/plan.json")["left_out"][0]["evaluates"].clone();
+    let moved = |line: &str| place.succeed(&["budget", "run", line, "--device", "virtual:b"]).stdout;
+    let said = moved("40MiB");
+    assert!(said.contains("load line 40.00 MiB: it evaluates as before"), "{said}");
+    assert_eq!(planned()["device"]["budget_bytes"], 40 << 20);
+    // A byte less than what it holds: fewer rows at once.
+    let (rows, peak) =
+        (planned()["recipe"]["micro_batch"].clone(), planned()["device"]["peak_bytes"].as_u64().unwrap());
+    let said = moved(&(peak - 1).to_string());
+    assert!(said.contains("it evaluates with micro-batch"), "{said}");
+    let now = planned();
+    assert!(
+        now["recipe"]["micro_batch"].as_u64() < rows.as_u64() && now["device"]["peak_bytes"].as_u64() < Some(peak),
+        "{now}"
+    );
+    let before = evaluated();
+    assert!(running.until(|| evaluated() > before + 1));
+    let said = moved("1MiB");
+    assert!(said.contains("the team evaluates itself from now on"), "{said}");
+    assert!(
+        planned().is_null()
+            && place.refuse(2, &["budget", "run", "1MiB", "--device", "virtual:b"]).contains("virtual:a")
+    );
+    let before = evaluated();
+    assert!(running.until(|| evaluated() > before));
+    running.signal("TERM");
+    assert_eq!(running.end().code, Some(4));
+    let result = place.json("run/result.json");
+    assert!(
+        result["evaluator"]["evaluations"].as_u64() > Some(1) && result["lost"].as_array().is_none_or(Vec::is_empty),
+        "{result}"
+    );
+    let last = place.events("run").into_iter().rfind(|event| event["event"] == "evaluation").unwrap();
+    assert!(last["device"].is_null(), "{last}");
+}
+
+#[test]
+fn a_device_that_is_lost_before_the_first_step_leaves_a_run_that_can_go_on() {
+    let place = Place::new(&QUICK);
+    let words = ["train", "run.toml", "--quiet", "--set", "run.dir=run", "--devices", "virtual:a=64MiB@0.4"];
+    let said = place.refuse(4, &[&words[..], &["--inject-loss", "virtual:a:0:load"]].concat());
+    assert!(said.contains("virtual:a is gone") && said.contains("--resume"), "{said}");
+    let result = place.json("run/result.json");
+    assert_eq!(
+        (&result["status"], &result["steps"], &result["lost"][0]["device"]),
+        (&"stopped".into(), &0.into(), &"virtual:a".into())
+    );
+    place.succeed(&["train", "--resume", "run", "--quiet"]);
+    assert_eq!(place.json("run/result.json")["status"], "done");
 }

@@ -6,8 +6,8 @@ use super::{Evaluations, Part, TeamAnswer, TeamQuestion, slowest};
 use crate::price::Prices;
 use crate::search::{Answer, Question, can_hold, plan_of, under};
 use plimsoll_core::{Bytes, Evaluates, FileSpec, HostSpec, Link, Offload, Recipe, RecomputeLevel, Sharing, Space};
-use plimsoll_program::{Block, Op, OpKind, Share};
 use plimsoll_program::models::decoder::{Method, Source};
+use plimsoll_program::{Block, Op, OpKind, Share};
 
 /// An evaluation is long enough to tell what a row takes.
 const LONG_ROWS: u64 = 1 << 16;

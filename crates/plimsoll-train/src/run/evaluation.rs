@@ -3,16 +3,19 @@
 //! the latest before the next evaluation and before the end. A device beside the team is never needed: where it is lost, or
 //! refuses, the team evaluates from then on.
 
+use super::control::Moved;
 use super::engine::{Engine, Evaluated};
 use super::evaluator::{Evaluator, Found, Life};
 use super::events::EventLog;
 use super::handover::{Giving, Stand};
-use super::prepare::Part;
+use super::open::made_with;
+use super::prepare::{Known, Part, share_among};
 use super::team::{Team, Worker};
 use super::training::Trainer;
 use super::trouble::{Halt, Trouble};
 use crate::data::{Dataset, Rows};
-use plimsoll_core::{Bytes, EvalResult, Event, Failure, LostDevice, Sharing};
+use crate::resolve::evaluations;
+use plimsoll_core::{Budget, Bytes, DeviceSpec, EvalResult, Evaluates, Event, Failure, LostDevice, Member, Sharing};
 use plimsoll_device::process;
 use std::ops::Range;
 use std::sync::Arc;
@@ -104,15 +107,26 @@ impl Trainer {
         let rehearsed = (&self.rehearsed[..], self.team.len() as u64);
         match Evaluator::open(&self.run, &self.resolved, (part, evaluates), data, rehearsed, &life) {
             Ok(evaluator) => {
-                self.team.stands_beside(evaluator.arenas());
+                self.team.stands_beside(evaluator.arenas(), Bytes::ZERO);
                 self.evaluator = Some(evaluator);
                 Ok(())
+            }
+            Err(Trouble::Lost { why, .. }) => {
+                self.evaluates_no_more(&name);
+                self.evaluator_is_lost(name, why, log)
             }
             Err(trouble) => {
                 self.evaluates_no_more(&name);
                 log.emit(Event::Warning { message: format!("{name}: {}; the team evaluates itself", trouble.what()) })
             }
         }
+    }
+
+    /// The device beside the team is gone, which is told like any other loss.
+    fn evaluator_is_lost(&mut self, device: String, why: String, log: &mut EventLog) -> Result<(), Failure> {
+        let (step, left, back_to) = (self.info.step, self.team.names(), None);
+        self.lost.push(LostDevice { device: device.clone(), step, back_to });
+        log.emit(Event::Lost { step, device, why, left, back_to })
     }
 
     /// The plan says what is.
@@ -128,6 +142,20 @@ impl Trainer {
             return Ok(());
         }
         if self.hand_over(log)? { Ok(()) } else { self.evaluate_here(log) }
+    }
+
+    /// A run that goes on after a step whose evaluation was still under way when it was cut off makes that one again.
+    pub(super) fn evaluate_again(&mut self, log: &mut EventLog) -> Result<(), Halt> {
+        let step = self.info.step;
+        let due = step > 0 && self.is_evaluated_after(step) && !self.is_last();
+        let under_way = self.evaluator.as_ref().is_some_and(|evaluator| evaluator.is_at(step));
+        if due && !under_way && !log.has_evaluation(step)? { self.evaluate(log) } else { Ok(()) }
+    }
+
+    /// Whether the run file asks for an evaluation after a step, before the last one.
+    pub(super) fn is_evaluated_after(&self, step: u64) -> bool {
+        let every = self.run.train.eval_every;
+        every > 0 && step.is_multiple_of(every)
     }
 
     /// The team evaluates.
@@ -228,17 +256,107 @@ impl Trainer {
         if let Trouble::Failure(failure) = trouble {
             return Err(failure.into());
         }
-        let Some(evaluator) = self.evaluator.take() else { return Ok(()) };
-        let (device, step) = (evaluator.name().to_owned(), self.info.step);
+        match self.dismiss()? {
+            Some(device) => Ok(self.evaluator_is_lost(device, trouble.what(), log)?),
+            None => Ok(()),
+        }
+    }
+
+    /// The device beside the team gives back what it holds, if it can be asked to. Its name.
+    fn dismiss(&mut self) -> Result<Option<String>, Failure> {
+        let Some(evaluator) = self.evaluator.take() else { return Ok(None) };
+        let device = evaluator.name().to_owned();
         self.evaluated_by = evaluator.result();
         self.team.look_back(None);
         if evaluator.leave() {
-            self.team.stands_beside(Bytes::ZERO);
+            self.team.stands_beside(Bytes::ZERO, Bytes::ZERO);
         }
         let _ = process::reset_peak();
         self.evaluates_no_more(&device);
         self.write_plan()?;
-        self.lost.push(LostDevice { device: device.clone(), step, back_to: None });
-        Ok(log.emit(Event::Lost { step, device, why: trouble.what(), left: self.team.names(), back_to: None })?)
+        Ok(Some(device))
+    }
+
+    /// The user wants another load line for the device beside the team. It goes on under it with what it has room for, or
+    /// gives back all that it holds, and the team evaluates from then on: no run needs it. Answers where the line is and what
+    /// that means.
+    pub(super) fn move_line_beside(
+        &mut self,
+        budget: Budget,
+        log: &mut EventLog,
+    ) -> Result<Result<Moved, Failure>, Halt> {
+        // What is under way comes to its end under the line before.
+        self.await_evaluation(log)?;
+        let Some(evaluator) = &self.evaluator else {
+            return Ok(Err(Failure::input("the device that evaluated is gone: the team evaluates itself")));
+        };
+        let (device, before) = (evaluator.device().clone(), evaluator.recipe().clone());
+        let made_with = made_with(&self.run, &self.resolved, &device);
+        let line = budget.of(made_with.unwrap_or(device.budget)).min(made_with.unwrap_or(Bytes(u64::MAX)));
+        let does = match self.evaluating_under(DeviceSpec { budget: line, ..device.clone() })? {
+            Some((part, evaluates)) if evaluates.recipe == before => {
+                let evaluator = self.evaluator.iter_mut();
+                evaluator.for_each(|evaluator| evaluator.goes_by(part.device.clone(), &evaluates));
+                self.evaluates(&device.name, evaluates);
+                self.write_plan()?;
+                format!("it evaluates as before ({before})")
+            }
+            Some((part, evaluates)) => {
+                let (peak, recipe) = (evaluates.device.peak_bytes, evaluates.recipe.clone());
+                let measured = self.evaluator.as_ref().map(Evaluator::measured);
+                self.dismiss()?;
+                self.evaluates(&device.name, evaluates);
+                self.open_evaluator(Some(part), log)?;
+                self.write_plan()?;
+                match (&mut self.evaluator, measured) {
+                    (Some(evaluator), Some(measured)) => {
+                        evaluator.goes_on_from(measured);
+                        format!("it evaluates with {recipe}, predicted peak {peak}")
+                    }
+                    _ => "it could not be opened again: the team evaluates itself from now on".to_owned(),
+                }
+            }
+            None => {
+                self.dismiss()?;
+                "that is no room, or no help: the team evaluates itself from now on".to_owned()
+            }
+        };
+        log.emit(Event::Warning { message: format!("{}: the load line was moved to {line}: {does}", device.name) })?;
+        Ok(Ok(Moved { budget_bytes: line, message: format!("load line {line}: {does}") }))
+    }
+
+    /// The plan says that a device evaluates, and how.
+    fn evaluates(&mut self, device: &str, evaluates: Evaluates) {
+        let mut left_out = self.plan.left_out.iter_mut();
+        left_out.find(|out| out.device == device).into_iter().for_each(|out| out.evaluates = Some(evaluates.clone()));
+    }
+
+    /// How a device would evaluate what the team trains as it does now; none where it has no room, or is no help.
+    fn evaluating_under(&self, device: DeviceSpec) -> Result<Option<(Part, Evaluates)>, Failure> {
+        let name = device.name.clone();
+        let devices: Vec<DeviceSpec> = self.team.specs().into_iter().chain([device]).collect();
+        let alone = |worker: &Worker| Member {
+            device: worker.device.name.clone(),
+            recipe: worker.plan.recipe.clone(),
+            sequences: worker.sequences,
+            layers: None,
+            state: None,
+            algorithms: None,
+            busy_seconds: 0.0,
+            idle_seconds: 0.0,
+            ladder: vec![],
+        };
+        let mut known = Known::of_plan(&self.plan);
+        if let ([only], Some(known)) = (self.team.workers(), &mut known) {
+            known.team = vec![alone(only)];
+        }
+        let evaluations = evaluations(&self.run, self.eval.as_ref().map(|eval| eval.rows()));
+        let (model, host) = (&self.resolved.model, self.host_line());
+        let planned = share_among(&self.run, model, &devices, host, known.as_ref(), None, evaluations)?;
+        process::give_back();
+        let now = self.team.workers().iter().map(|worker| (&worker.device.name, &worker.plan.recipe));
+        let stays = planned.parts.iter().map(|part| (&part.device.name, &part.answer.plan.recipe)).eq(now);
+        let out = planned.plan.left_out.into_iter().find(|out| out.device == name);
+        Ok(planned.evaluator.zip(out.and_then(|out| out.evaluates)).filter(|_| stays))
     }
 }

@@ -15,7 +15,9 @@ use super::trouble::Trouble;
 use crate::data::Dataset;
 use crate::resolve::Resolved;
 use crate::run_file::RunFile;
-use plimsoll_core::{Bytes, DeviceMemory, DevicePlan, DeviceSpec, Evaluates, EvaluatorResult, MeasuredBy, Space};
+use plimsoll_core::{
+    Bytes, DeviceMemory, DevicePlan, DeviceSpec, Evaluates, EvaluatorResult, MeasuredBy, Recipe, Space,
+};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::{self, JoinHandle};
@@ -129,6 +131,31 @@ impl Evaluator {
         &self.device.name
     }
 
+    /// What it is, with its load line.
+    pub fn device(&self) -> &DeviceSpec {
+        &self.device
+    }
+
+    /// Its one recipe.
+    pub fn recipe(&self) -> &Recipe {
+        &self.evaluates.recipe
+    }
+
+    /// Under another load line it goes on as it does.
+    pub fn goes_by(&mut self, device: DeviceSpec, evaluates: &Evaluates) {
+        (self.device, self.plan, self.evaluates) = (device, evaluates.device.clone(), evaluates.clone());
+    }
+
+    /// Measured seconds of each evaluation, and of each handing over.
+    pub fn measured(&self) -> (Vec<f64>, Vec<f64>) {
+        (self.seconds.clone(), self.given.clone())
+    }
+
+    /// The same device, opened anew, goes on from what was measured of it.
+    pub fn goes_on_from(&mut self, measured: (Vec<f64>, Vec<f64>)) {
+        (self.seconds, self.given) = measured;
+    }
+
     /// Bytes of its arenas in this process's memory.
     pub fn arenas(&self) -> Bytes {
         self.arenas
@@ -155,6 +182,11 @@ impl Evaluator {
             weights.end(Stand::Refused);
         }
         weights
+    }
+
+    /// Whether the evaluation after this step is under way.
+    pub fn is_at(&self, step: u64) -> bool {
+        self.pending == Some(step)
     }
 
     /// What is under way is needed no more.

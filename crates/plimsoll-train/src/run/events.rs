@@ -38,6 +38,22 @@ impl<'a> EventLog<'a> {
         Ok(EventLog { path, file, watch })
     }
 
+    /// Whether the log tells of an evaluation after this step.
+    ///
+    /// # Errors
+    /// A log that cannot be read.
+    pub fn has_evaluation(&mut self, of: u64) -> Result<bool, Failure> {
+        let mut text = Vec::new();
+        let read = self.file.rewind().and_then(|()| self.file.read_to_end(&mut text));
+        read.map_err(|error| FilesError::io(&self.path, "read", error))?;
+        let told = |line: &[u8]| match serde_json::from_slice(line) {
+            Ok(Record { event: Event::Evaluation { step, .. }, .. }) => step == of,
+            // Cut off by a kill.
+            _ => false,
+        };
+        Ok(text.split(|byte| *byte == b'\n').any(told))
+    }
+
     /// Something happened.
     pub fn emit(&mut self, event: Event) -> Result<(), Failure> {
         let time = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64());

@@ -7,6 +7,7 @@ use super::heartbeat::Hangs;
 use super::prepare::{Part, Planned, rounded};
 use super::retreat::{Line, charged_programs};
 use super::team::{Team, Worker};
+use super::trouble::Trouble;
 use crate::resolve::Resolved;
 use crate::run_file::RunFile;
 use plimsoll_core::{Algorithms, Budget, Bytes, DType, DeviceKind, DeviceSpec, Event, Failure, HostSpec, Link, Plan};
@@ -151,25 +152,25 @@ pub(super) fn open_team(
 
 /// Opens the device of a part, with its load line.
 fn open_worker(run: &RunFile, resolved: &Resolved, part: &mut Part) -> Result<Worker, Failure> {
-    let (budget, made_with) = (budget(run, resolved, part), made_with(run, resolved, part));
+    let (budget, made_with) = (budget(run, resolved, &part.device), made_with(run, resolved, &part.device));
     let (engine, plan, programs) = open_engine(run, resolved, part, false)?;
     Ok(Worker::new(part, engine, plan.clone(), Line::new(budget, made_with, &plan, programs)))
 }
 
 /// What the user allows a device.
-fn budget(run: &RunFile, resolved: &Resolved, part: &Part) -> Budget {
+fn budget(run: &RunFile, resolved: &Resolved, device: &DeviceSpec) -> Budget {
     match &resolved.fallback {
         Some(_) => run.host(),
-        None => run.budget_of(&part.device.name),
+        None => run.budget_of(&device.name),
     }
 }
 
 /// Of a virtual device: as large as its user says, whatever was learned of it; of one on another host that host has said it.
-fn made_with(run: &RunFile, resolved: &Resolved, part: &Part) -> Option<Bytes> {
-    let here = part.device.host().is_none();
-    let said = || if here { budget(run, resolved, part).of(Memory::read().free) } else { Bytes::ZERO };
-    let made_with = || part.device.budget.max(said());
-    (part.device.kind == DeviceKind::Virtual).then(made_with)
+pub(super) fn made_with(run: &RunFile, resolved: &Resolved, device: &DeviceSpec) -> Option<Bytes> {
+    let here = device.host().is_none();
+    let said = || if here { budget(run, resolved, device).of(Memory::read().free) } else { Bytes::ZERO };
+    let made_with = || device.budget.max(said());
+    (device.kind == DeviceKind::Virtual).then(made_with)
 }
 
 /// Opens the device of a part, one that `evaluates` alone perhaps; gives its plan, and the charges of its Programs. Where a GPU
@@ -183,10 +184,10 @@ pub(super) fn open_engine(
     resolved: &Resolved,
     part: &mut Part,
     evaluates: bool,
-) -> Result<(Engine, Plan, Bytes), Failure> {
+) -> Result<(Engine, Plan, Bytes), Trouble> {
     let (precision, sequence) = (run.arithmetic(part.device.kind), u64::from(run.data.sequence));
     let vocab = resolved.model.config.vocab;
-    let made_with = made_with(run, resolved, part);
+    let made_with = made_with(run, resolved, &part.device);
     // A simulated device has the pace that its user says, whatever it is planned with by now.
     let mut all = std::iter::once(&resolved.device).chain(&resolved.others);
     let rates = all.find(|device| device.name == part.device.name).map_or(&part.device.rates, |device| &device.rates);
@@ -228,7 +229,7 @@ pub(super) fn open_engine(
             let message = format!("{} holds {held} beside the arena, more than was planned for", part.device.name);
             let least = answer.plan.needs.first().map(|need| need.budget_bytes);
             let hint = least.map(|least| format!("the least that would do: --budget {}", Budget::Amount(least)));
-            return Err(hint.into_iter().fold(Failure::does_not_fit(message), Failure::hint));
+            return Err(hint.into_iter().fold(Failure::does_not_fit(message), Failure::hint).into());
         }
         part.answer = answer;
     }

@@ -6,7 +6,7 @@ use super::heartbeat::Pulse;
 use crate::data::mix;
 use plimsoll_core::Failure;
 use plimsoll_device::device::{DeviceError, Memory, Observer};
-use plimsoll_program::{Op, ProgramSet};
+use plimsoll_program::{Op, Program, ProgramSet};
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
@@ -36,6 +36,9 @@ const REPLAN: &str = "re-plan";
 
 /// Programs that run at the start, which is step 0, and never again.
 const AT_THE_START: [&str; 3] = ["load", "fresh", "restore"];
+
+/// Programs that a device runs which evaluates beside the others.
+const BESIDE: [&str; 3] = ["load", "renew", "evaluate"];
 
 /// Where the device shall refuse.
 #[derive(Clone, Debug, PartialEq)]
@@ -257,6 +260,9 @@ impl Injection {
             let goes_on = format!("the run goes on after step {}", run.done);
             return Err(wrong(goes_on).hint("what is read before that is step 0, the start"));
         }
+        if let Some((_, set)) = run.evaluator.filter(|(name, _)| device.is_some_and(|device| name == device)) {
+            return self.check_beside(set);
+        }
         let Some(program) = program else { return Ok(()) };
         if program == REPLAN {
             return match self {
@@ -288,6 +294,35 @@ impl Injection {
             }
         }
         Ok(())
+    }
+
+    /// The same of a device that evaluates beside the others, under the one recipe that it has.
+    fn check_beside(&self, set: &ProgramSet) -> Result<(), Failure> {
+        let wrong = |what: String| Failure::input(format!("{self}: a device that only evaluates {what}"));
+        let (step, program, op) = match self {
+            Injection::Slow { .. } => return Err(wrong("has no passes to slow down".to_owned())),
+            Injection::Random { .. } | Injection::Silence { .. } => return Ok(()),
+            Injection::At { step, program, op, .. } => (Some(*step), program, op.as_ref()),
+            Injection::Loss { program, .. } => (None, program, None),
+        };
+        let Some(program) = program.as_deref() else { return Ok(()) };
+        if !BESIDE.contains(&program) {
+            return Err(wrong(format!("runs no `{program}`")).hint(format!("it runs {}", BESIDE.join(", "))));
+        }
+        if let Some(step) = step.filter(|step| (*step == 0) != AT_THE_START.contains(&program)) {
+            let start = "step 0 is the start: load runs in it and in no other step";
+            return Err(wrong(format!("does not run `{program}` in step {step}")).hint(start));
+        }
+        let (names, length) = (names_of(set, program), set.program(program).map_or(0, Program::length));
+        match op {
+            Some(WhichOp::Number(number)) if *number as usize > length => {
+                Err(wrong(format!("has no op {number} in `{program}`")).hint(format!("it has {length}")))
+            }
+            Some(WhichOp::Named(op)) if !names.contains(&&**op) => {
+                Err(wrong(format!("has no op `{op}` in `{program}`")).hint(format!("its ops are {}", names.join(", "))))
+            }
+            _ => Ok(()),
+        }
     }
 }
 

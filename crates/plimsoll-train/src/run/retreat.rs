@@ -8,6 +8,7 @@
 //! without any finished work the others go on without it, and one that is alone ends the run, resumable.
 
 use super::control::Moved;
+use super::evaluator::Evaluator;
 use super::events::EventLog;
 use super::prepare::{programs_bytes, question_of};
 use super::pressure::{Felt, Held, Pressure, room};
@@ -351,11 +352,15 @@ impl Trainer {
     }
 
     /// Between two steps: load lines may have moved, or room may have returned.
-    pub(super) fn look_around(&mut self, log: &mut EventLog) -> Result<(), Failure> {
+    pub(super) fn look_around(&mut self, log: &mut EventLog) -> Result<(), Halt> {
         let wishes: Vec<_> = self.control.iter().flat_map(|control| control.wishes()).collect();
         for wish in wishes {
+            let evaluator = self.evaluator.as_ref().map(Evaluator::name);
             let answer = match self.team.named(wish.device.as_deref()) {
                 Ok(rank) => self.move_line(rank, wish.budget, log)?,
+                Err(_) if evaluator.is_some() && wish.device.as_deref() == evaluator => {
+                    self.move_line_beside(wish.budget, log)?
+                }
                 Err(message) => Err(Failure::input(message)),
             };
             wish.answer(answer);

@@ -40,9 +40,7 @@ impl Trainer {
         let alone = self.team.len() == 1;
         let newest = |folder: &Path| Ok::<_, Failure>(newest(folder)?.0.map_or(0, |checkpoint| checkpoint.info.step));
         let back_to = if alone || self.team.holds_parts() { Some(newest(&self.folder)?) } else { None };
-        let worker = self.team.leave(rank);
-        let (step, device) = (self.now, worker.device.name.clone());
-        drop(worker);
+        let (step, device) = (self.now, self.team.leave(rank));
         self.lost.push(LostDevice { device: device.clone(), step, back_to });
         log.emit(Event::Lost { step, device, why: why.to_owned(), left: self.team.names(), back_to })?;
         if alone {
@@ -144,7 +142,7 @@ impl Trainer {
         }
     }
 
-    fn host_line(&self) -> Bytes {
+    pub(super) fn host_line(&self) -> Bytes {
         self.team.workers().iter().map(|worker| worker.line.host).max().unwrap_or(Bytes::ZERO)
     }
 

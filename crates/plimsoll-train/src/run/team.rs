@@ -487,13 +487,13 @@ impl Team {
             worker.held = worker.held.max(held);
         }
         self.held_beside = self.held_beside.max(peak.saturating_sub(self.arenas()));
-        // What is gone then is no part of what anybody holds from then on.
         let _ = process::reset_peak();
     }
 
-    /// From now on a device beside the team has arenas of so many bytes in this process's memory.
-    pub fn stands_beside(&mut self, arenas: Bytes) {
-        self.beside = arenas;
+    /// From now on a device beside the team has arenas of so many bytes in this process's memory, which held so much with
+    /// them before.
+    pub fn stands_beside(&mut self, arenas: Bytes, held: Bytes) {
+        (self.beside, self.held_beside) = (arenas, held);
     }
 
     /// What this process held at most with what stands beside the team, the team's own arenas left out, measured.
@@ -696,13 +696,15 @@ impl Team {
         }
     }
 
-    /// A device that is gone leaves; the others are told their new places by the next plan.
-    pub fn leave(&mut self, rank: usize) -> Worker {
+    /// A device that is gone leaves, with all that it held; the others are told their new places by the next plan. Its name.
+    pub fn leave(&mut self, rank: usize) -> String {
         self.watch = None;
         self.look_back(Some(rank));
-        let worker = self.workers.remove(rank);
+        let Worker { device, .. } = self.workers.remove(rank);
+        // What is gone is no part of what anybody holds from now on.
+        let _ = process::reset_peak();
         self.transport = transport(&self.workers);
         self.watch();
-        worker
+        device.name
     }
 }

@@ -192,7 +192,7 @@ impl Run {
             })
             .ok();
         // From here on the folder holds a run: what it begins with has been read.
-        let mut trainer = Trainer::open(self, folder.clone(), control, hangs, &mut log)?;
+        let (mut trainer, stopped) = Trainer::open(self, folder.clone(), control, hangs, &mut log)?;
         if trainer.info.step == 0 {
             atomic::write_file(&folder.join("run.toml"), trainer.run.to_toml().as_bytes())?;
         }
@@ -201,7 +201,11 @@ impl Run {
         for message in warnings {
             log.emit(Event::Warning { message })?;
         }
-        let outcome = trainer.run(&mut log, stop).and_then(|ending| trainer.finish(ending, &mut log));
+        let ending = match stopped {
+            Some(failure) => Ok(trainer.stop(failure, false, &mut log)),
+            None => trainer.run(&mut log, stop),
+        };
+        let outcome = ending.and_then(|ending| trainer.finish(ending, &mut log));
         outcome
             .map_err(|failure| failure.hint(format!("then go on with: plimsoll train --resume {}", folder.display())))
     }
@@ -268,13 +272,15 @@ struct Ending {
 }
 
 impl Trainer {
+    /// Opens the devices and brings weights and optimizer onto them; with it comes why the run stops where these devices do
+    /// not get so far.
     fn open(
         run: Run,
         folder: PathBuf,
         control: Option<Control>,
         hangs: Hangs,
         log: &mut EventLog,
-    ) -> Result<Trainer, Failure> {
+    ) -> Result<(Trainer, Option<Failure>), Failure> {
         let Run { prepared, checkpoint, rehearsed, saves, .. } = run;
         let Prepared { run, resolved, train, eval, mut planned, .. } = prepared;
         let precision = run.arithmetic(resolved.device.kind);
@@ -363,11 +369,12 @@ impl Trainer {
         match filled {
             Ok(()) => trainer.finished(),
             Err(Halt::Back) => {}
+            Err(Halt::Stop { failure, .. }) => return Ok((trainer, Some(failure))),
             // Nothing was begun.
-            Err(Halt::Failure(failure) | Halt::Stop { failure, .. }) => return Err(failure.hint(trainer.standing())),
+            Err(Halt::Failure(failure)) => return Err(failure.hint(trainer.standing())),
         }
         trainer.open_evaluator(evaluator, log)?;
-        Ok(trainer)
+        Ok((trainer, None))
     }
 
     /// Other devices, or the same in another way, go on from the newest checkpoint; from the beginning where there is none.
@@ -377,6 +384,8 @@ impl Trainer {
     }
 
     fn filled_anew(&mut self, planned: Planned, log: &mut EventLog) -> Result<(), Halt> {
+        self.team.look_back(None);
+        let held_beside = self.team.held_beside().unwrap_or(Bytes::ZERO);
         self.team.disband();
         let _ = process::reset_peak();
         let (checkpoint, warnings) = checkpoint::newest(&self.folder)?;
@@ -386,7 +395,8 @@ impl Trainer {
         let (team, plan) = open_team(&self.run, &self.resolved, planned, &self.hangs, log)?;
         self.team = team;
         self.goes_by(plan);
-        self.team.stands_beside(self.evaluator.as_ref().map_or(Bytes::ZERO, Evaluator::arenas));
+        let arenas = self.evaluator.as_ref().map_or(Bytes::ZERO, Evaluator::arenas);
+        self.team.stands_beside(arenas, held_beside);
         self.team.rehearse(&self.rehearsed, self.run.train.seed);
         let (step, elapsed_seconds, first_loss, last_loss) = match &checkpoint {
             Some(Checkpoint { info, .. }) => (info.step, info.elapsed_seconds, info.first_loss, info.last_loss),
@@ -523,6 +533,7 @@ impl Trainer {
     }
 
     fn steps(&mut self, log: &mut EventLog, stop: &AtomicBool) -> Result<RunStatus, Halt> {
+        self.evaluate_again(log)?;
         let mut loader = Loader::start(Arc::clone(&self.data), self.batches, self.info.step);
         while !self.is_last() {
             let Some(batch) = loader.next_step()? else { break };
@@ -530,7 +541,7 @@ impl Trainer {
             self.look_for_evaluation(log)?;
             let step = self.info.step;
             let every = |every: u64| every > 0 && step.is_multiple_of(every);
-            if every(self.run.train.eval_every) && !self.is_last() {
+            if self.is_evaluated_after(step) && !self.is_last() {
                 self.evaluate(log)?;
             }
             let minutes = self.run.train.save_every_minutes;
