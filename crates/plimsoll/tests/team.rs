@@ -312,6 +312,12 @@ fn a_part_of_the_state_that_is_lost_takes_the_others_back_to_the_checkpoint() {
         let done: Vec<u64> = steps(&place, run).iter().map(|(step, ..)| *step).collect();
         let whole: Vec<u64> = (1..step).chain(back_to + 1..=6).collect();
         assert_eq!(done, whole, "{at}");
+        // What was done again counts once.
+        let events = place.events(run);
+        let took = |step: u64| events.iter().rfind(|event| event["event"] == "step" && event["step"] == step);
+        let mut seconds: Vec<f64> = (1..=6).map(|step| took(step).unwrap()["seconds"].as_f64().unwrap()).collect();
+        seconds.sort_by(f64::total_cmp);
+        assert_eq!(result["step_seconds"]["median"].as_f64(), Some(seconds[3]), "{at}: {seconds:?}");
         same_weights(&place, "plain", run, 1e-3);
     }
 }

@@ -14,6 +14,14 @@ impl Pace {
         self.seconds.push(seconds);
     }
 
+    /// The run went back: only so many of its first steps stand, the others are done again.
+    pub fn back_to(&mut self, steps: usize) {
+        self.seconds.truncate(steps);
+        for (until, first) in &mut self.turns {
+            (*until, *first) = ((*until).min(steps), (*first).min(steps));
+        }
+    }
+
     /// Whether no step was done.
     pub fn is_empty(&self) -> bool {
         self.seconds.is_empty()
@@ -65,5 +73,10 @@ mod tests {
         [8.0, 5.0].into_iter().for_each(|seconds| pace.push(seconds));
         assert_eq!(pace.after_turns().collect::<Vec<_>>(), [Some(3.0), None, None, Some(5.0)]);
         assert_eq!(pace.quantile(1.0), 9.0);
+        // Only the first two steps stand: what is done again is counted once, under the plan that it is done under.
+        pace.back_to(2);
+        pace.push(1.0);
+        assert_eq!((pace.quantile(0.0), pace.quantile(1.0)), (1.0, 9.0));
+        assert_eq!(pace.after_turns().collect::<Vec<_>>(), [Some(2.0), None, None, Some(1.0)]);
     }
 }

@@ -250,6 +250,8 @@ pub(super) struct Trainer {
     product_flops: f64,
     peak_flops: f64,
     pub(super) pace: Pace,
+    /// Steps that were done before this start.
+    done_before: u64,
     pub(super) last_eval: Option<(u64, EvalResult)>,
     last_saved: (u64, Instant),
     /// What it took to open the devices and to bring weights and optimizer onto them.
@@ -348,6 +350,7 @@ impl Trainer {
             hangs,
             plan,
             now: info.step,
+            done_before: info.step,
             info,
             batches,
             control,
@@ -403,6 +406,7 @@ impl Trainer {
             None => (0, 0.0, f64::NAN, f64::NAN),
         };
         self.info = CheckpointInfo { step, elapsed_seconds, first_loss, last_loss, ..self.info.clone() };
+        self.pace.back_to(step.saturating_sub(self.done_before) as usize);
         self.last_eval = self.last_eval.filter(|(of, _)| *of <= step);
         self.evaluator.iter_mut().for_each(|evaluator| evaluator.forget_after(step));
         self.now = step;
