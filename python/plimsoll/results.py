@@ -87,6 +87,7 @@ class Need(TypedDict):
     host_bytes: NotRequired[int]
     file_bytes: NotRequired[int]
     peak_bytes: NotRequired[int]
+    others: NotRequired[dict[str, int]]
 
 
 class Fallback(TypedDict):

@@ -421,6 +421,9 @@ pub struct Need {
     /// What the plan then holds on the device, where the present load line is enough.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub peak_bytes: Option<Bytes>,
+    /// Load lines that other devices of a team need then, too, by their names.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub others: BTreeMap<String, Bytes>,
 }
 
 /// The last rung: a device that cannot hold the run by any rung that may be taken, and whose work the processor does.

@@ -8,9 +8,10 @@ use plimsoll_core::{
     Budget, Bytes, Class, DType, DeviceKind, DeviceSpec, FileSpec, HostSpec, Link, Plan, Rung, Sharing,
 };
 use plimsoll_plan::paper;
+use plimsoll_plan::request::DevicesRequest;
 use plimsoll_plan::search::{Question, search};
 use plimsoll_plan::team::{
-    Evaluations, Only, TeamAnswer, TeamQuestion, alternatives, plan_again, plan_of_team, share_out,
+    Evaluations, Only, TeamAnswer, TeamQuestion, alternatives, plan_again, plan_of_team, say_what_would_use, share_out,
 };
 use plimsoll_program::Schedule;
 use plimsoll_program::models::{ModelConfig, preset};
@@ -142,7 +143,10 @@ fn who_cannot_hold_the_model_or_would_slow_the_team_is_left_out_and_named() {
         assert!(answer.plan.fits && answer.plan.sharing.is_none() && answer.plan.team.is_empty());
         assert_eq!(answer.parts.len(), 1);
         let [out] = &answer.plan.left_out[..] else { panic!("{:?}", answer.plan.left_out) };
-        assert!(out.device == left_out && out.why.starts_with(why) && out.used_by.is_some(), "{out:?}");
+        assert!(out.device == left_out && out.why.starts_with(why) && out.used_by.is_none(), "{out:?}");
+        let (question, mut plan) = (team(&config, &devices, 64), answer.plan.clone());
+        say_what_would_use(&question, &DevicesRequest::default(), &mut plan);
+        assert_eq!(plan.left_out[0].used_by.as_deref(), Some("--set run.team=all"));
         let all = TeamQuestion { all: true, ..team(&config, &devices, 64) };
         let all = share_out(&all).plan;
         // Over so slow a link only hidden states go.
@@ -169,7 +173,7 @@ fn who_is_left_out_evaluates_where_it_has_room_and_saves_time() {
         let [out] = &answer.plan.left_out[..] else { panic!("{:?}", answer.plan.left_out) };
         let evaluates = out.evaluates.as_ref().expect("it has room and time");
         let part = answer.evaluator.as_ref().expect("it does");
-        assert!(out.device == "b" && part.device == 1 && out.used_by.is_some(), "{out:?}");
+        assert!(out.device == "b" && part.device == 1, "{out:?}");
         assert_eq!(evaluates.device, part.answer.plan.devices[0]);
         assert!(part.answer.plan.fits && evaluates.device.peak_bytes <= devices[1].budget);
         assert!(part.answer.set.program("update").is_none() && part.answer.set.program("renew").is_some());

@@ -16,7 +16,9 @@ use plimsoll_device::probe::{Cpu, Memory, auto_pace};
 use plimsoll_plan::paper;
 use plimsoll_plan::request::{DeviceRequest, LinkRequest};
 use plimsoll_plan::search::{Answer, Lossy, Pins, Question, ladder, search, under};
-use plimsoll_plan::team::{Evaluations, TeamAnswer, TeamQuestion, alternatives, ladders, share_out};
+use plimsoll_plan::team::{
+    Evaluations, TeamAnswer, TeamQuestion, alternatives, ladders, say_what_would_use, share_out,
+};
 use plimsoll_program::Share;
 use plimsoll_program::models::decoder::{self, Base, Generation, Lora, Source};
 use plimsoll_program::models::{ModelConfig, Target, closest_preset, preset, preset_names, supported};
@@ -761,6 +763,9 @@ pub fn plan(file: &RunFile, explain: bool) -> Result<Planned, Failure> {
         let programs = answer.plan.fits.then(programs);
         Ok((answer, programs))
     })?;
+    if devices.len() > 1 {
+        say_what_would_use(&team_question(file, &resolved.model, &devices)?, &file.devices(), &mut answer.plan);
+    }
     if explain && devices.len() > 1 {
         let team = team_question(file, &resolved.model, &devices)?;
         answer.plan.alternatives = alternatives(&team, &answer.plan);

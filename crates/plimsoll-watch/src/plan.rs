@@ -628,6 +628,7 @@ micro_batch  -3.00 MiB  -4.0 ms    1.23 k  the order of sums
             host_bytes,
             file_bytes: None,
             peak_bytes: (bytes < Bytes::mib(40)).then_some(bytes),
+            others: BTreeMap::new(),
         };
         let way = |need: Need, line_bytes, flags: &str| {
             (Way { need, line_bytes, settings: vec![] }, format!("plimsoll train run.toml {flags}"))

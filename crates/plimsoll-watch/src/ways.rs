@@ -68,8 +68,11 @@ fn way(need: &Need, request: &DevicesRequest, plan: &Plan, free: Bytes) -> Optio
     if budget.is_some_and(|bytes| bytes > free) || host.is_some_and(|bytes| bytes > host_has) {
         return None;
     }
-    let device = (request.devices.len() > 1).then(|| device.name.clone());
-    let change = Change { allow: need.allow.clone(), device, budget, host, file: need.file_bytes.map(whole) };
+    let several = request.devices.len() > 1;
+    let own = budget.map(|budget| (several.then(|| device.name.clone()), budget));
+    let others = need.others.iter().map(|(name, line)| (Some(name.clone()), *line));
+    let lines = own.into_iter().chain(others).collect();
+    let change = Change { allow: need.allow.clone(), lines, host, file: need.file_bytes.map(whole) };
     Some(Way { need: need.clone(), line_bytes: budget.unwrap_or(line), settings: settings(request, &change) })
 }
 
@@ -93,10 +96,8 @@ fn memory_of_gpu(device: &str) -> Option<(Bytes, Bytes)> {
 struct Change {
     /// The rungs that are allowed.
     allow: Vec<Rung>,
-    /// The load line of every device, or of those of one name.
-    budget: Option<Bytes>,
-    /// That name.
-    device: Option<String>,
+    /// Load lines: of every device, or of those of one name.
+    lines: Vec<(Option<String>, Bytes)>,
     /// The load line of the host.
     host: Option<Bytes>,
     /// That of the scratch file.
@@ -105,21 +106,21 @@ struct Change {
 
 /// The settings of a change. `request` is what the devices were asked for with.
 fn settings(request: &DevicesRequest, change: &Change) -> Vec<Setting> {
-    let Change { allow, budget, device, host, file } = change;
-    let in_devices = devices_have_budgets(request) || device.is_some();
+    let Change { allow, lines, host, file } = change;
+    let in_devices = devices_have_budgets(request) || lines.iter().any(|(device, _)| device.is_some());
     let mut settings = Vec::new();
     if !allow.is_empty() {
         let names: Vec<String> = allow.iter().map(Rung::to_string).collect();
         settings.push(Setting { flag: "--allow", key: "memory.allow", value: names.join(",") });
     }
-    if let (Some(bytes), false) = (*budget, in_devices) {
-        let value = Budget::Amount(bytes).to_string();
+    if let ([(None, bytes)], false) = (&lines[..], in_devices) {
+        let value = Budget::Amount(*bytes).to_string();
         settings.push(Setting { flag: "--budget", key: "memory.budget", value });
     }
-    if host.is_some() || file.is_some() || budget.is_some() && in_devices {
+    if host.is_some() || file.is_some() || !lines.is_empty() && in_devices {
         let mut request = request.clone();
-        if let (Some(bytes), true) = (*budget, in_devices) {
-            give(&mut request, device.as_deref(), bytes);
+        for (device, bytes) in lines.iter().filter(|_| in_devices) {
+            give(&mut request, device.as_deref(), *bytes);
         }
         request.host = host.map(Budget::Amount).or(request.host);
         request.file = file.map(Budget::Amount).or(request.file);
@@ -146,8 +147,8 @@ mod tests {
 
     #[test]
     fn load_lines_are_given_where_they_are_taken_from() {
-        let (budget, host) = (Some(Bytes::mib(41)), Some(Bytes::gib(3)));
-        let both = Change { budget, host, ..Change::default() };
+        let (lines, host) = (vec![(None, Bytes::mib(41))], Some(Bytes::gib(3)));
+        let both = Change { lines, host, ..Change::default() };
         let flags = |devices: &str, change: &Change| {
             let settings = settings(&devices.parse().unwrap(), change);
             settings.iter().map(|setting| format!("{} {}", setting.flag, setting.value)).collect::<Vec<_>>().join(" ")
@@ -158,12 +159,15 @@ mod tests {
         assert_eq!(flags("cpu=1GiB", &line), "--devices cpu=41MiB");
         assert_eq!(flags("virtual:a=600MiB@0.5,host=1GiB", &line), "--devices virtual:a=41MiB@0.5,host=1GiB");
         assert_eq!(flags("rtx3070", &both), "--budget 41MiB --devices rtx3070,host=3GiB");
-        let one = Change { device: Some("rtx3070".into()), ..line.clone() };
+        let of = |name: &str, mib| (Some(name.to_owned()), Bytes::mib(mib));
+        let one = Change { lines: vec![of("rtx3070", 41)], ..line.clone() };
         assert_eq!(flags("rtx3090,rtx3070", &one), "--devices rtx3090,rtx3070=41MiB");
+        let two = Change { lines: vec![of("rtx3070", 41), of("rtx3090", 43)], ..line.clone() };
+        assert_eq!(flags("rtx3090,rtx3070", &two), "--devices rtx3090=43MiB,rtx3070=41MiB");
         let file = Change { file: Some(Bytes::gib(9)), ..Change::default() };
         assert_eq!(flags("auto", &file), "--devices auto,file=9GiB");
         assert_eq!(flags("rtx3070,host=2GiB,file=1GiB", &file), "--devices rtx3070,host=2GiB,file=9GiB");
-        let host = Change { budget: None, ..both };
+        let host = Change { lines: vec![], ..both };
         assert_eq!(flags("virtual:a=600MiB@0.5,host=1GiB", &host), "--devices virtual:a=600MiB@0.5,host=3GiB");
         let allow = Change { allow: vec![Rung::Lora, Rung::Nf4], ..Change::default() };
         assert_eq!(flags("cpu=1GiB", &allow), "--allow lora,nf4");
@@ -178,6 +182,7 @@ mod tests {
                 host_bytes,
                 file_bytes: None,
                 peak_bytes: None,
+                others: std::collections::BTreeMap::new(),
             },
             line_bytes: Bytes::mib(mib),
             settings: vec![],

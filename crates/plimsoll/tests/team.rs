@@ -613,13 +613,18 @@ fn an_evaluation_that_a_kill_cut_off_is_made_again_and_one_that_was_made_is_not(
     assert_eq!(steps, [2, 4, 6, 8, 6, 8]);
 }
 
-#[test]
-fn what_a_device_held_that_left_is_no_part_of_what_the_others_held() {
-    // One layer is no pipeline.
+/// A model of one layer, which is no pipeline: to be trained it takes 86 MiB, and a quarter of that to be evaluated.
+fn flat() -> Place {
     let place = Place::new(&Shape { hidden: 768, steps: 6, batch_sequences: 6, ..QUICK });
     let mut config: Value = serde_json::from_str(&place.read("model/config.json")).unwrap();
     config["num_hidden_layers"] = 1.into();
     place.write("model/config.json", config.to_string());
+    place
+}
+
+#[test]
+fn what_a_device_held_that_left_is_no_part_of_what_the_others_held() {
+    let place = flat();
     let devices = "virtual:a=180MiB@0.4,virtual:b=180MiB@0.3,host=1MiB";
     let result = train(&place, "run", &["--devices", devices, "--inject-loss", "virtual:b:3"]);
     assert_eq!(result["lost"][0]["device"], "virtual:b", "{result}");
@@ -685,4 +690,44 @@ fn a_device_that_is_lost_before_the_first_step_leaves_a_run_that_can_go_on() {
     );
     place.succeed(&["train", "--resume", "run", "--quiet"]);
     assert_eq!(place.json("run/result.json")["status"], "done");
+}
+
+#[test]
+fn what_would_use_a_device_that_is_left_out_does_so_when_it_is_typed() {
+    for (place, devices, asked) in [
+        // It would slow the others; it lacks room, and is worth more of it; it lacks room, and would slow them, too.
+        (Place::new(&QUICK), BESIDE, "--set run.team=all"),
+        (flat(), "virtual:a=180MiB@0.4,virtual:b=60MiB@0.3,host=1MiB", "--devices virtual:a=180MiB@0.4,virtual:b="),
+        (flat(), "virtual:a=180MiB@0.4,virtual:b=60MiB@0.1::200MB/s,host=1MiB", "MiB@0.1::200MB/s"),
+    ] {
+        for command in [&["plan", "run.toml", "--json"][..], &["train", "run.toml", "--json", "--set", "train.steps=1"]]
+        {
+            let plan = |words: &[&str]| {
+                let done = place.succeed(&[command, words].concat());
+                let plan = if command[0] == "plan" { done.json() } else { place.json("run/plan.json") };
+                let _ = std::fs::remove_dir_all(place.path("run"));
+                plan
+            };
+            let without = plan(&["--devices", devices]);
+            let out = &without["left_out"][0];
+            assert_eq!(out["device"], "virtual:b", "{without}");
+            let used_by = out["used_by"].as_str().unwrap_or_else(|| panic!("{out}"));
+            assert!(used_by.contains(asked), "{used_by}");
+            let words: Vec<&str> = used_by.split(' ').collect();
+            let named = if words.contains(&"--devices") { &[][..] } else { &["--devices", devices] };
+            let with = plan(&[named, &words].concat());
+            let names: Vec<&Value> = with["devices"].as_array().unwrap().iter().map(|device| &device["name"]).collect();
+            assert!(with["fits"] == true && names.contains(&&Value::from("virtual:b")), "{used_by}: {with}");
+        }
+    }
+}
+
+#[test]
+fn a_way_that_does_not_fit_is_not_called_taken() {
+    let place = flat();
+    let words = ["--set", "run.team=all", "--devices", "virtual:a=60MiB@0.4,virtual:b=60MiB@0.3,host=1MiB"];
+    let done = place.run(&[&["plan", "run.toml", "--explain"][..], &words].concat());
+    assert_eq!(done.code, Some(3), "{}", done.stderr);
+    let verdicts = |verdict: &str| done.stdout.lines().filter(|line| line.ends_with(verdict)).count();
+    assert_eq!((verdicts("  does not fit"), verdicts("  taken")), (2, 0), "{}", done.stdout);
 }

@@ -29,6 +29,7 @@ use plimsoll_program::workspace::Kernels;
 use plimsoll_program::{Op, OpKind, Program, ProgramSet, Share, passes};
 use profile::{Profile, choose, profile};
 use rungs::Sets;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 pub use ladder::ladder;
@@ -442,7 +443,14 @@ fn write_down(question: &Question, fits: bool, recipe: Recipe, set: &ProgramSet,
     let device = question.device;
     let peak = Bytes(layout.device.bytes) + device.charges;
     let step_seconds = question.seconds(set, &recipe);
-    let need = Need { allow: vec![], budget_bytes: peak, host_bytes: None, file_bytes: None, peak_bytes: None };
+    let need = Need {
+        allow: vec![],
+        budget_bytes: peak,
+        host_bytes: None,
+        file_bytes: None,
+        peak_bytes: None,
+        others: BTreeMap::new(),
+    };
     let needs = if fits { vec![] } else { vec![need] };
     let in_order = u64::from(recipe.micro_batch) >= question.sequences && !host_sums_for_gpu(question, set);
     Plan {

@@ -9,7 +9,7 @@ use super::side_by_side::side_by_side;
 use super::{Laid, Lossy, Question, Tried, fastest, offload};
 use plimsoll_core::{Bytes, DType, DevicePlan, FileSpec, HostSpec, Need, Plan, Rung};
 use plimsoll_program::models::decoder::{AdamState, Base, Method, Optimizer};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// The sets of allowed rungs that change something, least loss first; the first is empty. Matrices that are trained
@@ -241,7 +241,7 @@ enum Asked {
 
 /// A load line that would do.
 fn need(allow: Vec<Rung>, budget_bytes: Bytes) -> Need {
-    Need { allow, budget_bytes, host_bytes: None, file_bytes: None, peak_bytes: None }
+    Need { allow, budget_bytes, host_bytes: None, file_bytes: None, peak_bytes: None, others: BTreeMap::new() }
 }
 
 /// Whether rungs alone make it fit.

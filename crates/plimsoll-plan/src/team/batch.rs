@@ -346,7 +346,7 @@ impl ShareOut for Batch<'_, '_> {
                 None => named(name, "no sequence of a step is left for it".to_owned()),
             }
         };
-        slow.into_iter().map(why).chain(cannot_hold(team, &unable, rungs, true)).collect()
+        slow.into_iter().map(why).chain(cannot_hold(team, &unable, rungs)).collect()
     }
 
     fn worth(&self, way: &Way) -> Option<Worth> {

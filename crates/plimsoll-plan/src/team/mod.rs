@@ -10,18 +10,20 @@ mod alternatives;
 mod batch;
 mod evaluator;
 mod exchange;
+mod hints;
 mod layers;
 mod state;
 mod whole;
 
-use crate::paper;
-use crate::search::{Answer, Pins, Question, can_hold, leanest, plan_like, plan_of, search, sets, under};
+use crate::search::{Answer, Pins, Question, leanest, plan_like, plan_of, search, sets, under};
 pub use alternatives::{alternatives, ladders};
 pub use evaluator::evaluating;
+pub use hints::say_what_would_use;
 use layers::Layers;
 use plimsoll_core::{Bytes, HostSpec, LeftOut, Link, Member, Need, Plan, Recipe, Rung, Sharing, Worth};
 use plimsoll_program::Share;
 use state::State;
+use std::collections::BTreeMap;
 
 /// Recipes that are given up because they do not pack.
 const TRIES: usize = 40;
@@ -212,10 +214,8 @@ fn shared_out(team: &TeamQuestion) -> TeamAnswer {
     if team.devices.len() == 1 || first.optimizer.is_none() {
         return alone(team, fastest_alone(team, false), vec![]);
     }
-    for rungs in sets(first, &first.lossy.allow) {
-        if let Some(answer) = under_rungs(team, &rungs) {
-            return answer;
-        }
+    if let Some(answer) = fitting(team) {
+        return answer;
     }
     // Where all have to take part, one of them does not fit. Where none fits, what is missing is worked out for one.
     let lacks = |device: &usize| {
@@ -230,6 +230,9 @@ fn shared_out(team: &TeamQuestion) -> TeamAnswer {
         }
     };
     let mut refused = refused;
+    if team.all && !refused.1.plan.fits {
+        refused.1.plan.needs = hints::for_all(team, &refused.1.plan);
+    }
     if !refused.1.plan.fits
         && let Some(need) = with_more_of_the_host(team, &refused.1.plan)
     {
@@ -240,9 +243,14 @@ fn shared_out(team: &TeamQuestion) -> TeamAnswer {
         }
     }
     let others: Vec<usize> = (0..team.devices.len()).filter(|&device| device != refused.0 && !team.all).collect();
-    // What would use the others is said by what the refusal needs.
-    let left_out = cannot_hold(team, &others, &[], false);
+    let left_out = cannot_hold(team, &others, &[]);
     alone(team, refused, left_out)
+}
+
+/// The fastest team with the least loss that is needed, where some team fits.
+fn fitting(team: &TeamQuestion) -> Option<TeamAnswer> {
+    let first = &team.devices[0];
+    sets(first, &first.lossy.allow).into_iter().find_map(|rungs| under_rungs(team, &rungs))
 }
 
 /// The best answer of any device by itself: what fits by its time, what does not by what it lacks; or, with
@@ -349,7 +357,8 @@ fn with_more_of_the_host(team: &TeamQuestion, refused: &Plan) -> Option<Need> {
             let device = refused.devices.first()?;
             let peak = answer.plan.devices.iter().find(|of| of.name == device.name).map(|of| of.peak_bytes);
             let (budget_bytes, host_bytes) = (device.budget_bytes, Some(host));
-            return Some(Need { allow: rungs, budget_bytes, host_bytes, file_bytes: None, peak_bytes: peak });
+            let others = BTreeMap::new();
+            return Some(Need { allow: rungs, budget_bytes, host_bytes, file_bytes: None, peak_bytes: peak, others });
         }
     }
     None
@@ -451,46 +460,31 @@ fn out_of_way(team: &TeamQuestion, way: &Way, unable: &str, with: impl Fn(&[usiz
 fn slower_with(team: &TeamQuestion, device: &str, without: f64, with: f64) -> LeftOut {
     let share = 100.0 * without / with;
     LeftOut {
-        used_by: Some("--set run.team=all".to_owned()),
         tokens_per_second: Some(team.tokens() / with),
         ..named(device, format!("it would slow the team: to {share:.1} % of the tokens a second, predicted"))
     }
 }
 
-/// Devices that cannot hold the model under some rungs; where it is asked for, with the least loss or the load line that
-/// would do.
-fn cannot_hold(team: &TeamQuestion, devices: &[usize], rungs: &[Rung], ways: bool) -> Vec<LeftOut> {
+/// Devices that cannot hold the model under some rungs.
+fn cannot_hold(team: &TeamQuestion, devices: &[usize], rungs: &[Rung]) -> Vec<LeftOut> {
     let mut known: Vec<(usize, LeftOut)> = Vec::new();
     for &device in devices {
         let like = known.iter().find(|(other, _)| team.first_alike(*other) == team.first_alike(device));
-        let why = like.map_or_else(|| lacks(team, device, rungs, ways), |(_, why)| why.clone());
+        let why = like.map_or_else(|| lacks(team, device, rungs), |(_, why)| why.clone());
         known.push((device, LeftOut { device: team.devices[device].device.name.clone(), ..why }));
     }
     known.into_iter().map(|(_, why)| why).collect()
 }
 
 /// What a device lacks to hold the model by itself.
-fn lacks(team: &TeamQuestion, device: usize, rungs: &[Rung], ways: bool) -> LeftOut {
+fn lacks(team: &TeamQuestion, device: usize, rungs: &[Rung]) -> LeftOut {
     let question = team.of(device, &Share::ALONE, 1, team.host);
-    let name = &question.device.name;
     let smallest = leanest(&under(&question, rungs), &[]);
     let peak = Bytes(smallest.device) + question.device.charges;
-    let offered: Vec<Rung> = Rung::ALL.into_iter().filter(|rung| question.lossy.offer.contains(rung)).collect();
-    let further = |set: &Vec<Rung>| ways && set.len() > rungs.len() && rungs.iter().all(|rung| set.contains(rung));
-    let fits = |set: &Vec<Rung>| can_hold(&under(&question, set));
-    let enough = sets(&question, &offered).into_iter().filter(further).find(fits);
-    let used_by = match enough {
-        Some(set) => {
-            let names: Vec<String> = set.iter().map(Rung::to_string).collect();
-            Some(format!("--allow {}", names.join(",")))
-        }
-        // No more is written down than a device on paper has.
-        None if !ways => None,
-        None if paper::usable(name).is_some_and(|has| has < peak) => None,
-        None => Some(format!("{name}={} in --devices", Bytes::mib(peak.0.div_ceil(1 << 20)))),
-    };
-    let why = format!("its smallest recipe holds {peak}, and its load line is {}", question.device.budget);
-    LeftOut { used_by, ..named(name, why) }
+    named(
+        &question.device.name,
+        format!("its smallest recipe holds {peak}, and its load line is {}", question.device.budget),
+    )
 }
 
 /// The plan of given shares and recipes, whatever the load lines say: for a resumed run. Members are found by their

@@ -16,7 +16,9 @@ use plimsoll_core::{Algorithms, Bytes, DeviceKind, DeviceSpec, Failure, Member, 
 use plimsoll_device::transport::wire;
 use plimsoll_device::{calibration, process};
 use plimsoll_plan::search::{Answer, Question, plan_of, search};
-use plimsoll_plan::team::{self, Evaluations, Only, TeamAnswer, TeamQuestion, plan_of_team, share_out};
+use plimsoll_plan::team::{
+    self, Evaluations, Only, TeamAnswer, TeamQuestion, plan_of_team, say_what_would_use, share_out,
+};
 use plimsoll_program::{ProgramSet, Share};
 use std::ops::ControlFlow;
 use std::path::PathBuf;
@@ -311,6 +313,11 @@ fn planned_team(
         // The Programs of all devices are in this process.
         let programs = programs_bytes(planned.all().map(|part| &part.answer.set));
         if !settled && (before.is_some() || !planned.plan.fits || programs <= counted) {
+            // Who goes on has the team that it had.
+            if known.is_none() {
+                let team = team_of(run, &resolved.model, &devices, host)?;
+                say_what_would_use(&team, &run.devices(), &mut planned.plan);
+            }
             return Ok(planned);
         }
         counted = counted.max(programs);
@@ -334,10 +341,7 @@ pub(super) fn share_among(
     only: Option<Only>,
     evaluations: Option<Evaluations>,
 ) -> Result<Planned, Failure> {
-    let mut team = TeamQuestion { host, only, evaluations, ..team_question(run, model, devices)? };
-    // What is free now is what this run leaves.
-    let beside = team.devices.iter_mut().filter(|question| question.host.budget > Bytes::ZERO);
-    beside.for_each(|question| question.host.budget = host);
+    let team = TeamQuestion { only, evaluations, ..team_of(run, model, devices, host)? };
     let again = known.filter(|known| !known.team.is_empty()).map(|known| &known.team);
     let again = again.filter(|team| team.iter().all(|member| devices.iter().any(|d| d.name == member.device)));
     let again = again.filter(|team| team.iter().all(|member| is_of(&member.recipe, member.layers, run, model)));
@@ -350,6 +354,20 @@ pub(super) fn share_among(
         Part { device, share: part.share, sequences: part.sequences, answer: part.answer, algorithms }
     };
     Ok(Planned { parts: parts.into_iter().map(opened).collect(), plan, evaluator: evaluator.map(opened) })
+}
+
+/// What to ask the planner about these devices, beside such a host.
+fn team_of<'a>(
+    run: &RunFile,
+    model: &'a Model,
+    devices: &'a [DeviceSpec],
+    host: Bytes,
+) -> Result<TeamQuestion<'a>, Failure> {
+    let mut team = TeamQuestion { host, ..team_question(run, model, devices)? };
+    // What is free now is what this run leaves.
+    let beside = team.devices.iter_mut().filter(|question| question.host.budget > Bytes::ZERO);
+    beside.for_each(|question| question.host.budget = host);
+    Ok(team)
 }
 
 /// Adapters that are trained on are what they were.

@@ -117,9 +117,9 @@ pub(super) fn alternatives(plan: &Plan) -> String {
         let taken = !found && is_taken(plan, way);
         found |= taken;
         let verdict = match (taken, way.fits) {
-            (true, _) => "taken",
+            (true, true) => "taken",
             (false, true) => "fits",
-            (false, false) => "does not fit",
+            (_, false) => "does not fit",
         };
         rows.push(vec![
             name(way),

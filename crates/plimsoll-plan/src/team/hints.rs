@@ -1,0 +1,163 @@
+//! Other settings of a team that somebody is told of: what would use a device that is left out, and what would let all take
+//! part where one cannot. The team is planned under each before it is named, so that it is true when it is typed.
+
+use super::{Only, TeamAnswer, TeamQuestion, batch, fitting};
+use crate::paper;
+use crate::request::DevicesRequest;
+use crate::search::{Question, can_hold, leanest, plan_of, search, sets, under};
+use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Need, Plan, Rung, Sharing};
+use plimsoll_program::Share;
+use std::collections::BTreeMap;
+
+/// What a process holds beside its arenas wavers from start to start.
+const WAVER: Bytes = Bytes::mib(1);
+
+/// What is other than in a question.
+#[derive(Clone, Debug, Default)]
+struct Change {
+    /// Load lines of devices of these names.
+    lines: BTreeMap<String, Bytes>,
+    /// Lossy rungs that are allowed, too.
+    allow: Vec<Rung>,
+    /// Whether every device has to take part.
+    all: bool,
+}
+
+impl Change {
+    /// The team under it, where that fits.
+    fn planned(&self, team: &TeamQuestion) -> Option<TeamAnswer> {
+        let line = |question: &Question| {
+            let line = self.lines.get(&question.device.name).copied();
+            DeviceSpec { budget: line.unwrap_or(question.device.budget), ..question.device.clone() }
+        };
+        let specs: Vec<DeviceSpec> = team.devices.iter().map(line).collect();
+        let of = |(question, device)| {
+            let Question { mut lossy, .. } = Question::clone(question);
+            lossy.allow.extend(self.allow.iter().filter(|rung| !question.lossy.allow.contains(rung)));
+            Question { device, lossy, ..question.clone() }
+        };
+        let devices = team.devices.iter().zip(&specs).map(of).collect();
+        let (all, only) = (team.all || self.all, team.only.clone());
+        let answer = fitting(&TeamQuestion { devices, host: team.host, all, only, evaluations: None })?;
+        (!all || answer.parts.len() == team.devices.len()).then_some(answer)
+    }
+
+    /// As settings behind the command whose devices were asked for in these words.
+    fn words(&self, request: &DevicesRequest) -> String {
+        let mut words = Vec::new();
+        if !self.allow.is_empty() {
+            let names: Vec<String> = self.allow.iter().map(Rung::to_string).collect();
+            words.push(format!("--allow {}", names.join(",")));
+        }
+        if !self.lines.is_empty() {
+            let mut request = request.clone();
+            for device in &mut request.devices {
+                if let Some(line) = self.lines.get(&device.name()) {
+                    device.give(Budget::Amount(*line));
+                }
+            }
+            words.push(format!("--devices {request}"));
+        }
+        if self.all {
+            words.push("--set run.team=all".to_owned());
+        }
+        words.join(" ")
+    }
+}
+
+/// Says of each device that is left out of a plan what would use it, where something does. `request` is what the devices were
+/// asked for with.
+pub fn say_what_would_use(team: &TeamQuestion, request: &DevicesRequest, plan: &mut Plan) {
+    let taken = |name: &str, plan: &Plan| plan.devices.iter().filter(|device| device.name == name).count();
+    let mut known: Vec<(usize, Option<Change>)> = Vec::new();
+    for number in 0..if plan.fits { plan.left_out.len() } else { 0 } {
+        let name = plan.left_out[number].device.clone();
+        let Some(device) = team.devices.iter().position(|question| question.device.name == name) else { continue };
+        let uses = |change: &Change| {
+            let answer = change.planned(team);
+            answer.is_some_and(|answer| taken(&name, &answer.plan) > taken(&name, plan))
+        };
+        let like = known.iter().find(|(other, _)| team.first_alike(*other) == team.first_alike(device));
+        // Those that are alike are told alike, but for their names.
+        let found = match like {
+            Some((_, Some(change))) if change.lines.is_empty() => Some(change.clone()),
+            Some((_, None)) => None,
+            _ => changes(team, request, device, &plan.rungs).into_iter().find(uses),
+        };
+        plan.left_out[number].used_by = found.as_ref().map(|change| change.words(request));
+        known.push((device, found));
+    }
+}
+
+/// What may use a device, what costs least first.
+fn changes(team: &TeamQuestion, request: &DevicesRequest, device: usize, rungs: &[Rung]) -> Vec<Change> {
+    let all = Change { all: true, ..Change::default() };
+    let question = team.of(device, &Share::ALONE, 1, team.host);
+    let name = question.device.name.clone();
+    if can_hold(&under(&question, rungs)) {
+        return vec![all];
+    }
+    let named = request.devices.iter().find(|asked| asked.name() == name);
+    let has_own = named.is_some_and(|asked| asked.budget().is_some());
+    // What was not given a line has all that is free.
+    let may_have_more = match question.device.kind {
+        DeviceKind::Cpu | DeviceKind::Cuda => has_own,
+        DeviceKind::Virtual | DeviceKind::Paper => named.is_some(),
+    };
+    let needed = may_have_more.then(|| line_of(&under(&question, rungs))).flatten();
+    let needed = needed.filter(|line| paper::usable(&name).is_none_or(|has| *line <= has));
+    let line = |line: Bytes| Change { lines: BTreeMap::from([(name.clone(), line)]), ..Change::default() };
+    let mut changes: Vec<Change> = needed.map(line).into_iter().collect();
+    changes.push(all.clone());
+    changes.extend(needed.map(|needed| Change { all: true, ..line(needed) }));
+    // Where others can do without, rungs are taken only if all have to take part.
+    let offered: Vec<Rung> = Rung::ALL.into_iter().filter(|rung| question.lossy.offer.contains(rung)).collect();
+    let further = |set: &Vec<Rung>| set.len() > rungs.len() && rungs.iter().all(|rung| set.contains(rung));
+    let enough = sets(&question, &offered).into_iter().filter(further).find(|set| can_hold(&under(&question, set)));
+    changes.extend(enough.map(|allow| Change { allow, ..all }));
+    changes
+}
+
+/// The load line under which a device holds what is asked, as it is written down; none where no line is enough.
+fn line_of(question: &Question) -> Option<Bytes> {
+    let mut question = question.clone();
+    (question.lossy.allow, question.lossy.offer) = (vec![], vec![]);
+    let need =
+        search(&question).plan.needs.into_iter().find(|need| need.host_bytes.is_none() && need.allow.is_empty())?;
+    Some(Bytes::mib(need.budget_bytes.0.div_ceil(1 << 20)) + WAVER)
+}
+
+/// The needs of the one device that lacks the least, as they are where every device has to take part: each with its part of
+/// the sequences and of the host, under the lines that the others need then, too. What is not enough for all together is not
+/// among them.
+pub(super) fn for_all(team: &TeamQuestion, refused: &Plan) -> Vec<Need> {
+    let (total, ranks) = (team.total(), team.devices.len() as u64);
+    let Some(first) = refused.devices.first().filter(|_| total >= ranks) else { return vec![] };
+    let sequences: Vec<u64> = (0..ranks).map(|rank| total * (rank + 1) / ranks - total * rank / ranks).collect();
+    let shares = batch::shares(&sequences);
+    let batch = TeamQuestion { only: Some(Only::Sharing(Sharing::Batch)), ..team.clone() };
+    let of_all = |need: &Need| {
+        let mut lines: BTreeMap<String, Bytes> = BTreeMap::new();
+        for (device, share) in shares.iter().enumerate() {
+            let question = team.of(device, share, sequences[device], Bytes(team.host.0 / ranks));
+            let question = under(&question, &need.allow);
+            let smallest = plan_of(&question, &leanest(&question, &[]).recipe).plan.devices[0].peak_bytes;
+            if smallest > question.device.budget {
+                let line = lines.entry(question.device.name.clone()).or_default();
+                *line = (*line).max(Bytes::mib(smallest.0.div_ceil(1 << 20)) + WAVER);
+            }
+        }
+        let change = Change { lines, allow: need.allow.clone(), all: true };
+        // No more is written down than a device on paper has.
+        let has = |(name, line): (&String, &Bytes)| paper::usable(name).is_none_or(|has| *line <= has);
+        if !change.lines.iter().all(has) {
+            return None;
+        }
+        change.planned(&batch)?;
+        let mut others = change.lines;
+        let budget_bytes = others.remove(&first.name).unwrap_or(first.budget_bytes);
+        Some(Need { others, budget_bytes, peak_bytes: None, ..need.clone() })
+    };
+    let here = |need: &&Need| need.host_bytes.is_none() && need.file_bytes.is_none();
+    refused.needs.iter().filter(here).filter_map(of_all).collect()
+}
