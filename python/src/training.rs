@@ -4,7 +4,7 @@ use crate::failure::{guarded, raised};
 use crate::{json, run_file};
 use plimsoll_core::{Failure, Plan, RunStatus};
 use plimsoll_plan::request::DevicesRequest;
-use plimsoll_train::run::training::{Outcome, Run};
+use plimsoll_train::run::training::{Outcome, Resumed, Run};
 use plimsoll_train::run_file::RunFile;
 use plimsoll_watch::ways::{self, Setting, Way};
 use pyo3::exceptions::PyKeyboardInterrupt;
@@ -118,7 +118,10 @@ fn answer(py: Python<'_>, ended: Result<Ended, Failure>, halted: Option<PyErr>) 
 impl Work {
     fn run(self, says: &Sender<Said>, stop: &AtomicBool) -> Result<Ended, Failure> {
         let mut run = match &self.resume {
-            Some(folder) => Run::resume(RunFile::resume(folder, &self.settings)?)?,
+            Some(folder) => match Run::resume(RunFile::resume(folder, &self.settings)?)? {
+                Resumed::Goes(run) => *run,
+                Resumed::Done(outcome) => return Ok(ended(*outcome)),
+            },
             None => {
                 let file = run_file(self.path.as_deref(), &self.settings)?;
                 file.check_trainable()?;
@@ -145,16 +148,21 @@ impl Work {
         let mut watch = |record: &_| {
             let _ = says.send(Said::Event(json(record)));
         };
-        let Outcome { result, samples, model, folder } = run.start(&mut watch, stop, Arc::new(hangs))?;
-        let samples: Vec<_> = samples
-            .iter()
-            .map(|sample| json!({"prompt": sample.prompt, "expected": sample.expected, "answer": sample.answer}))
-            .collect();
-        let folder = folder.display().to_string();
-        let model = model.map(|path| path.display().to_string());
-        let answer = json!({"result": result, "samples": samples, "model": model, "folder": folder});
-        Ok(Ended { stopped: result.status == RunStatus::Stopped, answer: answer.to_string(), folder })
+        Ok(ended(run.start(&mut watch, stop, Arc::new(hangs))?))
     }
+}
+
+/// What a run has left, as a caller reads it.
+fn ended(outcome: Outcome) -> Ended {
+    let Outcome { result, samples, model, folder } = outcome;
+    let samples: Vec<_> = samples
+        .iter()
+        .map(|sample| json!({"prompt": sample.prompt, "expected": sample.expected, "answer": sample.answer}))
+        .collect();
+    let folder = folder.display().to_string();
+    let model = model.map(|path| path.display().to_string());
+    let answer = json!({"result": result, "samples": samples, "model": model, "folder": folder});
+    Ended { stopped: result.status == RunStatus::Stopped, answer: answer.to_string(), folder }
 }
 
 /// Says that a plan does not fit, with the arguments that would.

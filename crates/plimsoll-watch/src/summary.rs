@@ -19,19 +19,11 @@ pub struct Sample {
 /// The end of a run. `folder` is the run's, `model` where the model lies if it was written. Ends with
 /// a line break.
 pub fn summary(result: &RunResult, samples: &[Sample], folder: &str, model: Option<&str>, simulated: bool) -> String {
-    let steps = result.steps;
     let mut text = match result.status {
-        RunStatus::Done => format!("done: {steps} steps, "),
-        RunStatus::Stopped => format!("stopped after step {steps}, "),
+        RunStatus::Done => format!("done: {} steps, ", result.steps),
+        RunStatus::Stopped => format!("stopped after step {}, ", result.steps),
     };
-    text += &format!("loss {:.4} -> {:.4}", result.loss.first, result.loss.last);
-    if let Some(eval) = &result.eval {
-        text += &format!(", held-out loss {:.4}", eval.loss);
-        if let Some(share) = eval.exact_match {
-            text += &format!(", exact match {}", percent(share, 1));
-        }
-    }
-    text += "\n";
+    text += &format!("{}\n", losses(result));
     if !samples.is_empty() {
         text += "\nsamples\n";
         text += &sample_rows(samples);
@@ -67,6 +59,29 @@ pub fn summary(result: &RunResult, samples: &[Sample], folder: &str, model: Opti
     }
     if result.status == RunStatus::Stopped {
         text += &format!("it goes on with: {}\n", resume_command(folder));
+    }
+    text
+}
+
+/// What is said of a run that shall go on and is done: what it has left, and the command that trains `more`. Ends with a line
+/// break.
+pub fn done_already(result: &RunResult, folder: &str, model: Option<&str>, more: &str) -> String {
+    let mut text = format!("done already: {} steps, {}; nothing was changed\n", result.steps, losses(result));
+    text += &format!("result: {folder}/result.json\n");
+    if let Some(model) = model {
+        text += &format!("model: {model}\n");
+    }
+    text + &format!("for more steps: {more}\n")
+}
+
+/// Training loss and evaluation, in words.
+fn losses(result: &RunResult) -> String {
+    let mut text = format!("loss {:.4} -> {:.4}", result.loss.first, result.loss.last);
+    if let Some(eval) = &result.eval {
+        text += &format!(", held-out loss {:.4}", eval.loss);
+        if let Some(share) = eval.exact_match {
+            text += &format!(", exact match {}", percent(share, 1));
+        }
     }
     text
 }

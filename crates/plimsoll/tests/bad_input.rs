@@ -184,6 +184,7 @@ fn a_model_directory_is_only_read() {
     fs::set_permissions(&dir, Permissions::from_mode(0o555)).unwrap();
     let before = place.files("pretrained");
     place.succeed(&TRAIN);
+    fs::remove_file(place.path("run/result.json")).unwrap();
     place.succeed(&["train", "--resume", "run", "--quiet"]);
     place.succeed(&["eval", "pretrained", "--data", "eval.jsonl", "--format", "tokens"]);
     assert!(before == place.files("pretrained"));
@@ -277,6 +278,7 @@ fn other_data_of_the_same_size_do_not_go_on_with_a_run() {
         })
         .collect();
     assert_ne!(data, swapped);
+    fs::remove_dir_all(place.path("run/checkpoints/step-24")).unwrap();
     place.write("train.jsonl", swapped);
     let message = place.refuse(2, &["train", "--resume", "run", "--quiet"]);
     assert!(message.contains("data.train: tokens or labels are not those of "), "{message}");

@@ -116,6 +116,7 @@ fn a_checkpoint_whose_reading_is_refused_is_read_again() {
     let place = Place::new(&QUICK);
     train(&place, "run", &[]);
     let expected = outcome(&place, "run", QUICK.steps);
+    std::fs::remove_file(place.path("run/result.json")).unwrap();
     place.succeed(&["train", "--resume", "run", "--quiet", "--inject-oom", "0:restore:2", "--inject-oom", "8:save"]);
     let result = place.json("run/result.json");
     assert!(result["retreats"][0]["why"].as_str().unwrap().contains("`restore`"), "{result}");
@@ -316,6 +317,7 @@ fn a_rehearsal_that_cannot_be_is_refused_with_what_there_is() {
     assert!(refused.contains("this run has no Program `evaluate`") && refused.contains("backward, "), "{refused}");
     // What is done already does not come again.
     train(&place, "run", &[]);
+    std::fs::remove_file(place.path("run/result.json")).unwrap();
     let refused = place.refuse(2, &["train", "--resume", "run", "--inject-oom", "3"]);
     assert!(refused.contains("the run goes on after step 8"), "{refused}");
 }
@@ -335,6 +337,7 @@ fn a_rehearsal_that_did_not_happen_is_told() {
         assert!(done.stdout.contains(&format!("warning: {warned}")), "{}", done.stdout);
         assert!(done.stdout.contains(&format!("not rehearsed: {never} was never reached")), "{}", done.stdout);
     }
+    std::fs::remove_file(place.path("run/result.json")).unwrap();
     let again = place.succeed(&["train", "--resume", "run", "--quiet", "--inject-oom", "8:checkpoint"]);
     assert!(again.stderr.contains("--inject-oom 8:checkpoint: never reached"), "{}", again.stderr);
 }

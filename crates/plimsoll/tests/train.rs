@@ -85,9 +85,43 @@ fn a_run_leaves_what_the_contracts_say() {
     place.succeed(&["plan", "run/run.toml"]);
     let before = (place.files("run/model"), place.files("run/checkpoints"));
     std::fs::rename(place.path("run.toml"), place.path("gone.toml")).unwrap();
+    std::fs::remove_file(place.path("run/result.json")).unwrap();
     place.succeed(&["train", "--resume", "run"]);
-    assert!(before == (place.files("run/model"), place.files("run/checkpoints")), "nothing was left to do");
+    assert!(before == (place.files("run/model"), place.files("run/checkpoints")), "only the end was left to do");
     assert!(number(&place.json("run/result.json")["tokens_per_second"]) > 0.0);
+}
+
+#[test]
+fn a_run_that_is_done_stays_as_it_is_and_takes_more_steps() {
+    let place = Place::new(&SMALL);
+    place.succeed(&["train", "run.toml", "--quiet"]);
+    let before = place.files("run");
+    let done = place.succeed(&["train", "--resume", "run"]);
+    let more = done.stdout.trim_end().rsplit("for more steps: plimsoll ").next().unwrap().to_owned();
+    assert!(done.stdout.starts_with("done already: 24 steps, loss "), "{}", done.stdout);
+    assert!(done.stdout.contains("run/result.json\n") && done.stdout.contains("run/model\n"), "{}", done.stdout);
+    let words = ["train", "--resume", "run", "--json"];
+    assert_eq!(place.succeed(&words).json(), place.json("run/result.json"));
+    assert_eq!(place.succeed(&["train", "--resume", "run", "--quiet", "--budget", "1GiB"]).stdout, "");
+    let refused = place.refuse(2, &["train", "--resume", "run", "--inject-oom", "24:save"]);
+    assert!(refused.contains("is done, all 24 steps of it"), "{refused}");
+    assert!(before == place.files("run"), "nothing was changed");
+
+    // Twice as many steps: those that were done are not done again, and the length stays with the run.
+    assert!(more.ends_with(" --set train.steps=48"), "{more}");
+    place.succeed(&more.split(' ').collect::<Vec<_>>());
+    let steps = || place.events("run").iter().filter(|event| event["event"] == "step").count();
+    assert_eq!((steps(), place.json("run/result.json")["steps"].as_u64()), (48, Some(48)));
+    assert!(place.read("run/run.toml").contains("steps = 48"), "{}", place.read("run/run.toml"));
+    // Killed between the last checkpoint and the result, which is that of the shorter run: the end is done.
+    place.write("run/result.json", &before[std::path::Path::new("result.json")]);
+    place.succeed(&["train", "--resume", "run", "--quiet"]);
+    assert_eq!((steps(), place.json("run/result.json")["steps"].as_u64()), (48, Some(48)));
+    // A model that is gone is written once more.
+    let model = place.files("run/model");
+    std::fs::remove_dir_all(place.path("run/model")).unwrap();
+    place.succeed(&["train", "--resume", "run", "--quiet"]);
+    assert!(model == place.files("run/model"));
 }
 
 #[test]

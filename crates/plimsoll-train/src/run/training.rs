@@ -46,6 +46,14 @@ pub struct Run {
     saves: bool,
 }
 
+/// What becomes of a run that is to go on.
+pub enum Resumed {
+    /// Something is left to do.
+    Goes(Box<Run>),
+    /// All its steps are done, and result and model are written: they stay as they are.
+    Done(Box<Outcome>),
+}
+
 /// What a run leaves.
 pub struct Outcome {
     /// `result.json`.
@@ -93,13 +101,17 @@ impl Run {
         Ok(Run { prepared, checkpoint: None, warnings: Vec::new(), rehearsed: Vec::new(), saves: true })
     }
 
-    /// Plans to go on with a run from its newest whole checkpoint; from the start, where there never was one.
+    /// Plans to go on with a run from its newest whole checkpoint; from the start, where there never was one. Of a run that
+    /// is done nothing is opened: it is what it was.
     ///
     /// # Errors
     /// As [`Run::new`]; where no checkpoint is whole, and where the data are not those of the checkpoint.
-    pub fn resume(mut run: RunFile) -> Result<Run, Failure> {
+    pub fn resume(mut run: RunFile) -> Result<Resumed, Failure> {
         let folder = PathBuf::from(&run.run.dir);
         let (checkpoint, mut warnings) = checkpoint::newest(&folder)?;
+        if let Some(outcome) = checkpoint.as_ref().and_then(|checkpoint| left_by(&run, &checkpoint.info)) {
+            return Ok(Resumed::Done(Box::new(outcome)));
+        }
         if let Some(Checkpoint { info, path, .. }) = &checkpoint {
             for warning in &mut warnings {
                 *warning += &format!("; the run goes on from {}", path.display());
@@ -139,7 +151,8 @@ impl Run {
                 ));
             }
         }
-        Ok(Run { prepared, checkpoint, warnings, rehearsed: Vec::new(), saves: true })
+        let run = Run { prepared, checkpoint, warnings, rehearsed: Vec::new(), saves: true };
+        Ok(Resumed::Goes(Box::new(run)))
     }
 
     /// Devices shall refuse memory at these places, be slow, or be lost.
@@ -152,7 +165,7 @@ impl Run {
             devices: planned.parts.iter().map(Part::on_stage).collect(),
             evaluator: planned.evaluator.as_ref().map(Part::on_stage),
             done: self.checkpoint.as_ref().map_or(0, |checkpoint| checkpoint.info.step),
-            steps: steps_of(run, train).1,
+            steps: steps_of(run, train.rows()).1,
         };
         injections.iter().try_for_each(|injection| injection.check(&stage))?;
         self.rehearsed = injections.into_iter().map(Asked::new).collect();
@@ -195,6 +208,8 @@ impl Run {
         let (mut trainer, stopped) = Trainer::open(self, folder.clone(), control, hangs, &mut log)?;
         if trainer.info.step == 0 {
             atomic::write_file(&folder.join("run.toml"), trainer.run.to_toml().as_bytes())?;
+        } else {
+            keep_length(&folder, &trainer.run)?;
         }
         let plan = serde_json::to_vec_pretty(&trainer.plan).expect("plain data has a JSON form");
         atomic::write_file(&folder.join("plan.json"), &plan)?;
@@ -209,6 +224,18 @@ impl Run {
         outcome
             .map_err(|failure| failure.hint(format!("then go on with: plimsoll train --resume {}", folder.display())))
     }
+}
+
+/// The length that a run goes on with stands in its folder: whatever ends it, the next `--resume` knows it.
+fn keep_length(folder: &Path, run: &RunFile) -> Result<(), Failure> {
+    let path = folder.join("run.toml");
+    let mut stored = RunFile::load(Some(&path), &[])?;
+    if stored.length() != run.length() {
+        let train = &mut stored.train;
+        (train.steps, train.epochs, train.hours) = (run.train.steps, run.train.epochs, run.train.hours);
+        atomic::write_file(&path, stored.to_toml().as_bytes())?;
+    }
+    Ok(())
 }
 
 fn make_folder(folder: &Path) -> Result<(), Failure> {
@@ -299,7 +326,7 @@ impl Trainer {
         let rates = team.workers().iter().map(|worker| &worker.device.rates);
         let peak_flops = rates.map(|rates| if precision == DType::Bf16 { rates.bf16_flops } else { rates.f32_flops });
         let peak_flops = peak_flops.sum();
-        let (batches, steps) = steps_of(&run, &train);
+        let (batches, steps) = steps_of(&run, train.rows());
         let fresh = CheckpointInfo {
             version: CheckpointInfo::VERSION,
             step: 0,
@@ -467,11 +494,7 @@ impl Trainer {
     }
 
     pub(super) fn is_last(&self) -> bool {
-        let hours = match self.run.length() {
-            Some(Length::Hours(hours)) => hours * 3600.0,
-            _ => f64::INFINITY,
-        };
-        self.info.steps.is_some_and(|steps| self.info.step >= steps) || self.info.elapsed_seconds >= hours
+        is_last(&self.run, self.info.steps, &self.info)
     }
 
     /// Steps that are still to be done, if each takes so many seconds.
@@ -711,13 +734,12 @@ impl Trainer {
         let (model, team) = (&self.resolved.model, &mut self.team);
         let tensors = team.files("save");
         let write = |writer: &mut WeightWriter| team.store("save", &mut Storing(writer));
+        let path = model_folder(&self.folder, &self.run);
         if self.run.train.method == Method::Lora {
-            let path = self.folder.join("adapter");
             let base = model.weights(&self.run).and_then(|_| model.folder());
             write_adapter_dir(&path, &lora(&self.run, model), base, &tensors, write)?;
             return Ok(path);
         }
-        let path = self.folder.join("model");
         let config = model.config.to_json(model.dir.as_ref().map(|dir| &dir.raw_config), self.info.precision);
         write_model_dir(&path, &config, &tensors, model.folder(), write)?;
         Ok(path)
@@ -813,9 +835,34 @@ impl Trainer {
     }
 }
 
-/// Which rows make the steps of a run, and how many steps there are, where that is known before it ends.
-fn steps_of(run: &RunFile, train: &Dataset) -> (Batches, Option<u64>) {
-    let order = Order { seed: run.train.seed, rows: train.rows(), shuffle: run.data.shuffle };
+/// Whether a run of so many steps, where that is known, has come to its last one.
+fn is_last(run: &RunFile, steps: Option<u64>, info: &CheckpointInfo) -> bool {
+    let hours = match run.length() {
+        Some(Length::Hours(hours)) => hours * 3600.0,
+        _ => f64::INFINITY,
+    };
+    steps.is_some_and(|steps| info.step >= steps) || info.elapsed_seconds >= hours
+}
+
+/// What a run has left that came to its end with this checkpoint; none where something of it is missing: steps, the result
+/// of these steps, or the model, which is written before the result.
+fn left_by(run: &RunFile, info: &CheckpointInfo) -> Option<Outcome> {
+    let folder = PathBuf::from(&run.run.dir);
+    let result: RunResult = serde_json::from_slice(&fs::read(folder.join("result.json")).ok()?).ok()?;
+    let is_of_all = result.status == RunStatus::Done && result.steps == info.step;
+    let model = model_folder(&folder, run);
+    let done = is_of_all && is_last(run, steps_of(run, info.rows).1, info) && model.is_dir();
+    done.then(|| Outcome { result, samples: Vec::new(), model: Some(model), folder })
+}
+
+/// Where what was trained lies when a run is done.
+fn model_folder(folder: &Path, run: &RunFile) -> PathBuf {
+    folder.join(if run.train.method == Method::Lora { "adapter" } else { "model" })
+}
+
+/// Which rows make the steps of a run on so many rows, and how many steps there are, where that is known before it ends.
+fn steps_of(run: &RunFile, rows: u64) -> (Batches, Option<u64>) {
+    let order = Order { seed: run.train.seed, rows, shuffle: run.data.shuffle };
     let end = match run.length() {
         Some(Length::Epochs(epochs)) => Some(order.rows_of_epochs(epochs).max(1)),
         _ => None,

@@ -152,14 +152,17 @@ impl RunFile {
     }
 
     /// The run file of a run that goes on: `run.toml` in its folder. Settings may move it to other
-    /// devices, budgets, pins and rhythms; what belongs to the experiment stays.
+    /// devices, budgets, pins and rhythms, and change its length; what else belongs to the experiment stays.
     ///
     /// # Errors
     /// As [`RunFile::load`], and a setting of the experiment.
     pub fn resume(run_dir: &Path, settings: &[String]) -> Result<RunFile, Failure> {
-        const FREE: [&str; 4] = ["train.eval_every", "train.save_every", "train.save_every_minutes", "train.keep"];
+        const LENGTH: [&str; 3] = ["train.steps", "train.epochs", "train.hours"];
+        const RHYTHM: [&str; 4] = ["train.eval_every", "train.save_every", "train.save_every_minutes", "train.keep"];
         for key in settings.iter().filter_map(|setting| setting.split_once('=')).map(|(key, _)| key.trim()) {
-            let free = FREE.contains(&key) || ["memory", "recipe", "run"].contains(&keys::split(key).0);
+            let free = LENGTH.contains(&key)
+                || RHYTHM.contains(&key)
+                || ["memory", "recipe", "run"].contains(&keys::split(key).0);
             if keys::expected(key).is_some() && !free {
                 return Err(RunFileError::Experiment { key: key.to_owned() }.into());
             }

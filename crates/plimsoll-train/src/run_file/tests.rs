@@ -243,6 +243,8 @@ fn a_run_that_goes_on_keeps_its_experiment() {
     let resumed = RunFile::resume(dir, &["memory.budget=1GiB".into(), "train.keep=5".into()]).unwrap();
     assert_eq!(resumed.run.dir, dir.to_str().unwrap());
     assert_eq!(resumed.train, TrainSection { keep: 5, ..first.train });
+    let longer = RunFile::resume(dir, &["train.epochs=2.5".into()]).unwrap();
+    assert_eq!((longer.length(), longer.train.steps), (Some(Length::Epochs(2.5)), None));
     let failure = RunFile::resume(dir, &["train.learning_rate=1".into()]).unwrap_err();
     assert!(failure.message.starts_with("train.learning_rate belongs to the experiment"), "{failure}");
 }

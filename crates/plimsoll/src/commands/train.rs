@@ -6,10 +6,11 @@ use crate::{say, signals};
 use plimsoll_core::{DeviceKind, Exit, Failure, RunStatus};
 use plimsoll_train::data::Dataset;
 use plimsoll_train::resolve::pace;
-use plimsoll_train::run::training::{Outcome, Run};
-use plimsoll_train::run_file::RunFile;
+use plimsoll_train::run::rehearsal::Injection;
+use plimsoll_train::run::training::{Outcome, Resumed, Run};
+use plimsoll_train::run_file::{Length, RunFile};
 use plimsoll_watch::plan::{PlanView, table};
-use plimsoll_watch::summary::{Sample, resume_command, summary};
+use plimsoll_watch::summary::{Sample, done_already, resume_command, summary};
 use plimsoll_watch::terminal::for_stdout;
 use std::os::unix::process::CommandExt;
 use std::process::{self, Command};
@@ -24,7 +25,13 @@ pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
     let injections = args.injections()?;
     let mut run = match args.plan()? {
         Some(plan) => Run::following(file, &plan)?,
-        None if args.resumes() => Run::resume(file)?,
+        None if args.resumes() => {
+            let longer = longer(&file);
+            match Run::resume(file)? {
+                Resumed::Goes(run) => *run,
+                Resumed::Done(outcome) => return tell_done(args, &outcome, &injections, &longer),
+            }
+        }
         None => Run::new(file)?,
     };
     run.rehearse(injections)?;
@@ -106,6 +113,37 @@ fn data_line(what: &str, data: &Dataset) -> String {
         data.labelled_tokens(),
         data.rows()
     )
+}
+
+/// The setting that makes a run twice as long as its run file says.
+fn longer(file: &RunFile) -> String {
+    match file.length() {
+        Some(Length::Epochs(epochs)) => format!("train.epochs={}", 2.0 * epochs),
+        Some(Length::Hours(hours)) => format!("train.hours={}", 2.0 * hours),
+        Some(Length::Steps(steps)) => format!("train.steps={}", steps.saturating_mul(2)),
+        None => "train.steps=N".to_owned(),
+    }
+}
+
+/// Says that nothing is left to do of a run, and what would be more.
+///
+/// # Errors
+/// A rehearsal of what can no longer happen.
+fn tell_done(args: &TrainArgs, outcome: &Outcome, injections: &[Injection], longer: &str) -> Result<Exit, Failure> {
+    let Outcome { result, folder, model, .. } = outcome;
+    let folder = folder.display().to_string();
+    let more = format!("{} --set {longer}", resume_command(&folder));
+    if let Some(never) = injections.first() {
+        let message = format!("{never}: the run in {folder} is done, all {} steps of it", result.steps);
+        return Err(Failure::input(message).hint(format!("for more of them: {more}")));
+    }
+    if args.json {
+        say::answer(&format!("{}\n", serde_json::to_string(result).expect("a result is plain data")));
+    } else if !args.quiet {
+        let model = model.as_ref().map(|path| path.display().to_string());
+        say::answer(&done_already(result, &folder, model.as_deref(), &more));
+    }
+    Ok(Exit::Done)
 }
 
 /// Says how the run ended: to a person, or to a program.
