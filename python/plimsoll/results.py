@@ -239,6 +239,7 @@ class DeviceMemory(TypedDict):
 
     device: str
     budget_bytes: int
+    budget_bytes_at_end: NotRequired[int]
     arena_bytes: int
     arena_measured_bytes: int
     predicted_bytes: int

@@ -149,8 +149,11 @@ pub struct EvalResult {
 pub struct DeviceMemory {
     /// The device's name.
     pub device: String,
-    /// The load line.
+    /// The load line under which it held most.
     pub budget_bytes: Bytes,
+    /// The load line at the end, where it was moved.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub budget_bytes_at_end: Option<Bytes>,
     /// The arena, as planned.
     pub arena_bytes: Bytes,
     /// The arena, as its high-water mark was measured.

@@ -488,6 +488,11 @@ pub(crate) fn staging(devices: &[DeviceSpec]) -> Bytes {
 pub fn devices(file: &RunFile) -> Result<Vec<DeviceSpec>, Failure> {
     let mut devices = open_devices(file)?;
     for device in &mut devices {
+        // What a virtual device was made with, or one on another host has, is the most that its line comes to.
+        let bounded = device.kind == DeviceKind::Virtual || device.host().is_some();
+        if let Some(moved) = file.moved.get(&device.name).filter(|_| bounded) {
+            device.budget = device.budget.min(moved.of(device.budget));
+        }
         for short in calibration::shortfalls(device) {
             match short.of {
                 Short::LineBytes(line) => device.budget = device.budget.min(line),
@@ -619,10 +624,11 @@ fn gpu(file: &RunFile, here: &'static Here, card: &Card, budget: Option<Budget>)
     let free = cuda::open::free_bytes(here, card)?;
     let charges = calibration::charges(here, card).map(rounded);
     let rates = calibration::gpu(here, card)?.rates;
+    let name = format!("cuda:{}", card.index);
     Ok(DeviceSpec {
-        name: format!("cuda:{}", card.index),
+        budget: file.line_of(&name, budget).of(free),
+        name,
         kind: DeviceKind::Cuda,
-        budget: budget.unwrap_or(file.memory.budget).of(free),
         charges: charges.unwrap_or(paper::ASSUMED_CHARGES),
         charges_measured: charges.is_some(),
         // To the others over the host.
@@ -697,7 +703,7 @@ fn cpu(file: &RunFile, budget: Option<Budget>) -> Result<DeviceSpec, Failure> {
     Ok(DeviceSpec {
         name: "cpu".to_owned(),
         kind: DeviceKind::Cpu,
-        budget: budget.unwrap_or(file.memory.budget).of(Memory::read().free),
+        budget: file.line_of("cpu", budget).of(Memory::read().free),
         charges: assumed_charges(file),
         charges_measured: false,
         team_link: Link::MEMORY,

@@ -117,6 +117,9 @@ fn measured_rows(result: &RunResult) -> Vec<Vec<String>> {
     rows.push(vec!["step, 95 of 100".to_owned(), String::new(), seconds(step.p95)]);
     for memory in &result.memory {
         rows.push(vec![format!("{} load line", memory.device), memory.budget_bytes.to_string()]);
+        if let Some(line) = memory.budget_bytes_at_end {
+            rows.push(vec![format!("{} load line, at the end", memory.device), line.to_string()]);
+        }
     }
     rows
 }
@@ -179,6 +182,7 @@ mod tests {
             memory: vec![DeviceMemory {
                 device: "cpu".into(),
                 budget_bytes: Bytes::mib(48),
+                budget_bytes_at_end: None,
                 arena_bytes: Bytes::mib(36),
                 arena_measured_bytes: Bytes::mib(36),
                 predicted_bytes: Bytes::mib(40),
@@ -248,7 +252,7 @@ model: runs/sums/model
             step_seconds: Some(0.1),
         };
         let not_rehearsed = vec!["--inject-oom 12:evaluate".to_owned()];
-        let stopped = RunResult {
+        let mut stopped = RunResult {
             status: RunStatus::Stopped,
             steps: 12,
             eval: None,
@@ -256,7 +260,9 @@ model: runs/sums/model
             not_rehearsed,
             ..result()
         };
+        stopped.memory[0].budget_bytes_at_end = Some(Bytes::mib(24));
         let text = summary(&stopped, &[], "runs/sums", None, true);
+        assert!(text.contains("cpu load line              48.00 MiB\ncpu load line, at the end  24.00 MiB\n"), "{text}");
         assert!(text.starts_with("stopped after step 12, loss 2.7726 -> 0.0312\n\n"), "{text}");
         assert!(text.contains("\n48.7 k tokens/s (measured, simulated devices)\n"), "{text}");
         assert!(

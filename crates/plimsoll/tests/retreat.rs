@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{Place, SMALL, Shape};
+use common::{Place, Running, SMALL, Shape};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
@@ -246,6 +246,52 @@ fn the_load_line_of_a_run_moves_down_and_up_while_it_is_under_way() {
     assert_eq!(retreats.len(), 2, "{retreats:?}");
     assert!(retreats[0]["why"].as_str().unwrap().starts_with("the load line was moved to"));
     assert!(place.refuse(2, &["budget", "run", "1GiB"]).contains("no run is under way here"));
+}
+
+#[test]
+fn a_line_that_was_moved_holds_when_the_run_goes_on_until_the_user_says_otherwise() {
+    let long = Shape { steps: 100_000, batch_sequences: 64, hidden: 64, save_every: 5, ..QUICK };
+    for (run, device, asked) in [("of-the-cpu", "cpu", "40MiB"), ("of-its-own", "virtual:a=64MiB@1.0", "75%")] {
+        let place = Place::new(&long);
+        let dir = format!("run.dir={run}");
+        let started = |words: &[&str]| {
+            let before = losses(&place, run).len();
+            let mut running = place.start(&[&["train", "--quiet"], words].concat());
+            assert!(running.until(|| losses(&place, run).len() > before + 5));
+            running
+        };
+        let budget = || place.json(&format!("{run}/plan.json"))["devices"][0]["budget_bytes"].as_u64().unwrap();
+        let stopped = |running: Running| {
+            running.signal("INT");
+            let done = running.end();
+            assert_eq!(done.code, Some(4), "{}", done.stderr);
+            (done.stderr, place.json(&format!("{run}/result.json"))["memory"][0].clone())
+        };
+        let running = started(&["run.toml", "--set", &dir, "--devices", device]);
+        let line = place.succeed(&["budget", run, asked, "--json"]).json()["budget_bytes"].as_u64().unwrap();
+        let (_, memory) = stopped(running);
+        assert!(memory["budget_bytes"].as_u64() > Some(line) && memory["budget_bytes_at_end"] == line, "{memory}");
+
+        let running = started(&["--resume", run]);
+        assert_eq!(budget(), line);
+        running.kill();
+        let running = started(&["--resume", run]);
+        assert_eq!(budget(), line);
+        // It moves on from there.
+        let up = place.succeed(&["budget", run, "60MiB", "--json"]).json();
+        assert_eq!(up["budget_bytes"], 60 << 20);
+        let (said, memory) = stopped(running);
+        let name = device.split('=').next().unwrap();
+        assert!(said.contains(&format!("the load line of {name} is ")), "{said}");
+        assert!(memory["budget_bytes_at_end"].is_null() || memory["budget_bytes_at_end"] == 60 << 20, "{memory}");
+
+        let other = device.replace("64MiB", "62MiB");
+        let words = if name == "cpu" { ["--budget", "62MiB"] } else { ["--devices", &other] };
+        let (said, _) = stopped(started(&[&["--resume", run][..], &words].concat()));
+        assert!(!said.contains("the load line of"), "{said}");
+        assert_eq!(budget(), 62 << 20);
+        assert!(!place.path(run).join("load-lines.json").exists());
+    }
 }
 
 #[test]

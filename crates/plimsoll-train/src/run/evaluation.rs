@@ -321,6 +321,7 @@ impl Trainer {
                 "that is no room, or no help: the team evaluates itself from now on".to_owned()
             }
         };
+        self.keep_line(device.name.clone(), budget)?;
         log.emit(Event::Warning { message: format!("{}: the load line was moved to {line}: {does}", device.name) })?;
         Ok(Ok(Moved { budget_bytes: line, message: format!("load line {line}: {does}") }))
     }

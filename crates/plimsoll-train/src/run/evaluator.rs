@@ -283,6 +283,7 @@ impl Evaluator {
         Some(DeviceMemory {
             device: plan.name,
             budget_bytes: plan.budget_bytes,
+            budget_bytes_at_end: None,
             arena_bytes: plan.arena_bytes,
             arena_measured_bytes: engine.stats().arena_measured_bytes,
             predicted_bytes: plan.peak_bytes,

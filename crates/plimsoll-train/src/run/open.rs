@@ -152,12 +152,14 @@ pub(super) fn open_team(
 
 /// Opens the device of a part, with its load line.
 fn open_worker(run: &RunFile, resolved: &Resolved, part: &mut Part) -> Result<Worker, Failure> {
-    let (budget, made_with) = (budget(run, resolved, &part.device), made_with(run, resolved, &part.device));
+    let made_with = made_with(run, resolved, &part.device);
+    let made = || made_with.map_or_else(|| budget(run, resolved, &part.device), Budget::Amount);
+    let budget = run.moved.get(&part.device.name).copied().unwrap_or_else(made);
     let (engine, plan, programs) = open_engine(run, resolved, part, false)?;
     Ok(Worker::new(part, engine, plan.clone(), Line::new(budget, made_with, &plan, programs)))
 }
 
-/// What the user allows a device.
+/// What the run file allows a device.
 fn budget(run: &RunFile, resolved: &Resolved, device: &DeviceSpec) -> Budget {
     match &resolved.fallback {
         Some(_) => run.host(),

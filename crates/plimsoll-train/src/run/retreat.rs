@@ -38,7 +38,7 @@ const WAVER: Bytes = Bytes::mib(4);
 
 /// What a run knows about the memory that a device may hold for it.
 pub struct Line {
-    /// As the user said; of a virtual device, what that came to when it was made.
+    /// As the user said, in the run file or later; of a virtual device, what the run file's word came to when it was made.
     budget: Budget,
     /// What a virtual device was made with: the most that the line can come to, and what a share is one of.
     made_with: Option<Bytes>,
@@ -69,7 +69,7 @@ impl Line {
     pub fn new(budget: Budget, made_with: Option<Bytes>, plan: &Plan, programs: Bytes) -> Line {
         let pressure = Pressure::new(Instant::now());
         Line {
-            budget: made_with.map_or(budget, Budget::Amount),
+            budget,
             made_with,
             bytes: plan.devices[0].budget_bytes,
             host: plan.host.budget_bytes,
@@ -420,14 +420,17 @@ impl Trainer {
         let before = (worker.line.budget, worker.line.bytes);
         (worker.line.budget, worker.line.bytes) = (budget, line);
         worker.line.home = answer.plan.recipe.clone();
+        let device = worker.device.name.clone();
         if worker.plan.devices[0].peak_bytes <= line && !faster {
             worker.plan.devices[0].budget_bytes = line;
             let message = format!("the plan stays as it is ({})", worker.plan.recipe);
             self.write_plan()?;
+            self.keep_line(device, budget)?;
             return moved(message);
         }
         match self.adopt(rank, answer) {
             Ok(left) => {
+                self.keep_line(device, budget)?;
                 self.tell(rank, left, format!("the load line was moved to {line}"), start, log)?;
                 let Worker { plan, .. } = self.worker(rank);
                 moved(format!("{}, predicted peak {}", plan.recipe, plan.devices[0].peak_bytes))
@@ -439,6 +442,12 @@ impl Trainer {
             }
             Err(other) => Err(other.into()),
         }
+    }
+
+    /// A line that was moved holds for the rest of the run, whoever starts it again.
+    pub(super) fn keep_line(&mut self, device: String, budget: Budget) -> Result<(), Failure> {
+        self.run.moved.insert(device, budget);
+        self.run.keep_moved(&self.folder)
     }
 
     fn smallest(&self, rank: usize) -> Bytes {

@@ -662,6 +662,7 @@ impl Team {
                 DeviceMemory {
                     device: plan.name.clone(),
                     budget_bytes: plan.budget_bytes,
+                    budget_bytes_at_end: Some(worker.line.bytes).filter(|line| *line != plan.budget_bytes),
                     arena_bytes: plan.arena_bytes,
                     arena_measured_bytes: worker.used,
                     predicted_bytes: plan.peak_bytes,

@@ -197,6 +197,7 @@ impl Run {
         make_folder(&folder)?;
         let mut log = EventLog::open(&folder, watch)?;
         let mut warnings = self.warnings.clone();
+        warnings.extend(self.prepared.run.moved_lines());
         warnings.extend(self.prepared.run.idle_budget());
         warnings.extend(self.prepared.resolved.fallback.as_ref().map(ToString::to_string));
         let control = Control::listen(&folder)
@@ -211,6 +212,7 @@ impl Run {
         } else {
             keep_length(&folder, &trainer.run)?;
         }
+        trainer.run.keep_moved(&folder)?;
         let plan = serde_json::to_vec_pretty(&trainer.plan).expect("plain data has a JSON form");
         atomic::write_file(&folder.join("plan.json"), &plan)?;
         for message in warnings {

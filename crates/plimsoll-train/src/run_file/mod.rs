@@ -7,6 +7,7 @@
 mod check;
 pub mod grid;
 mod keys;
+mod moved;
 mod read;
 #[cfg(test)]
 mod tests;
@@ -17,6 +18,7 @@ use crate::run::far::Elsewhere;
 use plimsoll_core::{Budget, DType, DeviceKind, RecomputeLevel, Rung};
 use plimsoll_plan::request::{DeviceRequest, DevicesRequest};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::path::Path;
 
 /// Models and data that start with this are made by Plimsoll itself; they are no paths.
@@ -43,6 +45,9 @@ pub struct RunFile {
     /// How devices on other hosts are reached: no key, whoever starts the run brings it.
     #[serde(skip)]
     pub elsewhere: Elsewhere,
+    /// Load lines of devices that were moved while the run was under way: no key, they stand in a file of their own.
+    #[serde(skip)]
+    pub moved: BTreeMap<String, Budget>,
 }
 
 /// `[model]`: exactly one of `path` and `preset` is set.

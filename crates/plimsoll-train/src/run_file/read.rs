@@ -175,6 +175,11 @@ impl RunFile {
         let mut file = RunFile::load(Some(&path), settings)?;
         // The folder may have been moved since.
         file.run.dir = run_dir.to_string_lossy().into_owned();
+        let says =
+            |key: &str| settings.iter().any(|setting| setting.split('=').next().is_some_and(|k| k.trim() == key));
+        if !says("memory.budget") && !says("run.devices") {
+            file.take_moved(run_dir);
+        }
         Ok(file.absolute()?)
     }
 
