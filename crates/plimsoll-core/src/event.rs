@@ -36,7 +36,8 @@ pub enum Event {
         predicted_step_seconds: f64,
         /// Operations in the matrix products that a step must do, recompute left out.
         product_flops: f64,
-        /// Operations a second that the devices were measured to do in such products; 0 if unknown.
+        /// Operations a second that the devices were measured to do in such products; 0 if unknown, or measured beside other
+        /// work.
         peak_flops: f64,
         /// Whether a device is simulated: all seconds of this run are then.
         #[serde(default)]

@@ -522,7 +522,8 @@ pub fn disturbed() -> Option<String> {
     calibration::disturbed().map(|share| {
         format!(
             "rates: others took {:.0} % of the processor's time while it was measured, so predicted times may be far off, and \
-             every start measures again until it is left alone; plimsoll bench devices does so once and for all",
+             no share of the peak is told; every start measures again until it is left alone; plimsoll bench devices does \
+             so once and for all",
             100.0 * share
         )
     })

@@ -4,6 +4,7 @@
 mod common;
 
 use common::{Place, SMALL, Shape};
+use plimsoll_device::probe::Cpu;
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use serde_json::{Value, json};
 use std::fs::{File, OpenOptions};
@@ -311,19 +312,30 @@ impl Drop for Others {
     }
 }
 
+/// What was measured beside other work is no peak either, and nothing that a speed is learned against: what was known stays.
 #[test]
-fn rates_that_were_measured_beside_other_programs_are_called_so() {
-    let place = Place::new(&Shape { steps: 1, ..SMALL });
+fn rates_that_were_measured_beside_other_programs_are_called_so_and_nothing_is_learned_from_them() {
+    let place = Place::new(&Shape { steps: 8, hidden: 64, batch_sequences: 32, ..SMALL });
     assert!(place.succeed(&["plan", "run.toml", "--json"]).json().get("disturbed").is_none());
-    // Nothing is known of this processor, and others have it.
+    // Nothing is known of this processor but that it is slow, and others have it.
     std::fs::remove_file(place.path("cache/devices.json")).unwrap();
+    let known = json!([{"device": "cpu", "model": Cpu::read().model, "slower": 3.0, "why": "it was"}]);
+    place.write("cache/shortfalls.json", known.to_string());
     let others = Others::at_work();
     let table = place.succeed(&["plan", "run.toml"]).stdout.replace('\n', " ").replace("  ", " ");
     assert!(table.contains("rates: others took ") && table.contains("plimsoll bench devices"), "{table}");
-    place.succeed(&["train", "run.toml", "--quiet"]);
+    assert!(table.contains("no share of the peak is told"), "{table}");
+    let said = place.succeed(&["train", "run.toml"]).stdout;
     let text = place.succeed(&["generate", "run/model", "--prompt", "abc", "--max-tokens", "3"]);
     assert!(text.stderr.starts_with("note: rates: others took "), "{}", text.stderr);
     drop(others);
+    assert!(said.contains("loss ") && !said.contains(" of peak"), "{said}");
+    let start = place.events("run").into_iter().find(|event| event["event"] == "start").unwrap();
+    assert_eq!(start["peak_flops"], 0.0);
+    assert_eq!(place.json("cache/shortfalls.json"), known);
     let said = place.json("run/plan.json")["disturbed"].clone();
     assert!(said.as_str().is_some_and(|said| said.contains("every start measures again")), "{said}");
+    // With rates that are known there is a peak.
+    place.know_the_rates();
+    assert!(place.succeed(&["train", "run.toml", "--set", "run.dir=alone"]).stdout.contains(" of peak"));
 }

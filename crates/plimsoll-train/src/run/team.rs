@@ -16,8 +16,8 @@ use super::trouble::Trouble;
 use crate::data::Rows;
 use crate::files::StoredTensor;
 use plimsoll_core::{
-    Bytes, DeviceKind, DeviceMemory, DevicePlan, DeviceSpec, HostSpec, MeasuredBy, Member, MemberResult, Plan, Sharing,
-    Space,
+    Bytes, DType, DeviceKind, DeviceMemory, DevicePlan, DeviceSpec, HostSpec, MeasuredBy, Member, MemberResult, Plan,
+    Rates, Sharing, Space,
 };
 use plimsoll_device::cuda::collectives;
 use plimsoll_device::device::{DeviceError, FileSpace};
@@ -88,6 +88,11 @@ impl Worker {
             factors: Vec::new(),
             heart: None,
         }
+    }
+
+    /// Whether its rates were measured just now beside other work: those of the processor can be.
+    fn is_disturbed(&self) -> bool {
+        self.device.kind == DeviceKind::Cpu && calibration::disturbed().is_some()
     }
 
     /// Begins to give signs of life.
@@ -688,10 +693,21 @@ impl Team {
         self.workers.iter().map(result).collect()
     }
 
+    /// Operations a second that the devices were measured to do in products of this arithmetic, all together; 0 where one
+    /// was measured beside other work, which is no peak.
+    pub fn peak_flops(&self, precision: DType) -> f64 {
+        let flops = |rates: &Rates| if precision == DType::Bf16 { rates.bf16_flops } else { rates.f32_flops };
+        match self.workers.iter().any(Worker::is_disturbed) {
+            true => 0.0,
+            false => self.workers.iter().map(|worker| flops(&worker.device.rates)).sum(),
+        }
+    }
+
     /// Devices that were far slower than planned are planned as such by the next run. Simulated ones are as fast as the user
-    /// says.
+    /// says, and rates that were measured beside other work are nothing to compare with.
     pub fn remember_speeds(&self, run: &str) {
-        let real = |worker: &&Worker| !worker.device.simulated() && worker.plan.predicted.step_seconds >= SECONDS_LEAST;
+        let known = |worker: &Worker| !worker.device.simulated() && !worker.is_disturbed();
+        let real = |worker: &&Worker| known(worker) && worker.plan.predicted.step_seconds >= SECONDS_LEAST;
         for worker in self.workers.iter().filter(real).filter(|worker| worker.factors.len() >= STEPS_LEAST) {
             calibration::keep_speed(&worker.device, quantile(&worker.factors, 0.5), run);
         }

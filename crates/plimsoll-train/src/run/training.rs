@@ -22,8 +22,8 @@ use crate::files::{WeightWriter, atomic, write_adapter_dir, write_model_dir};
 use crate::resolve::{Resolved, lora, pace};
 use crate::run_file::{Length, Method, RunFile, Threads};
 use plimsoll_core::{
-    Bytes, DType, DeviceKind, EvalResult, EvaluatorResult, Event, Exit, Failure, LeftOut, LossSpan, LostDevice, Member,
-    Plan, Recipe, Record, Retreat, RunResult, RunStatus, Sharing, StepSeconds,
+    Bytes, DeviceKind, EvalResult, EvaluatorResult, Event, Exit, Failure, LeftOut, LossSpan, LostDevice, Member, Plan,
+    Recipe, Record, Retreat, RunResult, RunStatus, Sharing, StepSeconds,
 };
 use plimsoll_device::device::DeviceError;
 use plimsoll_device::probe::Cpu;
@@ -325,9 +325,7 @@ impl Trainer {
         let recipe = plan.recipe.clone();
         let first = &team.first().device;
         let (threads, charges_bytes, kind) = (first.threads, first.charges, first.kind);
-        let rates = team.workers().iter().map(|worker| &worker.device.rates);
-        let peak_flops = rates.map(|rates| if precision == DType::Bf16 { rates.bf16_flops } else { rates.f32_flops });
-        let peak_flops = peak_flops.sum();
+        let peak_flops = team.peak_flops(precision);
         let (batches, steps) = steps_of(&run, train.rows());
         let fresh = CheckpointInfo {
             version: CheckpointInfo::VERSION,

@@ -78,7 +78,7 @@ impl Place {
     }
 
     /// Rates as if the devices had been measured: no test waits for that, and plans are the same everywhere.
-    fn know_the_rates(&self) {
+    pub fn know_the_rates(&self) {
         let cpu = Cpu::read();
         let entry = |threads: u32| {
             json!({
@@ -91,7 +91,7 @@ impl Place {
             })
         };
         let known: Vec<Value> = (1..=cpu.threads).map(entry).collect();
-        fs::create_dir(self.path("cache")).unwrap();
+        fs::create_dir_all(self.path("cache")).unwrap();
         self.write("cache/devices.json", Value::from(known).to_string());
         let disk = fs::metadata(self.dir.path()).unwrap().dev();
         let rates = json!([{"disk": disk, "read_bytes_per_second": 1e9, "write_bytes_per_second": 5e8}]);
