@@ -159,7 +159,7 @@ def test_what_should_be_known_is_warned_of() -> None:
         "Python differs: a has 3.11.2, b has 3.11.3",
         "Ray differs: a has 2.60.0, b has 2.60.1",
         "clocks are 3.0 s apart, or a node is slow to answer",
-        "a has 1 graphics cards of NVIDIA's, and 0 are used",
+        "graphics cards of NVIDIA's in a: 1 there, 0 used",
         "b computes at 0.500 TFLOP/s, another card at 2.000",
     ]
 

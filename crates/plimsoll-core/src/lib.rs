@@ -15,6 +15,7 @@ mod models_bench;
 mod plan;
 mod result;
 mod sweep;
+mod words;
 
 pub use budget::{Budget, ParseBudgetError};
 pub use bytes::{Bytes, ParseBytesError};
@@ -33,3 +34,4 @@ pub use result::{
     RunStatus, StepSeconds,
 };
 pub use sweep::{RunDemand, SweepDevice, SweepReport, SweepRun, SweepState};
+pub use words::counted;

@@ -7,6 +7,7 @@ use crate::run::prepare::{charge_own_rows, charges, programs_bytes, rounded, wit
 use crate::run_file::{EXAMPLE_PREFIX, FallbackTo, Init, Length, Method, Optimizer, RunFile, TeamOf};
 use plimsoll_core::{
     Budget, Bytes, DeviceKind, DeviceSpec, Failure, Fallback, FileSpec, HostSpec, Link, Plan, PlanOf, Rates, Rung,
+    counted,
 };
 use plimsoll_device::calibration::{self, Short, Shortfall};
 use plimsoll_device::cuda;
@@ -404,7 +405,7 @@ fn pins(file: &RunFile, layers: usize) -> Result<Pins, Failure> {
         1 => Some(vec![levels[0]; layers]),
         given if given == layers => Some(levels.clone()),
         given => {
-            let message = format!("recipe.recompute names {given} layers, the model has {layers}");
+            let message = format!("recipe.recompute names {}, the model has {layers}", counted(given, "layer"));
             return Err(Failure::input(message).hint("name one level for all layers, or one for each"));
         }
     };
@@ -780,9 +781,9 @@ pub fn plan(file: &RunFile, explain: bool) -> Result<Planned, Failure> {
     }
     let TeamAnswer { parts, plan, .. } = answer;
     if file.run.team == TeamOf::All && plan.fits && parts.len() < devices.len() {
-        let sequences = file.batch_sequences();
+        let sequences = counted(file.batch_sequences(), "sequence");
         let message = format!(
-            "run.team = \"all\": a step has {sequences} sequences, and no way was found to share them, or the model, among all \
+            "run.team = \"all\": a step has {sequences}, and no way was found to share them, or the model, among all \
              {} devices",
             devices.len()
         );

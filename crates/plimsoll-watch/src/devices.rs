@@ -2,7 +2,7 @@
 //! of `plimsoll bench devices`. What is found and measured comes from `plimsoll-device`; here it is only drawn.
 
 use crate::text::{columns, flops, percent};
-use plimsoll_core::Bytes;
+use plimsoll_core::{Bytes, counted};
 use plimsoll_device::bench::{Bench, DeviceBench};
 use plimsoll_device::disk::DiskRates;
 use plimsoll_device::probe::{self, Cache, Found, Gpu, Load, Machine};
@@ -235,7 +235,7 @@ fn busy_of(found: &Found, cpu: Option<f64>) -> Option<f64> {
 fn would_take(found: &Found, and: &str) -> String {
     match &found.gpu {
         Some(_) => found.takes.budget_bytes.to_string(),
-        None => format!("{}{and}{} threads", found.takes.budget_bytes, found.takes.threads),
+        None => format!("{}{and}{}", found.takes.budget_bytes, counted(found.takes.threads, "thread")),
     }
 }
 

@@ -1,7 +1,7 @@
 //! What `plimsoll bench models` found, as a person reads it. Pure: data to text.
 
 use crate::text::{columns, count, seconds};
-use plimsoll_core::{Bytes, ModelRow, ModelStatus, ModelsBench};
+use plimsoll_core::{Bytes, ModelRow, ModelStatus, ModelsBench, counted};
 
 /// A row for each model, and below the table what a row has no room for.
 pub fn table(bench: &ModelsBench) -> String {
@@ -19,7 +19,8 @@ pub fn table(bench: &ModelsBench) -> String {
     let mut rows = vec![head.map(str::to_owned).to_vec()];
     rows.extend(bench.models.iter().map(row));
     let notes: String = bench.models.iter().map(note).collect();
-    let what = format!("{} sequences of {} tokens each, random weights\n\n", bench.samples, bench.sequence);
+    let of = [counted(bench.samples, "sequence"), counted(bench.sequence, "token")];
+    let what = format!("{} each, random weights\n\n", of.join(" of "));
     format!("{what}{}\n{notes}", columns(&rows, ""))
 }
 

@@ -7,7 +7,7 @@ use crate::text::{columns, count, percent, seconds, wrapped};
 use crate::ways::Way;
 use plimsoll_core::{
     Bytes, Category, Class, DevicePlan, DeviceSpec, Effect, Failure, Fallback, Offload, Plan, Recipe, Rung, RungPrice,
-    WorkName,
+    WorkName, counted,
 };
 use plimsoll_plan::search::Tried;
 
@@ -107,20 +107,16 @@ fn why(view: &PlanView) -> String {
     let less = if less.is_empty() { String::new() } else { format!("; of {} that lose less none fits", less.len()) };
     let all = tried.iter().filter(|tried| tried.recipe.rungs == plan.rungs).count();
     let why = match alike.first() {
-        None => format!("the fastest of {}, by prediction, and it fits", recipes(all)),
+        None => format!("the fastest of {}, by prediction, and it fits", counted(all, "recipe")),
         Some(fastest) => format!(
             "{} would be faster by prediction, but {} not fit: the fastest ({}) would hold {}",
-            recipes(alike.len()),
+            counted(alike.len(), "recipe"),
             if alike.len() == 1 { "does" } else { "do" },
             fastest.recipe,
             fastest.peak_bytes,
         ),
     };
     why + &less
-}
-
-fn recipes(number: usize) -> String {
-    if number == 1 { "1 recipe".to_owned() } else { format!("{number} recipes") }
 }
 
 /// The rows of one table: bytes by category, what becomes of the load line, and each Program.
@@ -315,7 +311,7 @@ fn recipes_tried(view: &PlanView) -> String {
         let figures = [tried.peak_bytes.to_string(), seconds(tried.step_seconds), verdict];
         rows.push(row(short(&tried.recipe, longest), rungs(&tried.recipe), figures));
     }
-    let mut text = format!("{} tried; bytes and seconds are predicted\n", recipes(view.tried.len()));
+    let mut text = format!("{} tried; bytes and seconds are predicted\n", counted(view.tried.len(), "recipe"));
     let waiting = std::iter::once(String::new()).chain(view.tried.iter().map(|tried| waiting(&tried.recipe.offload)));
     for (line, waiting) in columns(&rows, "").lines().zip(waiting) {
         text += &format!("{line}\n{waiting}");

@@ -84,6 +84,7 @@ impl Progress {
                 });
                 let then = match &left[..] {
                     [] => "the run stops".to_owned(),
+                    [one] => format!("{one} goes on{from}"),
                     left => format!("{} go on{from}", left.join(", ")),
                 };
                 Some(format!("lost at step {step}: {device} ({why}); {then}"))
@@ -250,6 +251,13 @@ pub(crate) mod tests {
             progress.see(&rest).as_deref(),
             Some("rest after step 51: cpu at 86 of 85 °C allowed; 78 °C after 12.00 s")
         );
+        let lost = |left: &[&str]| {
+            let left = left.iter().map(|name| (*name).to_owned()).collect();
+            Event::Lost { step: 7, device: "virtual:c".into(), why: "it is gone".into(), left, back_to: None }
+        };
+        let told = |end: &str| Some(format!("lost at step 7: virtual:c (it is gone); {end}"));
+        assert_eq!(progress.see(&lost(&["virtual:a"])), told("virtual:a goes on"));
+        assert_eq!(progress.see(&lost(&["virtual:a", "virtual:b"])), told("virtual:a, virtual:b go on"));
         let warning = Event::Warning { message: "the disk is slow".into() };
         assert_eq!(progress.see(&warning).as_deref(), Some("warning: the disk is slow"));
     }

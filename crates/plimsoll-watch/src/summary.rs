@@ -3,7 +3,7 @@
 
 use crate::progress::retreat_line;
 use crate::text::{columns, count, percent, seconds, shell_word};
-use plimsoll_core::{EvaluatorResult, LostDevice, MeasuredBy, MemberResult, RunResult, RunStatus, Sharing};
+use plimsoll_core::{EvaluatorResult, LostDevice, MeasuredBy, MemberResult, RunResult, RunStatus, Sharing, counted};
 
 /// A held-out sample and what the model made of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -20,7 +20,7 @@ pub struct Sample {
 /// a line break.
 pub fn summary(result: &RunResult, samples: &[Sample], folder: &str, model: Option<&str>, simulated: bool) -> String {
     let mut text = match result.status {
-        RunStatus::Done => format!("done: {} steps, ", result.steps),
+        RunStatus::Done => format!("done: {}, ", counted(result.steps, "step")),
         RunStatus::Stopped => format!("stopped after step {}, ", result.steps),
     };
     text += &format!("{}\n", losses(result));
@@ -66,7 +66,8 @@ pub fn summary(result: &RunResult, samples: &[Sample], folder: &str, model: Opti
 /// What is said of a run that shall go on and is done: what it has left, and the command that trains `more`. Ends with a line
 /// break.
 pub fn done_already(result: &RunResult, folder: &str, model: Option<&str>, more: &str) -> String {
-    let mut text = format!("done already: {} steps, {}; nothing was changed\n", result.steps, losses(result));
+    let mut text =
+        format!("done already: {}, {}; nothing was changed\n", counted(result.steps, "step"), losses(result));
     text += &format!("result: {folder}/result.json\n");
     if let Some(model) = model {
         text += &format!("model: {model}\n");
@@ -131,8 +132,8 @@ fn team_lines(result: &RunResult) -> String {
     let line = |member: &MemberResult| {
         let simulated = if member.simulated { " (simulated)" } else { "" };
         let did = match sharing {
-            Sharing::Layers => format!("{} layers of all sequences", member.recipe.recompute.len()),
-            _ => format!("{} of {all} sequences", member.sequences),
+            Sharing::Layers => format!("{} of all sequences", counted(member.recipe.recompute.len(), "layer")),
+            _ => format!("{} of {}", member.sequences, counted(all, "sequence")),
         };
         let took = member.passes_over_predicted;
         format!("  {}: {did}, {took:.2} of the predicted time{simulated}\n", member.device)
@@ -149,7 +150,8 @@ fn evaluator_lines(evaluator: &EvaluatorResult) -> String {
         of(evaluator.seconds, evaluator.predicted_seconds),
         of(evaluator.hand_over_seconds, evaluator.predicted_hand_over_seconds),
     );
-    format!("beside the steps {device} evaluated{simulated}\n  {evaluations} times: {one}; handed over in {handed}\n\n")
+    let times = counted(*evaluations, "time");
+    format!("beside the steps {device} evaluated{simulated}\n  {times}: {one}; handed over in {handed}\n\n")
 }
 
 /// Samples, each on a line, right ones marked as such.
@@ -262,7 +264,10 @@ model: runs/sums/model
         };
         stopped.memory[0].budget_bytes_at_end = Some(Bytes::mib(24));
         let text = summary(&stopped, &[], "runs/sums", None, true);
-        assert!(text.contains("cpu load line              48.00 MiB\ncpu load line, at the end  24.00 MiB\n"), "{text}");
+        assert!(
+            text.contains("cpu load line              48.00 MiB\ncpu load line, at the end  24.00 MiB\n"),
+            "{text}"
+        );
         assert!(text.starts_with("stopped after step 12, loss 2.7726 -> 0.0312\n\n"), "{text}");
         assert!(text.contains("\n48.7 k tokens/s (measured, simulated devices)\n"), "{text}");
         assert!(

@@ -1,7 +1,7 @@
 //! A sweep as a person reads it: a line when a worker starts or ends, and in the end a table. Pure: data to text.
 
 use crate::text::{columns, percent, seconds};
-use plimsoll_core::{Bytes, SweepDevice, SweepReport, SweepRun, SweepState};
+use plimsoll_core::{Bytes, SweepDevice, SweepReport, SweepRun, SweepState, counted};
 
 /// That a worker has started.
 pub fn started(run: &SweepRun) -> String {
@@ -21,7 +21,9 @@ pub fn ended(run: &SweepRun) -> String {
     let why = run.why.as_ref().map_or(String::new(), |why| format!(": {why}"));
     let loss = run.loss.map_or(String::new(), |loss| format!(", loss {loss:.4}"));
     match run.state {
-        SweepState::Done => format!("done   {}: {} steps{loss}, {}\n", run.name, run.steps, seconds(run.seconds)),
+        SweepState::Done => {
+            format!("done   {}: {}{loss}, {}\n", run.name, counted(run.steps, "step"), seconds(run.seconds))
+        }
         SweepState::Waiting => format!("again  {}: after step {}{why}\n", run.name, run.steps),
         _ => format!("ended  {}: {}, after step {}{why}\n", run.name, state(run.state), run.steps),
     }
@@ -85,16 +87,18 @@ fn state(state: SweepState) -> &'static str {
 fn device(device: &SweepDevice) -> String {
     let simulated = if device.simulated { " (simulated)" } else { "" };
     let SweepDevice { name, given_bytes, budget_bytes, workers, .. } = device;
-    format!("{name}{simulated}: at most {workers} workers at a time, {given_bytes} of {budget_bytes} given to them\n")
+    let workers = counted(*workers, "worker");
+    format!("{name}{simulated}: at most {workers} at a time, {given_bytes} of {budget_bytes} given away\n")
 }
 
 fn ending(report: &SweepReport) -> String {
     let done = report.runs.iter().filter(|run| run.state == SweepState::Done).count();
     let retries: u32 = report.runs.iter().map(|run| run.retries).sum();
     let mut text = format!(
-        "{done} of {} runs done ({}), {retries} retries\n",
-        report.runs.len(),
-        percent(report.success_rate(), 1)
+        "{done} of {} done ({}), {}\n",
+        counted(report.runs.len(), "run"),
+        percent(report.success_rate(), 1),
+        counted(retries, "retry")
     );
     if report.bound_seconds > 0.0 {
         let above = |seconds: f64| percent(seconds / report.bound_seconds - 1.0, 1);

@@ -115,7 +115,7 @@ fn data_that_cannot_be_trained_on_are_refused_by_file_and_line() {
         (json!({"input_ids": [3]}).to_string(), "1 empty documents"),
         (json!({"input_ids": [3, 4], "labels": [-100, -100]}).to_string(), "have the label -100"),
         (line("{\"input_ids\": [3, 99]}"), "train.jsonl:2: token 99 is outside"),
-        (line("{\"input_ids\": [3, 4], \"labels\": [3]}"), "train.jsonl:2: 1 labels for 2 tokens"),
+        (line("{\"input_ids\": [3, 4], \"labels\": [3]}"), "train.jsonl:2: 1 label for 2 tokens"),
         (line("no json"), "train.jsonl:2: "),
         (line("{\"text\": \"abc\"}"), "train.jsonl:2: "),
     ];

@@ -125,7 +125,7 @@ fn a_run_that_fits_nowhere_or_is_wrong_is_told_and_the_others_go_on() {
     place.write("wrong.toml", place.read("run.toml").replace("train.jsonl", "nowhere.jsonl"));
     let done = place.run(&words(&["big.toml", "wrong.toml", "run.toml"]));
     assert_eq!(done.code, Some(3), "{}", done.stderr);
-    assert!(done.stderr.starts_with("error: 2 of 3 runs are not done\n  hint: "), "{}", done.stderr);
+    assert!(done.stderr.starts_with("error: 2 of 3 runs not done\n  hint: "), "{}", done.stderr);
     let report = report(&place);
     let big = row(&report, "big");
     assert_eq!((big["state"].as_str(), big["exit"].as_i64()), (Some("does_not_fit"), Some(3)));

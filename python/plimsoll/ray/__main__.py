@@ -99,7 +99,7 @@ def _leave(_: argparse.Namespace) -> int:
         print("this machine is part of no cluster")
         return 0
     joined, ended = left
-    print(f"left {joined.address}: {ended} processes ended")
+    print(f"left {joined.address}; processes ended: {ended}")
     return 0
 
 

@@ -241,7 +241,7 @@ def warnings(every: list[Node], devices: list[Device]) -> list[str]:
     on_bus = {node["ip"]: fact["cards"] for node in every for name, fact in told if name == node["name"]}
     for ip, count in on_bus.items():
         if count > cards[ip]:
-            said.append(f"{ip} has {count} graphics cards of NVIDIA's, and {cards[ip]:g} are used")
+            said.append(f"graphics cards of NVIDIA's in {ip}: {count} there, {cards[ip]:g} used")
     best: dict[str, float] = {}
     for device in devices:
         best[device["model"]] = max(best.get(device["model"], 0.0), device["tflops"] or 0.0)

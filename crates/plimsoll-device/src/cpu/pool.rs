@@ -3,13 +3,14 @@
 //! What is computed here never depends on how many threads there are: tasks are numbered, each is
 //! run once, and a sum over tasks is taken by the caller in the order of their numbers.
 
+use plimsoll_core::counted;
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// The pool could not be made.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot start {threads} threads: {source}")]
+#[error("cannot start {}: {source}", counted(*threads, "thread"))]
 pub struct PoolError {
     /// How many threads were asked for.
     pub threads: usize,

@@ -6,7 +6,7 @@ use super::layers::Layers;
 use super::state::State;
 use super::{Part, ShareOut, TeamAnswer, TeamQuestion, Way, slowest};
 use crate::search::{Question, ladder, leanest, under};
-use plimsoll_core::{Alternative, Bytes, DeviceSpec, Plan, Predicted, Recipe, Rung, Sharing, Worth};
+use plimsoll_core::{Alternative, Bytes, DeviceSpec, Plan, Predicted, Recipe, Rung, Sharing, Worth, counted};
 use plimsoll_program::Share;
 
 /// What the devices of a team do, beside what they do alone.
@@ -120,9 +120,11 @@ fn written(team: &TeamQuestion, way: &Way) -> Alternative {
 fn share(sharing: Option<Sharing>, sequences: u64, state: Option<u64>, recipe: &Recipe) -> String {
     match (sharing, state) {
         (None, _) => format!("all sequences, {recipe}"),
-        (Some(Sharing::Layers), _) => format!("{} layers, {recipe}", recipe.recompute.len()),
-        (Some(_), None) => format!("{sequences} sequences, {recipe}"),
-        (Some(_), Some(parts)) => format!("{sequences} sequences, {parts} of 1024 parts of the state, {recipe}"),
+        (Some(Sharing::Layers), _) => format!("{}, {recipe}", counted(recipe.recompute.len(), "layer")),
+        (Some(_), None) => format!("{}, {recipe}", counted(sequences, "sequence")),
+        (Some(_), Some(parts)) => {
+            format!("{}, {parts} of 1024 parts of the state, {recipe}", counted(sequences, "sequence"))
+        }
     }
 }
 

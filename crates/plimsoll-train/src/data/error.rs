@@ -1,6 +1,6 @@
 //! What can be wrong with data, and how the user sees it.
 
-use plimsoll_core::{Bytes, Failure};
+use plimsoll_core::{Bytes, Failure, counted};
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -95,7 +95,7 @@ pub enum DataError {
         limit: Bytes,
     },
     /// Labels of another length than the tokens.
-    #[error("{place}: {labels} labels for {tokens} tokens")]
+    #[error("{place}: {} for {}", counted(*labels, "label"), counted(*tokens, "token"))]
     LabelCount {
         /// Where.
         place: Place,
@@ -117,7 +117,7 @@ pub enum DataError {
         vocab: u64,
     },
     /// A document that needs more than one row, with `long = "refuse"`.
-    #[error("{place}: a document of {tokens} tokens does not fit in a row of {sequence} positions")]
+    #[error("{place}: a document of {} does not fit in a row of {}", counted(*tokens, "token"), counted(*sequence, "position"))]
     Long {
         /// Where.
         place: Place,
@@ -205,7 +205,7 @@ pub enum DataError {
 fn files_named(files: &[PathBuf]) -> String {
     match files {
         [one] => one.display().to_string(),
-        [first, rest @ ..] => format!("{} and {} more files", first.display(), rest.len()),
+        [first, rest @ ..] => format!("{} and {}", first.display(), counted(rest.len(), "more file")),
         [] => "no files".to_owned(),
     }
 }

@@ -319,7 +319,7 @@ mod tests {
                 Format::Tokens,
                 "data.jsonl:1: invalid value: integer `5000000000`, expected i32 (column 28)",
             ),
-            (b"{\"input_ids\": [1, 2], \"labels\": [1]}", Format::Tokens, "data.jsonl:1: 1 labels for 2 tokens"),
+            (b"{\"input_ids\": [1, 2], \"labels\": [1]}", Format::Tokens, "data.jsonl:1: 1 label for 2 tokens"),
             (
                 b"{\"input_ids\": [1, 2], \"labels\": [1, 11]}",
                 Format::Tokens,

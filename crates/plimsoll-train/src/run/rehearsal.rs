@@ -4,7 +4,7 @@
 
 use super::heartbeat::Pulse;
 use crate::data::mix;
-use plimsoll_core::Failure;
+use plimsoll_core::{Failure, counted};
 use plimsoll_device::device::{DeviceError, Memory, Observer};
 use plimsoll_program::{Op, Program, ProgramSet};
 use std::fmt;
@@ -252,7 +252,7 @@ impl Injection {
             wrong(format!("no device `{device}` works on this run")).hint(format!("the devices are {}", names()))
         })?;
         if let Some(steps) = run.steps.filter(|steps| step > *steps) {
-            return Err(wrong(format!("the run has {steps} steps")));
+            return Err(wrong(format!("the run has {}", counted(steps, "step"))));
         }
         // From a step on means now, where that step was done long ago.
         let once = matches!(self, Injection::At { .. });

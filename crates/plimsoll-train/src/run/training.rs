@@ -23,7 +23,7 @@ use crate::resolve::{Resolved, lora, pace};
 use crate::run_file::{Length, Method, RunFile, Threads};
 use plimsoll_core::{
     Bytes, DeviceKind, EvalResult, EvaluatorResult, Event, Exit, Failure, LeftOut, LossSpan, LostDevice, Member, Plan,
-    Recipe, Record, Retreat, RunResult, RunStatus, Sharing, StepSeconds,
+    Recipe, Record, Retreat, RunResult, RunStatus, Sharing, StepSeconds, counted,
 };
 use plimsoll_device::device::DeviceError;
 use plimsoll_device::probe::Cpu;
@@ -131,7 +131,9 @@ impl Run {
             let (rows, labelled_tokens) = (prepared.train.rows(), prepared.train.labelled_tokens());
             if (rows, labelled_tokens) != (info.rows, info.labelled_tokens) {
                 return Err(Failure::input(format!(
-                    "data.train: {rows} rows with {labelled_tokens} labels are not the data of {}, which had {} and {}",
+                    "data.train: {} with {} are not the data of {}, which had {} and {}",
+                    counted(rows, "row"),
+                    counted(labelled_tokens, "label"),
                     path.display(),
                     info.rows,
                     info.labelled_tokens
@@ -890,15 +892,16 @@ fn planned_before(folder: &Path) -> Option<Known> {
 /// How a run does it, in words: another way, other last bits.
 fn how(recipe: &Recipe, sharing: Option<Sharing>, team: &[Member], threads: u32) -> String {
     let way = done_by(recipe, sharing, team);
-    if sharing.is_none() { format!("{way}, {threads} threads") } else { way }
+    if sharing.is_none() { format!("{way}, {}", counted(threads, "thread")) } else { way }
 }
 
 /// The recipe, or what each device of a team does, in words.
 fn done_by(recipe: &Recipe, sharing: Option<Sharing>, team: &[Member]) -> String {
     let Some(sharing) = sharing else { return recipe.to_string() };
     let share = |member: &Member| match member.layers {
+        Some([first, end]) if end - first == 1 => format!("layer {first}"),
         Some([first, end]) => format!("layers {first} to {}", end - 1),
-        None => format!("{} sequences", member.sequences),
+        None => counted(member.sequences, "sequence"),
     };
     let member = |member: &Member| format!("{} {}, {}", member.device, share(member), member.recipe);
     format!("{sharing} shared by {}", team.iter().map(member).collect::<Vec<_>>().join("; "))

@@ -2,7 +2,7 @@
 //! this version does not do.
 
 use super::{Init, Method, Optimizer, Precision, RunFile};
-use plimsoll_core::{Failure, Rung};
+use plimsoll_core::{Failure, Rung, counted};
 use plimsoll_plan::request::DevicesRequest;
 use plimsoll_program::models::Target;
 
@@ -89,7 +89,7 @@ fn together(file: &RunFile) -> Result<(), Fault> {
         return fault("train.batch_tokens", &message, &format!("the nearest that are: {nearest}"));
     }
     if recipe.micro_batch.is_some_and(|sequences| u64::from(sequences) > file.batch_sequences()) {
-        let message = format!("a step has no more than {} sequences", file.batch_sequences());
+        let message = format!("a step has no more than {}", counted(file.batch_sequences(), "sequence"));
         return fault("recipe.micro_batch", &message, "a smaller micro-batch, or more train.batch_tokens");
     }
     Ok(())

@@ -3,7 +3,7 @@
 
 use super::{PlanView, WIDTH, class, rungs};
 use crate::text::{columns, count, percent, seconds, wrapped};
-use plimsoll_core::{Alternative, DeviceKind, DeviceSpec, Evaluates, LeftOut, Member, Plan, Sharing, Worth};
+use plimsoll_core::{Alternative, DeviceKind, DeviceSpec, Evaluates, LeftOut, Member, Plan, Sharing, Worth, counted};
 
 /// The devices that take no part, a line or two each.
 pub(super) fn left_out(plan: &Plan) -> String {
@@ -23,8 +23,8 @@ fn does(evaluates: &Evaluates) -> String {
     match rows {
         Some(_) => format!("; {holds}, in {own}: {given} to hand over the weights instead of {team}"),
         None => format!(
-            "; {holds}, from {} rows of data.eval on: {own} a row, {given} to hand over the weights instead of {team} a row",
-            evaluates.least_rows()
+            "; {holds}, from {} of data.eval on: {own} a row, {given} to hand over the weights instead of {team} a row",
+            counted(evaluates.least_rows(), "row")
         ),
     }
 }

@@ -3,7 +3,7 @@
 use super::plan::refuse;
 use crate::args::{EvalArgs, GenerateArgs, MergeArgs};
 use crate::say;
-use plimsoll_core::{Exit, Failure};
+use plimsoll_core::{Exit, Failure, counted};
 use plimsoll_train::resolve::Resolved;
 use plimsoll_train::run::inference::{Continuation, Evaluation};
 use plimsoll_train::run::samples::Sampling;
@@ -25,8 +25,10 @@ pub fn eval(args: &EvalArgs) -> Result<Exit, Failure> {
         say::answer(&line(&loss));
     } else {
         say::answer(&format!(
-            "loss {:.4}, perplexity {:.2}, {} labelled tokens\n",
-            loss.loss, loss.perplexity, loss.tokens
+            "loss {:.4}, perplexity {:.2}, {}\n",
+            loss.loss,
+            loss.perplexity,
+            counted(loss.tokens, "labelled token")
         ));
     }
     Ok(Exit::Done)

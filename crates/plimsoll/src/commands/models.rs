@@ -4,7 +4,7 @@
 use super::plan::refusal_of;
 use crate::args::BenchModelsArgs;
 use crate::{say, signals};
-use plimsoll_core::{DeviceKind, Exit, Failure, ModelRow, ModelStatus, ModelsBench, RunResult};
+use plimsoll_core::{DeviceKind, Exit, Failure, ModelRow, ModelStatus, ModelsBench, RunResult, counted};
 use plimsoll_program::models::of_size;
 use plimsoll_train::resolve::{Planned, devices, plan};
 use plimsoll_train::run_file::RunFile;
@@ -49,11 +49,11 @@ pub fn run(args: &BenchModelsArgs) -> Result<Exit, Failure> {
     let (done, asked) = (bench.models.len(), args.models.len());
     if done < asked {
         let rest = args.models[done..].join(" ");
-        let message = format!("{done} of {asked} models were tried");
+        let message = format!("{done} of {} tried", counted(asked, "model"));
         return Err(Failure::stopped(message).hint(format!("the others: plimsoll bench models {rest}")));
     }
     if failed > 0 {
-        let message = format!("{failed} of {asked} models failed");
+        let message = format!("{failed} of {} failed", counted(asked, "model"));
         return Err(Failure::input(message).hint("the table says why; the others are not touched by it"));
     }
     Ok(Exit::Done)

@@ -2,7 +2,7 @@
 
 use crate::args::PlanArgs;
 use crate::{again, say};
-use plimsoll_core::{DeviceSpec, Exit, Failure, Plan};
+use plimsoll_core::{DeviceSpec, Exit, Failure, Plan, counted};
 use plimsoll_plan::search::Answer;
 use plimsoll_program::models::ModelConfig;
 use plimsoll_train::resolve::{Model, Planned, plan};
@@ -95,6 +95,6 @@ fn ways_again(file: &RunFile, plan: &Plan, words: &[String]) -> Vec<(Way, Vec<St
 pub fn title(file: &RunFile, config: &ModelConfig) -> String {
     let name = Path::new(file.model_name()).file_name().map_or_else(|| "?".into(), |name| name.to_string_lossy());
     let parameters = count(config.parameters() as f64);
-    let (tokens, sequence) = (file.train.batch_tokens, file.data.sequence);
-    format!("{name}: {parameters} parameters, {tokens} tokens a step in sequences of {sequence}")
+    let (tokens, sequence) = (counted(file.train.batch_tokens, "token"), file.data.sequence);
+    format!("{name}: {parameters} parameters, {tokens} a step in sequences of {sequence}")
 }

@@ -3,7 +3,7 @@
 use super::plan::{refuse, title};
 use crate::args::TrainArgs;
 use crate::{say, signals};
-use plimsoll_core::{DeviceKind, Exit, Failure, RunStatus};
+use plimsoll_core::{DeviceKind, Exit, Failure, RunStatus, counted};
 use plimsoll_train::data::Dataset;
 use plimsoll_train::resolve::pace;
 use plimsoll_train::run::rehearsal::Injection;
@@ -107,11 +107,12 @@ fn data_line(what: &str, data: &Dataset) -> String {
         skipped => format!(", {skipped} skipped: nothing to predict in them"),
     };
     format!(
-        "{what}: {} documents, {} tokens ({} labelled), {} rows{skipped}\n  longest: {longest} tokens, {place}\n",
-        data.documents(),
-        data.tokens(),
+        "{what}: {}, {} ({} labelled), {}{skipped}\n  longest: {}, {place}\n",
+        counted(data.documents(), "document"),
+        counted(data.tokens(), "token"),
         data.labelled_tokens(),
-        data.rows()
+        counted(data.rows(), "row"),
+        counted(longest, "token")
     )
 }
 
@@ -134,7 +135,7 @@ fn tell_done(args: &TrainArgs, outcome: &Outcome, injections: &[Injection], long
     let folder = folder.display().to_string();
     let more = format!("{} --set {longer}", resume_command(&folder));
     if let Some(never) = injections.first() {
-        let message = format!("{never}: the run in {folder} is done, all {} steps of it", result.steps);
+        let message = format!("{never}: the run in {folder} is done, after {}", counted(result.steps, "step"));
         return Err(Failure::input(message).hint(format!("for more of them: {more}")));
     }
     if args.json {

@@ -10,7 +10,7 @@ use crate::args::SweepArgs;
 use crate::{say, signals};
 use folder::{Folder, Known};
 use places::{Needs, Places};
-use plimsoll_core::{Bytes, Exit, Failure, RunStatus, SweepReport, SweepState};
+use plimsoll_core::{Bytes, Exit, Failure, RunStatus, SweepReport, SweepState, counted};
 use plimsoll_plan::sweep::{Job, Sweep, bound, makespan, simulate};
 use plimsoll_train::run::demand::{MORE_BYTES, demand, run_seconds};
 use plimsoll_train::run_file::RunFile;
@@ -291,7 +291,7 @@ fn outcome(going: &Going, stopped: bool) -> Result<Exit, Failure> {
     let Some(first) = runs.iter().find(|run| run.state != SweepState::Done) else { return Ok(Exit::Done) };
     let left = runs.iter().filter(|run| run.state != SweepState::Done).count();
     let hint = format!("what is not done goes on with: plimsoll sweep --resume {}", shell_word(&going.folder.name()));
-    let message = format!("{left} of {} runs are not done", runs.len());
+    let message = format!("{left} of {} not done", counted(runs.len(), "run"));
     let exit = match (stopped, first.exit) {
         (true, _) => Exit::Stopped,
         (_, Some(1)) => Exit::Bug,
