@@ -84,6 +84,9 @@ fn on_paper_models_are_planned_and_sizes_stand_for_presets() {
         assert!(!command.contains("smollm2-135m"), "{hint}");
     }
     assert!(hints.iter().any(|hint| hint.contains("on the host")), "{hints:?}");
+    // Where none fits, that is the answer, and the exit code of one.
+    let (rows, _) = bench(&place, 3, &["smollm2-135m", "smollm2-360m", "--devices", "rtx3070=1GiB"]);
+    assert!(rows.len() == 2 && rows.iter().all(|row| row["status"] == "does_not_fit"), "{rows:?}");
     // A run that fails is told by what it said.
     let (rows, text) = bench(
         &place,

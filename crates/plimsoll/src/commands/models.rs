@@ -21,7 +21,8 @@ use std::time::Instant;
 /// tried.
 ///
 /// # Errors
-/// A setting or a device that cannot be, and a file that cannot be written; after all have been tried, that some failed.
+/// A setting or a device that cannot be, and a file that cannot be written; after all have been tried, that some failed, or
+/// that none fits (exit 3).
 pub fn run(args: &BenchModelsArgs) -> Result<Exit, Failure> {
     // What is wrong with a setting or a device is so for every model.
     devices(&args.resolve(&args.models[0], Path::new("train.jsonl"), Path::new("run"))?)?;
@@ -55,6 +56,11 @@ pub fn run(args: &BenchModelsArgs) -> Result<Exit, Failure> {
     if failed > 0 {
         let message = format!("{failed} of {} failed", counted(asked, "model"));
         return Err(Failure::input(message).hint("the table says why; the others are not touched by it"));
+    }
+    if !bench.models.iter().any(|row| row.fits) {
+        let message =
+            if asked == 1 { "the model does not fit".to_owned() } else { format!("none of {asked} models fits") };
+        return Err(Failure::does_not_fit(message).hint("the table says what would do for each"));
     }
     Ok(Exit::Done)
 }
