@@ -32,6 +32,15 @@ fn a_plan_on_paper_is_a_table_that_fits_a_terminal() {
 }
 
 #[test]
+fn the_first_example_of_the_book_is_what_the_program_says() {
+    let book = include_str!("../../../docs/plans.md");
+    let (_, example) = book.split_once("\n`plimsoll plan ").unwrap();
+    let (words, rest) = example.split_once('`').unwrap();
+    let shown = rest.split("```\n").nth(1).unwrap();
+    assert_eq!(shown, text(&plan(&words.split(' ').collect::<Vec<_>>()).stdout), "{words}");
+}
+
+#[test]
 fn all_devices_take_part_or_none() {
     let three = ["--model", "smollm2-135m", "--devices", "rtx3090,rtx3090,rtx3090", "--sequence", "256"];
     // A step of two sequences is for two devices, and its pipeline for as many stages as micro-batches make worth it.
