@@ -55,6 +55,12 @@ fn with_flag(text: &str, key: &str, flag: &str) -> String {
         if let Some(value) = behind.strip_prefix(" = ").or_else(|| behind.strip_prefix('=')) {
             said.push(' ');
             rest = value;
+            // A shell needs no quotes around a word.
+            let quoted = value.strip_prefix('"').and_then(|value| value.split_once('"'));
+            if let Some((word, behind)) = quoted.filter(|(word, _)| word.chars().all(of_a_word)) {
+                said += word;
+                rest = behind;
+            }
         }
     }
     said + rest
@@ -84,6 +90,7 @@ mod tests {
             said("--set data.eval=a, or data.eval = b. Look at data.eval."),
             "--data a, or --data b. Look at --data."
         );
+        assert_eq!(said("data.eval = \"a\", data.eval = \"two words\""), "--data a, --data \"two words\"");
     }
 
     #[test]

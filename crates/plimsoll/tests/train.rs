@@ -140,6 +140,8 @@ fn a_program_gets_every_event_and_the_result_as_the_last_line() {
 fn a_finished_model_evaluates_to_the_loss_of_its_run() {
     let place = Place::new(&SMALL);
     place.succeed(&["train", "run.toml"]);
+    let refused = place.refuse(2, &["eval", "run/model", "--data", "eval.jsonl"]);
+    assert!(refused.contains("for {\"input_ids\": [..]} use --format tokens\n"), "{refused}");
     let eval = ["eval", "run/model", "--data", "eval.jsonl", "--format", "tokens", "--json"];
     let loss = place.succeed(&eval).json();
     assert_eq!(keys(&loss), ["loss", "perplexity", "tokens"]);

@@ -237,10 +237,13 @@ impl From<DataError> for Failure {
                 Some("convert the file to UTF-8, for example with `iconv -t utf-8`".to_owned())
             }
             DataError::Line { format: super::Format::Text, .. } => {
-                Some(r#"format = "text" expects {"text": "..."} on each line"#.to_owned())
+                Some(
+                r#"data.format = "text" expects {"text": "..."} on each line; for {"input_ids": [..]} use data.format = "tokens""#
+                    .to_owned(),
+            )
             }
             DataError::Line { format: super::Format::Tokens, .. } => Some(
-                r#"format = "tokens" expects {"input_ids": [..], "labels": [..]} on each line; labels may be left out"#
+                r#"data.format = "tokens" expects {"input_ids": [..], "labels": [..]} on each line; labels may be left out"#
                     .to_owned(),
             ),
             DataError::LineTooLong { .. } => {
@@ -260,7 +263,7 @@ impl From<DataError> for Failure {
                 Some(format!("set data.sequence = {} or more, or data.long = \"split\"", tokens - 1))
             }
             DataError::NoTokenizer => {
-                Some(r#"put tokenizer.json into the model's folder, or use format = "tokens""#.to_owned())
+                Some(r#"put tokenizer.json into the model's folder, or use data.format = "tokens""#.to_owned())
             }
             DataError::NoEndToken { .. } => Some(
                 "set eos_token in tokenizer_config.json or eos_token_id in config.json, beside tokenizer.json"
