@@ -86,11 +86,16 @@ impl Model {
             return Ok(());
         }
         match &self.dir {
-            Some(dir) => Ok(dir.need_weights().map(|_| ())?),
+            Some(dir) => dir.need_weights().map(|_| ()).map_err(|error| self.beside_adapter(error.into())),
             None => Err(Failure::input(format!("model.path: {} is no directory with weights", file.model_name()))
                 .hint("name a directory with *.safetensors")
                 .hint("or start from random weights: --set model.init=random")),
         }
+    }
+
+    /// A failure with what the adapters have to do with it, where there are some.
+    fn beside_adapter(&self, failure: Failure) -> Failure {
+        self.adapter.as_ref().and_then(AdapterDir::of_nothing).into_iter().fold(failure, Failure::hint)
     }
 
     /// The weights that a run begins with; none where they are drawn.

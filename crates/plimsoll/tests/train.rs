@@ -220,6 +220,28 @@ fn adapters_are_saved_alone_computed_with_trained_on_and_merged() {
     );
 }
 
+#[test]
+fn adapters_over_random_weights_are_said_to_have_no_model() {
+    let place = Place::new(&SMALL);
+    let done = place.succeed(&["train", "run.toml", "--quiet", "--set", "train.method=lora", "--set", "train.steps=1"]);
+    assert!(done.stderr.contains("warning: adapters over random weights"), "{}", done.stderr);
+    let eval = ["eval", "model", "--adapter", "run/adapter", "--data", "eval.jsonl", "--format", "tokens"];
+    for words in [&eval[..], &["merge", "model", "run/adapter", "merged"]] {
+        let refused = place.refuse(2, words);
+        assert!(
+            refused.contains("run/adapter names no base model: ") && refused.contains("trained whole first"),
+            "{refused}"
+        );
+    }
+    // Over other weights of the same shape they compute, and that is said.
+    place.succeed(&["train", "run.toml", "--quiet", "--set", "run.dir=whole", "--set", "train.steps=1"]);
+    let over = [&["eval", "whole/model"], &eval[2..]].concat();
+    for words in [&over[..], &["merge", "whole/model", "run/adapter", "merged"]] {
+        let said = place.succeed(words).stderr;
+        assert!(said.starts_with("note: ") && said.contains("run/adapter names no base model: "), "{said}");
+    }
+}
+
 /// A frozen model in 4 bit and state in 8 (of adapters that are large enough for it): what is in no checkpoint is made once more, to the same bits.
 #[test]
 fn a_run_with_coarse_weights_goes_on_to_the_bits_of_an_undisturbed_one() {

@@ -44,6 +44,8 @@ pub struct AdapterDir {
     pub rank: u64,
     /// What adapters add is multiplied with alpha / r.
     pub alpha: f64,
+    /// Whether it says of which model they are.
+    pub names_base: bool,
     /// Which projections have one, in the order in which a layer computes them.
     pub targets: Vec<Target>,
     /// A and B of each, in the order of [`ModelConfig::adapter_parameters`].
@@ -59,7 +61,7 @@ impl AdapterDir {
         if !path.is_dir() {
             return Err(FilesError::NoFile { path: path.to_owned(), problem: "no such directory" });
         }
-        let (rank, alpha) = read_config(&path.join("adapter_config.json"))?;
+        let (rank, alpha, names_base) = read_config(&path.join("adapter_config.json"))?;
         let file = path.join("adapter_model.safetensors");
         if !file.exists() && path.join("adapter_model.bin").exists() {
             return Err(bad(&file, "no such file, only adapter_model.bin", "save it again with a newer peft"));
@@ -89,8 +91,20 @@ impl AdapterDir {
             path: path.to_owned(),
             rank,
             alpha,
+            names_base,
             targets,
             weights: ModelWeights { parameters: found, files },
+        })
+    }
+
+    /// What is said of adapters that name no model: they may have been trained over weights that nobody has.
+    pub fn of_nothing(&self) -> Option<String> {
+        let path = self.path.display();
+        (!self.names_base).then(|| {
+            format!(
+                "{path} names no base model: adapters that were trained over random weights go with those alone, which are \
+                 saved nowhere; such a model is trained whole first, and adapters over its RUN/model"
+            )
         })
     }
 
@@ -105,8 +119,8 @@ fn bad(path: &Path, problem: &str, hint: &str) -> FilesError {
     FilesError::Adapter { path: path.to_owned(), problem: problem.to_owned(), hint: hint.to_owned() }
 }
 
-/// Rank and alpha, where nothing else is asked for.
-fn read_config(path: &Path) -> Result<(u64, f64), FilesError> {
+/// Rank and alpha, where nothing else is asked for, and whether a base model is named.
+fn read_config(path: &Path) -> Result<(u64, f64, bool), FilesError> {
     const OTHER: &str = "merge it into its model with peft's merge_and_unload, then use that model";
     let text = read_small(path, MAX_CONFIG_BYTES)?;
     let keys: Map<String, Value> = serde_json::from_slice(&text)
@@ -138,7 +152,7 @@ fn read_config(path: &Path) -> Result<(u64, f64), FilesError> {
     let rank = named("r").as_u64().filter(|rank| (1..=1 << 20).contains(rank));
     let alpha = named("lora_alpha").as_f64().filter(|alpha| alpha.is_finite());
     match (rank, alpha) {
-        (Some(rank), Some(alpha)) => Ok((rank, alpha)),
+        (Some(rank), Some(alpha)) => Ok((rank, alpha, named("base_model_name_or_path").is_string())),
         (None, _) => Err(bad(path, &format!("`r` is {}, which is no rank", named("r")), "fetch it again")),
         (_, None) => {
             Err(bad(path, &format!("`lora_alpha` is {}, which is no number", named("lora_alpha")), "fetch it again"))
@@ -226,6 +240,7 @@ mod tests {
     fn what_is_written_is_read_back() {
         let dir = written();
         let adapter = AdapterDir::open(&dir.path().join("adapter"), &tiny()).unwrap();
+        assert!(adapter.of_nothing().is_some_and(|said| said.contains("names no base model")));
         assert_eq!((adapter.rank, adapter.alpha, adapter.targets), (3, 6.0, lora().targets));
         assert_eq!(adapter.weights.parameters.len(), 2 * 3 * 2);
     }

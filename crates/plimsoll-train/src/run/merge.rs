@@ -14,18 +14,21 @@ use plimsoll_program::workspace::Kernels;
 use std::path::Path;
 
 /// Writes `out`: the model of `base` with the adapters of `adapter` folded in, and all that lies beside its weights.
-/// Keys of the model's `config.json` that are in `ignore_keys` may be unknown.
+/// Keys of the model's `config.json` that are in `ignore_keys` may be unknown. Gives what should be known of the adapters.
 ///
 /// # Errors
 /// Directories that do not go together or cannot be read, and something that is there already.
-pub fn merge(base: &Path, adapter: &Path, out: &Path, ignore_keys: &[String]) -> Result<(), Failure> {
+pub fn merge(base: &Path, adapter: &Path, out: &Path, ignore_keys: &[String]) -> Result<Option<String>, Failure> {
     if out.exists() {
         let message = format!("{} is there already", out.display());
         return Err(Failure::input(message).hint("name a folder that is not there yet"));
     }
     let model = ModelDir::open(base, ignore_keys)?;
-    let weights = model.need_weights()?;
-    let adapter = AdapterDir::open(adapter, &model.config)?;
+    let adapter = AdapterDir::open(adapter, &model.config);
+    let of_nothing = adapter.as_ref().ok().and_then(AdapterDir::of_nothing);
+    let without = |error| of_nothing.iter().cloned().fold(Failure::from(error), Failure::hint);
+    let weights = model.need_weights().map_err(without)?;
+    let adapter = adapter?;
     let parameters = weights.parameters.iter();
     let tensors: Vec<StoredTensor> = parameters
         .map(|(parameter, entry)| StoredTensor {
@@ -51,5 +54,5 @@ pub fn merge(base: &Path, adapter: &Path, out: &Path, ignore_keys: &[String]) ->
             Ok(device.run_observed(Call::of("merge"), &mut Merging(source(), Storing(writer)), &mut Unobserved)?)
         },
     )?;
-    Ok(())
+    Ok(of_nothing)
 }

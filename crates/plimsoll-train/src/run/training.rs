@@ -200,6 +200,7 @@ impl Run {
         let mut log = EventLog::open(&folder, watch)?;
         let mut warnings = self.warnings.clone();
         warnings.extend(self.prepared.run.moved_lines());
+        warnings.extend(self.prepared.run.lost_base().filter(|_| self.saves));
         warnings.extend(self.prepared.run.idle_budget());
         warnings.extend(self.prepared.resolved.fallback.as_ref().map(ToString::to_string));
         let control = Control::listen(&folder)

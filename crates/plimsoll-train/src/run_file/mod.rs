@@ -455,6 +455,16 @@ impl RunFile {
         self.train.rungs = Some(rungs.to_vec());
     }
 
+    /// What is said of adapters over a model that is drawn at random: nothing keeps the model.
+    pub(crate) fn lost_base(&self) -> Option<String> {
+        let lost = self.train.method == Method::Lora && self.model.init == Init::Random;
+        lost.then(|| {
+            "adapters over random weights (model.init = \"random\"): only the adapters are saved, so that eval, generate and merge \
+             will have no model for them; train.method = \"full\" saves all, or name a directory with weights"
+                .to_owned()
+        })
+    }
+
     /// The devices asked for.
     pub fn devices(&self) -> DevicesRequest {
         self.run.devices.parse().expect("a loaded run file has devices that can be read")

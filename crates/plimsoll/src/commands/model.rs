@@ -4,6 +4,7 @@ use super::plan::refuse;
 use crate::args::{EvalArgs, GenerateArgs, MergeArgs};
 use crate::say;
 use plimsoll_core::{Exit, Failure, counted};
+use plimsoll_train::files::AdapterDir;
 use plimsoll_train::resolve::Resolved;
 use plimsoll_train::run::inference::{Continuation, Evaluation};
 use plimsoll_train::run::samples::Sampling;
@@ -19,7 +20,7 @@ pub fn eval(args: &EvalArgs) -> Result<Exit, Failure> {
     if !answer.plan.fits {
         return refuse(file, &answer.plan, !args.json);
     }
-    note_fallback(resolved);
+    note_oddities(resolved);
     let loss = evaluation.run()?;
     if args.json {
         say::answer(&line(&loss));
@@ -44,7 +45,7 @@ pub fn generate(args: &GenerateArgs) -> Result<Exit, Failure> {
     if !answer.plan.fits {
         return refuse(file, &answer.plan, !args.json);
     }
-    note_fallback(resolved);
+    note_oddities(resolved);
     let text = continuation.run(&Sampling {
         temperature: f64::from(args.temperature),
         top_k: args.top_k.unwrap_or(0) as usize,
@@ -60,13 +61,17 @@ pub fn generate(args: &GenerateArgs) -> Result<Exit, Failure> {
 /// # Errors
 /// Directories that do not go together, and something that is there already.
 pub fn merge(args: &MergeArgs) -> Result<Exit, Failure> {
-    plimsoll_train::run::merge::merge(&args.base, &args.adapter, &args.out, &args.ignore_config_key)?;
+    let note = plimsoll_train::run::merge::merge(&args.base, &args.adapter, &args.out, &args.ignore_config_key)?;
+    note.iter().for_each(|note| say::note(note));
     say::answer(&format!("model: {}\n", args.out.display()));
     Ok(Exit::Done)
 }
 
-/// Another device than the one that was asked for is never taken silently.
-fn note_fallback(resolved: &Resolved) {
+/// Another device than the one that was asked for is never taken silently, nor are adapters of another model.
+fn note_oddities(resolved: &Resolved) {
+    if let Some(note) = resolved.model.adapter.as_ref().and_then(AdapterDir::of_nothing) {
+        say::note(&note);
+    }
     if let Some(fallback) = &resolved.fallback {
         say::note(&fallback.to_string());
     }
