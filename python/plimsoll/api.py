@@ -39,7 +39,8 @@ def train(
 ) -> Trained:
     """Trains, and comes back when the run has ended.
 
-    ``run_file`` and ``sections`` are those of :func:`plan`; ``resume`` is the folder of a run that goes on instead.
+    ``run_file`` and ``sections`` are those of :func:`plan`; ``resume`` is the folder of a run that goes on instead;
+    of one that is done it gives what that left, without an event or samples.
     ``save=False`` leaves no checkpoint and no model. ``on_event`` is called, in this thread, with each line of
     ``events.jsonl`` as a dictionary, while the run goes on beside it; where it returns ``False`` or raises, the run finishes
     its step, saves and ends, and what it raised comes out of this call.
