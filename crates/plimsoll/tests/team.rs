@@ -646,6 +646,7 @@ fn the_line_of_a_device_that_evaluates_is_moved_and_where_it_has_no_room_the_tea
     let said = moved("40MiB");
     assert!(said.contains("load line 40.00 MiB: it evaluates as before"), "{said}");
     assert_eq!(planned()["device"]["budget_bytes"], 40 << 20);
+    assert_eq!(place.json("run/load-lines.json")["virtual:b"]["to"], "40MiB", "for when the run goes on");
     // A byte less than what it holds: fewer rows at once.
     let (rows, peak) =
         (planned()["recipe"]["micro_batch"].clone(), planned()["device"]["peak_bytes"].as_u64().unwrap());
