@@ -102,3 +102,16 @@ fn what_does_not_fit_comes_with_a_command_that_does() {
     let ready: Vec<&str> = command.lines().next().unwrap().split(' ').collect();
     assert_eq!(plan(&ready).status.code(), Some(0), "{ready:?}");
 }
+
+#[test]
+fn a_pipeline_is_cut_by_what_it_takes_that_parts_of_it_wait_on_the_host() {
+    let cards = ["rtx5090"; 8].join(",") + ",host=512GiB";
+    let output = plan(&["--devices", &cards, "--model", "qwen2.5-32b", "--explain", "--json"]);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let plan: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let ways = plan["alternatives"].as_array().unwrap();
+    let layers = ways.iter().find(|way| way["sharing"] == "layers").expect("layers can be shared out");
+    let seconds = layers["predicted"]["step_seconds"].as_f64().unwrap();
+    // Cut by bytes over the link, once a step, it would be 19.5 s.
+    assert!(seconds < 19.0, "{seconds} s a step");
+}

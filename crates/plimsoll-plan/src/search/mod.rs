@@ -217,7 +217,7 @@ impl Question<'_> {
     }
 
     /// Whether it has the embedding, and a head that is not the embedding: stages of a pipeline may lack them.
-    fn ends(&self) -> [bool; 2] {
+    pub(crate) fn ends(&self) -> [bool; 2] {
         let (stage, stages) = self.share.stage();
         let (first, last, tied) = (stage == 0, stage + 1 == stages, self.config.tied);
         [first || last && tied, last && !tied]

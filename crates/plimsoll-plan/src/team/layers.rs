@@ -6,8 +6,9 @@
 //!
 //! Where stages begin is found by dynamic programming over (stage, layers below): a stage of so many layers takes and holds
 //! what was measured of stages of few, where nothing is computed again and where everything is, and what lies between is in
-//! proportion; what still has no room is worked out to wait. All stages together keep under the line of the host. How many sequences a micro-batch has, which devices take part and in which order is tried. What is most
-//! promising is searched for recipes.
+//! proportion; what still has no room is worked out to wait, which takes what was measured of stages of few of which all of it
+//! waits, in proportion again. All stages together keep under the line of the host. How many sequences a micro-batch has, which
+//! devices take part and in which order is tried. What is most promising is searched for recipes.
 
 use super::{Given, LeftOut, ShareOut, TeamQuestion, Way, circles, out_of_way, slowest};
 use crate::layout::lower_bounds;
@@ -67,12 +68,17 @@ impl StageSeconds {
     }
 
     fn between(self, other: StageSeconds, part: f64) -> StageSeconds {
-        let mix = |a: f64, b: f64| a + part * (b - a);
+        self.further(part, self, other)
+    }
+
+    /// So much of the way from `a` to `b` further.
+    fn further(self, part: f64, a: StageSeconds, b: StageSeconds) -> StageSeconds {
+        let go = |from: f64, a: f64, b: f64| from + part * (b - a);
         StageSeconds {
-            forward: mix(self.forward, other.forward),
-            backward: mix(self.backward, other.backward),
-            message: mix(self.message, other.message),
-            once: mix(self.once, other.once),
+            forward: go(self.forward, a.forward, b.forward),
+            backward: go(self.backward, a.backward, b.backward),
+            message: go(self.message, a.message, b.message),
+            once: go(self.once, a.once, b.once),
         }
     }
 }
@@ -122,11 +128,17 @@ pub(super) fn step_seconds(stages: &[StageSeconds], micro_batches: u32) -> f64 {
     passes + stages.iter().map(|stage| stage.once).fold(0.0, f64::max)
 }
 
+/// What may wait on the host: state, gradients, weights, inputs of layers; each only where all before it does.
+const MAY_WAIT: usize = 4;
+
+/// What a stage takes where nothing waits, and where all of the first, the first two, ... of what may wait does.
+type Waiting = [StageSeconds; MAY_WAIT + 1];
+
 /// A stage of some layers: bytes and seconds, where nothing is computed again and where everything is.
 #[derive(Clone, Copy, Debug)]
 struct Measured {
     bytes: [f64; 2],
-    seconds: [StageSeconds; 2],
+    seconds: [Waiting; 2],
     has: Has,
     /// Bytes of a hidden state.
     hidden: f64,
@@ -188,16 +200,31 @@ impl Has {
 }
 
 impl Measured {
-    /// The stage that a question is about.
-    fn of(question: &Question) -> Measured {
+    /// The stage that a question is about; `may_wait` says whether anything of it can wait on the host.
+    fn of(question: &Question, may_wait: bool) -> Measured {
         let (own, prices) = (question.share.own_layers(question.config.layers), question.prices());
+        let all = (own.end - own.start) as u32;
         let of = |level: RecomputeLevel| {
             let levels = question.pins.recompute.clone();
-            let levels = levels.unwrap_or_else(|| vec![level; (own.end - own.start) as usize]);
+            let levels = levels.unwrap_or_else(|| vec![level; all as usize]);
             let micro_batch = question.pins.micro_batch.unwrap_or(1);
             let recipe = Recipe { rungs: question.rungs.clone(), ..Recipe::on_device(micro_batch, levels) };
             let set = question.computing(&recipe);
-            (lower_bounds(&set)[0] as f64, StageSeconds::of(&set, &prices), set)
+            let mut seconds = [StageSeconds::of(&set, &prices); MAY_WAIT + 1];
+            let with = |waiting: usize, update: bool| {
+                let wait = |what: usize| if what < waiting { all } else { 0 };
+                let [optimizer, gradients, weights, inputs] = [0, 1, 2, 3].map(wait);
+                let [embedding, head] = question.ends().map(|there| there && weights > 0);
+                let offload =
+                    Offload { optimizer, gradients, weights, inputs, embedding, head, update, ..Offload::NOTHING };
+                StageSeconds::of(&question.computing(&Recipe { offload, ..recipe.clone() }), &prices)
+            };
+            // The update of what waits is made by whom it takes less.
+            let update = may_wait && with(3, true).once < with(3, false).once;
+            for (waiting, seconds) in seconds.iter_mut().enumerate().skip(1).filter(|_| may_wait) {
+                *seconds = with(waiting, update);
+            }
+            (lower_bounds(&set)[0] as f64, seconds, set)
         };
         let [(light, quick, set), (least, slow, _)] = [RecomputeLevel::Nothing, RecomputeLevel::Block].map(of);
         let hidden = set.find("train.hidden").map_or(0.0, |hidden| set.tensor(hidden).bytes() as f64);
@@ -220,18 +247,12 @@ struct Stage {
     waits: f64,
 }
 
-/// What a stage works beside: its load line, the link to the host and the host.
+/// What a stage works beside: its load line and the host.
 #[derive(Clone, Copy, Debug)]
 struct Beside {
     budget: f64,
     /// Bytes of the host that may be used at most.
     host: f64,
-    /// Bytes a second.
-    link: f64,
-    memory: f64,
-    /// Bytes of a trained weight as it is used, and of its gradient.
-    weight: f64,
-    gradient: f64,
     micro_batches: u32,
     in_flight: u32,
 }
@@ -242,7 +263,6 @@ impl Stages {
         let more = layers as f64 - 1.0;
         let grown = |one: f64, two: f64| one + more * (two - one);
         let [light, least] = [0, 1].map(|at| grown(self.one.bytes[at], self.two.bytes[at]));
-        let [quick, slow] = [0, 1].map(|at| self.one.seconds[at].between(self.two.seconds[at], more));
         let has = self.one.has.between(self.two.has, more);
         // Gradients and weights come by way of buffers of two layers.
         let rings =
@@ -251,7 +271,7 @@ impl Stages {
             let lacks = (light + again * (least - light) - beside.budget).max(0.0);
             let with_rings = if lacks > has.state { lacks + rings } else { lacks };
             let waits = has.waiting(with_rings)?;
-            let seconds = beside.waiting(quick.between(slow, again), has, waits);
+            let seconds = self.waiting(more, again, has, waits);
             (waits.sum() <= beside.host).then(|| Stage { seconds, waits: waits.sum() })
         };
         // So much is computed again that what lacks room is nothing, or just the state; or nothing is, or all.
@@ -266,30 +286,24 @@ impl Stages {
         let fastest = others.fold(leanest, |best, other| if busy(&other) < busy(&best) { other } else { best });
         if fastest.waits > leanest.waits { vec![fastest, leanest] } else { vec![fastest] }
     }
+
+    /// What a stage of so many `more` layers than one takes that has so much, of which some waits, and computes so much
+    /// `again`: between what was measured where all of it waits and where none does.
+    fn waiting(&self, more: f64, again: f64, has: Has, waits: Has) -> StageSeconds {
+        let at = |waiting: usize| {
+            let [quick, slow] =
+                [0, 1].map(|level| self.one.seconds[level][waiting].between(self.two.seconds[level][waiting], more));
+            quick.between(slow, again)
+        };
+        let of = |has: Has| [has.state, has.gradients, has.weights, has.inputs];
+        let parts = of(waits).into_iter().zip(of(has)).enumerate().filter(|(_, (waits, _))| *waits > 0.0);
+        parts.fold(at(0), |sum, (what, (waits, has))| sum.further(waits / has, at(what), at(what + 1)))
+    }
 }
 
-impl Beside {
-    /// What a stage takes that has so much, of which some waits.
-    fn waiting(&self, stage: StageSeconds, has: Has, waits: Has) -> StageSeconds {
-        if waits.sum() == 0.0 {
-            return stage;
-        }
-        let inputs = waits.inputs / f64::from(self.in_flight);
-        let fetched = if self.micro_batches > 1 { waits.gradients } else { 0.0 };
-        let over_link = |bytes: f64| bytes / self.link;
-        // The update of what waits: by the device, to which it comes, or by the host, where it is.
-        let part = waits.state / has.state.max(1.0);
-        let (gradients, weights) = (part * has.gradients, part * has.gradients * self.weight / self.gradient);
-        let here = over_link(waits.gradients + waits.state).max(over_link(waits.state + waits.weights));
-        let there = over_link((gradients - waits.gradients).max(0.0)).max(over_link(weights - waits.weights));
-        let there = there.max((2.0 * waits.state + gradients + 2.0 * weights) / self.memory);
-        StageSeconds {
-            forward: stage.forward.max(over_link(waits.weights)).max(over_link(inputs)),
-            backward: stage.backward.max(over_link(waits.weights + fetched + inputs)).max(over_link(waits.gradients)),
-            message: stage.message,
-            once: stage.once + over_link(waits.gradients) + here.min(there),
-        }
-    }
+/// Whether anything of a stage can wait on a host of so many bytes.
+fn may_wait(question: &Question, host: Bytes) -> bool {
+    host > Bytes::ZERO && question.pins.offload.is_none() && question.device.kind != DeviceKind::Cpu
 }
 
 /// Pipelines of the devices of a team, under some lossy rungs.
@@ -398,7 +412,11 @@ impl<'t, 'q> Layers<'t, 'q> {
         };
         let most = (self.depth() + 1 - count as u64).min(2);
         let questions: Vec<[Question; 2]> = unknown.iter().map(|&stage| [of(stage, 1), of(stage, most)]).collect();
-        let found = side_by_side(&questions, |[one, two]| Stages { one: Measured::of(one), two: Measured::of(two) });
+        let host = self.team.host;
+        let found = side_by_side(&questions, |[one, two]| {
+            let may_wait = may_wait(one, host);
+            Stages { one: Measured::of(one, may_wait), two: Measured::of(two, may_wait) }
+        });
         let mut known = self.stages.borrow_mut();
         known.extend(unknown.iter().map(|&stage| key(stage)).zip(found));
         (0..count).map(|stage| known[&key(stage)]).collect()
@@ -409,14 +427,9 @@ impl<'t, 'q> Layers<'t, 'q> {
         let question = under(&self.team.devices[devices[stage]], self.rungs);
         let spec = self.spec(devices[stage], devices);
         let micro_batches = self.team.total().div_ceil(u64::from(micro_batch)) as u32;
-        let may_wait = question.pins.offload.is_none() && question.device.kind != DeviceKind::Cpu;
         Beside {
             budget: spec.arena_budget().0.saturating_sub(tight) as f64,
-            host: if may_wait { self.team.host.0 as f64 } else { 0.0 },
-            link: spec.rates.host_link.bytes_per_second,
-            memory: question.host.memory_bytes_per_second,
-            weight: question.precision.bytes() as f64,
-            gradient: question.precision.wide().bytes() as f64,
+            host: if may_wait(&question, self.team.host) { self.team.host.0 as f64 } else { 0.0 },
             micro_batches,
             in_flight: ((devices.len() - stage) as u32).min(micro_batches).max(1),
         }
