@@ -157,6 +157,13 @@ class LeftOut(TypedDict):
     evaluates: NotRequired[Evaluates]
 
 
+class FasterAlone(TypedDict):
+    """A device, or of several hosts one, that would be faster without the others."""
+
+    name: str
+    tokens_per_second: float
+
+
 class Worth(TypedDict):
     """What a team does, beside what its devices do alone; predicted tokens a second."""
 
@@ -196,6 +203,8 @@ Plan = TypedDict(
         "sharing": "NotRequired[Sharing]",
         "team": "NotRequired[list[Member]]",
         "worth": "NotRequired[Worth]",
+        "link_seconds": "NotRequired[float]",
+        "faster_alone": "NotRequired[FasterAlone]",
         "left_out": "NotRequired[list[LeftOut]]",
         "alternatives": "NotRequired[list[Alternative]]",
         "host": DevicePlan,

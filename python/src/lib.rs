@@ -6,14 +6,15 @@
 
 mod failure;
 mod hold;
+mod host;
 mod training;
 
-use failure::{failed, working};
-use plimsoll_core::{Budget, Failure};
+use failure::{failed, raised, working};
+use plimsoll_core::{Budget, Bytes, Failure, ParseBudgetError};
 use plimsoll_device::bench::cpu_products;
 use plimsoll_device::probe;
 use plimsoll_train::resolve;
-use plimsoll_train::run::control;
+use plimsoll_train::run::{control, far};
 use plimsoll_train::run_file::RunFile;
 use plimsoll_watch::devices as shown;
 use pyo3::prelude::*;
@@ -24,10 +25,20 @@ use std::time::Duration;
 /// What a run file and settings mean. Without a file they are a run of their own where they name a model, else they
 /// change the built-in example.
 fn run_file(path: Option<&Path>, settings: &[String]) -> Result<RunFile, Failure> {
-    match path {
-        None if settings.iter().any(|setting| setting.starts_with("model.")) => RunFile::from_settings(settings),
-        path => RunFile::load(path, settings),
+    reached(match path {
+        None if settings.iter().any(|setting| setting.starts_with("model.")) => RunFile::from_settings(settings)?,
+        path => RunFile::load(path, settings)?,
+    })
+}
+
+/// The same, with the way to its devices where some are of the cluster: by way of another process of this interpreter.
+fn reached(mut file: RunFile) -> Result<RunFile, Failure> {
+    if file.devices().elsewhere() {
+        let own = |py: Python<'_>| py.import("sys")?.getattr("executable")?.extract::<PathBuf>();
+        let python = Python::attach(own).map_err(|error| Failure::bug(format!("sys.executable: {error}")))?;
+        far::ray::reach(&mut file, &python)?;
     }
+    Ok(file)
 }
 
 /// An answer as the command line writes it.
@@ -65,6 +76,13 @@ fn budget(py: Python<'_>, run_dir: PathBuf, budget: &str, device: Option<&str>) 
     })
 }
 
+/// The bytes of a load line, such as `6GiB`, or `50%` of what there is.
+#[pyfunction]
+fn amount(py: Python<'_>, text: &str, of_bytes: u64) -> PyResult<u64> {
+    let budget = text.parse().map_err(|error: ParseBudgetError| Failure::input(error.to_string()));
+    budget.map(|budget: Budget| budget.of(Bytes(of_bytes)).0).map_err(|failure| raised(py, &failure))
+}
+
 /// Operations a second of f32 products on so many threads of the processor, measured for so many seconds.
 #[pyfunction]
 fn product_flops(py: Python<'_>, threads: u32, seconds: f64) -> PyResult<f64> {
@@ -80,9 +98,11 @@ mod _native {
     #[pymodule_export]
     use super::hold::Hold;
     #[pymodule_export]
+    use super::host::Host;
+    #[pymodule_export]
     use super::training::train;
     #[pymodule_export]
-    use super::{budget, devices, named_devices, plan, product_flops};
+    use super::{amount, budget, devices, named_devices, plan, product_flops};
 
     /// Of the program that this was built with.
     #[pymodule_export]

@@ -1,7 +1,7 @@
 //! `train`: the run has a thread of its own, and the thread that called gets its events, one after another, and signals.
 
 use crate::failure::{guarded, raised};
-use crate::{json, run_file};
+use crate::{json, reached, run_file};
 use plimsoll_core::{Failure, Plan, RunStatus};
 use plimsoll_plan::request::DevicesRequest;
 use plimsoll_train::run::training::{Outcome, Resumed, Run};
@@ -118,7 +118,7 @@ fn answer(py: Python<'_>, ended: Result<Ended, Failure>, halted: Option<PyErr>) 
 impl Work {
     fn run(self, says: &Sender<Said>, stop: &AtomicBool) -> Result<Ended, Failure> {
         let mut run = match &self.resume {
-            Some(folder) => match Run::resume(RunFile::resume(folder, &self.settings)?)? {
+            Some(folder) => match Run::resume(reached(RunFile::resume(folder, &self.settings)?)?)? {
                 Resumed::Goes(run) => *run,
                 Resumed::Done(outcome) => return Ok(ended(*outcome)),
             },

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import hosts
+from hosts import Host
+
 #: No test may take longer; one that hangs ends the session with the place where it does.
 WATCHDOG_SECONDS = 240
 
@@ -32,3 +35,18 @@ def command() -> Path:
     path = Path(sys.executable).parent / "plimsoll"
     assert path.is_file(), f"{path} is missing: tests are of the installed wheel (cargo xtask wheel, pip install)"
     return path
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[tuple[Host, Host]]:
+    """The one cluster of all tests: they leave it as they found it, but for those at the end that take it apart."""
+    pytest.importorskip("ray", reason="no Ray: pip install 'plimsoll-train[ray]'")
+    if refused := hosts.refusal():
+        pytest.skip(refused)
+    with hosts.cluster() as pair:
+        yield pair
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those go last."""
+    items.sort(key=lambda item: item.get_closest_marker("takes_apart") is not None)

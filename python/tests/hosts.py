@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -15,11 +16,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import plimsoll
+
 # Where `ip` and `tc` are, and not every user looks.
 os.environ["PATH"] = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
+#: The command line that the wheel has brought.
+COMMAND = Path(sys.executable).parent / "plimsoll"
 #: Numbers of networks: several may be there at once.
 NETWORKS = itertools.count()
+#: What two hosts of a cluster give it, and who may come in.
+ALPHA, BETA = "virtual:a=600MiB@0.5", "virtual:b=300MiB@0.3"
+TOKEN = "of-the-tests"
 #: How long a command may take.
 COMMAND_SECONDS = 150
 
@@ -59,7 +67,7 @@ class Host:
 
     def plimsoll(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Runs the command line here."""
-        return self.run(Path(sys.executable).parent / "plimsoll", *words)
+        return self.run(COMMAND, *words)
 
     def start(self, *words: str | Path, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
         """Starts a command here, in a session of its own."""
@@ -146,3 +154,42 @@ def network(names: Sequence[str], *, rate: str = "1gbit", delay: str | None = No
 
 def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
+
+
+@contextlib.contextmanager
+def cluster() -> Iterator[tuple[Host, Host]]:
+    """Two hosts, the first of which is the head of a cluster that the second has joined."""
+    with network(["alpha", "beta"]) as (alpha, beta):
+        for host in (alpha, beta):
+            host.env["PLIMSOLL_CACHE"] = str(host.tmp)
+            know_rates(host.tmp)
+        joined = alpha.plimsoll("join", "--head", "--name", "alpha", "--token", TOKEN, "--devices", ALPHA)
+        assert joined.returncode == 0, joined.stderr
+        assert joined.stdout.startswith("the head of the cluster at 10.77.0.1:7300, as 10.77.0.1\n")
+        assert "alpha/virtual:a (simulated)" in joined.stdout
+        assert f"plimsoll join 10.77.0.1:7300 --token {TOKEN}\n" in joined.stdout
+        join(beta)
+        yield alpha, beta
+
+
+def join(beta: Host) -> None:
+    """The second host joins."""
+    joined = beta.plimsoll("join", "10.77.0.1", "--name", "beta", "--token", TOKEN, "--devices", BETA)
+    assert joined.returncode == 0, joined.stderr
+    assert joined.stdout.startswith("part of the cluster at 10.77.0.1:7300, as 10.77.0.2\n")
+
+
+def know_rates(folder: Path) -> None:
+    """Rates as if they had been measured: plans are the same however busy this machine is."""
+    cpu = plimsoll.devices()["devices"][0]
+    rates = {
+        "f32_flops": 5e10,
+        "bf16_flops": 5e10,
+        "memory_bytes_per_second": 2e10,
+        "op_seconds": 2e-6,
+        "host_link": {"bytes_per_second": 1e10, "latency_seconds": 2e-6},
+        "measured": True,
+    }
+    of = {"plimsoll": plimsoll.__version__, "device": "cpu", "model": cpu["model"], "features": cpu["features"], "rates": rates}
+    known = [{**of, "threads": threads} for threads in range(1, cpu["threads"] + 1)]
+    (folder / "devices.json").write_text(json.dumps(known))

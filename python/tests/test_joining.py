@@ -79,8 +79,9 @@ def test_ports_of_raylets_do_not_meet() -> None:
         at = ports.of_raylet(7300, number)
         fixed = [at.node_manager, at.object_manager, at.runtime_env_agent, at.metrics_export, at.dashboard_agent]
         taken += [*fixed, at.dashboard_agent_grpc, *range(at.worker_first, at.worker_last + 1)]
+        taken += range(at.wires_first, at.wires_last + 1)
     assert len(set(taken)) == len(taken)
-    assert (min(taken), ports.of_raylet(7300, 0).worker_last) == (7300, 7419)
+    assert (min(taken), ports.of_raylet(7300, 0).wires_last) == (7300, 7419)
 
 
 def test_devices_that_are_named_are_given_and_those_on_paper_are_not() -> None:

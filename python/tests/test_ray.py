@@ -6,21 +6,19 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
 import pytest
 
 import hosts
-from hosts import Host
+from hosts import BETA, TOKEN, Host, join
 from plimsoll.ray import ours
 from plimsoll.ray.cluster import Cluster
 from plimsoll.ray.verifying import Report
+from runs import NEAR, Started, lost_beta, train
 
 MIB = 1 << 20
-TOKEN = "of-the-tests"
-ALPHA, BETA = "virtual:a=600MiB@0.5", "virtual:b=200MiB@0.3"
 #: The health checks add up to 9 s; another machine may be busy.
 NOTICED_SECONDS = 30.0
 #: The same of 30 s without a head, and the 20 s in which it is looked for.
@@ -29,25 +27,6 @@ GIVEN_UP_SECONDS = 120.0
 pytest.importorskip("ray", reason="no Ray: pip install 'plimsoll-train[ray]'")
 refused = hosts.refusal()
 pytestmark = pytest.mark.skipif(refused is not None, reason=str(refused))
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[tuple[Host, Host]]:
-    """Two hosts, the first of which is the head of a cluster that the second has joined."""
-    with hosts.network(["alpha", "beta"]) as (alpha, beta):
-        joined = alpha.plimsoll("join", "--head", "--name", "alpha", "--token", TOKEN, "--devices", ALPHA)
-        assert joined.returncode == 0, joined.stderr
-        assert joined.stdout.startswith("the head of the cluster at 10.77.0.1:7300, as 10.77.0.1\n")
-        assert "alpha/virtual:a (simulated)" in joined.stdout
-        assert f"plimsoll join 10.77.0.1:7300 --token {TOKEN}\n" in joined.stdout
-        join(beta)
-        yield alpha, beta
-
-
-def join(beta: Host) -> None:
-    joined = beta.plimsoll("join", "10.77.0.1", "--name", "beta", "--token", TOKEN, "--devices", BETA)
-    assert joined.returncode == 0, joined.stderr
-    assert joined.stdout.startswith("part of the cluster at 10.77.0.1:7300, as 10.77.0.2\n")
 
 
 def look(host: Host) -> Cluster:
@@ -64,7 +43,7 @@ def test_both_hosts_are_seen_from_both_with_what_they_have_free(pair: tuple[Host
             ("beta/virtual:b", "10.77.0.2", True),
         ]
         assert all(node["simulated"] for node in nodes)
-        assert [(node["vram_mib"], node["free_bytes"]) for node in nodes] == [(600, 600 * MIB), (200, 200 * MIB)]
+        assert [(node["vram_mib"], node["free_bytes"]) for node in nodes] == [(600, 600 * MIB), (300, 300 * MIB)]
     shown = pair[1].plimsoll("cluster").stdout
     assert "alpha/virtual:a (simulated)" in shown and "beta/virtual:b (simulated)" in shown
 
@@ -112,7 +91,7 @@ def test_every_device_and_link_is_tried(pair: tuple[Host, Host]) -> None:
     assert tried.returncode == 0, tried.stdout + tried.stderr
     report: Report = json.loads(tried.stdout)
     held = [(device["name"], device["asked_bytes"], device["held_bytes"]) for device in report["devices"]]
-    assert held == [("alpha/virtual:a", 300 * MIB, 300 * MIB), ("beta/virtual:b", 100 * MIB, 100 * MIB)]
+    assert held == [("alpha/virtual:a", 300 * MIB, 300 * MIB), ("beta/virtual:b", 150 * MIB, 150 * MIB)]
     for device in report["devices"]:
         assert device["refused_beyond"] and device["simulated"] and device["verdict"] == "ok"
         assert device["tflops"] and device["tflops"] > 0
@@ -141,10 +120,14 @@ with cluster.connected():
 """
 
 
-def test_a_pulled_cable_is_noticed(pair: tuple[Host, Host]) -> None:
+@pytest.mark.takes_apart
+def test_a_pulled_cable_is_noticed_and_a_run_goes_on_without_who_is_cut_off(pair: tuple[Host, Host], tmp_path: Path) -> None:
     alpha, beta = pair
+    plain = train(alpha, tmp_path / "plain", ",".join(NEAR), 30)
     watcher = alpha.start(sys.executable, "-c", WATCHES)
     assert watcher.stdout and watcher.stdout.readline() == "watching\n"
+    run = Started(alpha, tmp_path / "cut", f"ray:alpha/{NEAR[0]},ray:beta/{NEAR[1]}", 30)
+    run.until_step(3)
     pulled = time.monotonic()
     beta.pull_cable()
     said = next(line for line in watcher.stdout if line.startswith("gone"))
@@ -152,6 +135,7 @@ def test_a_pulled_cable_is_noticed(pair: tuple[Host, Host]) -> None:
     print(f"a pulled cable was noticed after {noticed:.1f} s")
     assert said == "gone beta/virtual:b\n"
     assert noticed < NOTICED_SECONDS
+    lost_beta(run.left(), plain)
     tried = alpha.plimsoll("verify", "--json", "--seconds", "0.2")
     report: Report = json.loads(tried.stdout)
     assert [device["name"] for device in report["devices"]] == ["alpha/virtual:a"]
@@ -169,6 +153,7 @@ def test_a_pulled_cable_is_noticed(pair: tuple[Host, Host]) -> None:
     assert [(node["name"], node["alive"]) for node in look(alpha)["nodes"]] == [("alpha/virtual:a", True), ("beta/virtual:b", True)]
 
 
+@pytest.mark.takes_apart
 def test_leaving_stops_ours_and_no_other_ray(pair: tuple[Host, Host]) -> None:
     alpha, beta = pair
     ray = Path(sys.executable).parent / "ray"

@@ -116,6 +116,9 @@ pub struct DeviceSpec {
     pub rates: Rates,
     /// The link to the other devices of a team.
     pub team_link: Link,
+    /// Whether that was measured (else assumed, or as somebody says).
+    #[serde(default)]
+    pub link_measured: bool,
 }
 
 /// The host beside a device: where tensors wait while no op needs them.

@@ -25,9 +25,9 @@ pub use event::{EVENTS_VERSION, Event, Record};
 pub use failure::{Exit, Failure};
 pub use models_bench::{ModelRow, ModelStatus, ModelsBench};
 pub use plan::{
-    Algorithms, Alternative, Category, Class, DevicePlan, Effect, Evaluates, Fallback, InFile, LeftOut, Member, Need,
-    Offload, Plan, PlanOf, Predicted, Recipe, RecomputeLevel, Rung, RungPrice, Sharing, Space, WorkName, Worth,
-    describe_levels,
+    Algorithms, Alternative, Category, Class, DevicePlan, Effect, Evaluates, Fallback, FasterAlone, InFile, LeftOut,
+    Member, Need, Offload, Plan, PlanOf, Predicted, Recipe, RecomputeLevel, Rung, RungPrice, Sharing, Space, WorkName,
+    Worth, describe_levels,
 };
 pub use result::{
     DeviceMemory, EvalResult, EvaluatorResult, LossSpan, LostDevice, MeasuredBy, MemberResult, Retreat, RunResult,

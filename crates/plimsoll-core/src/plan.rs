@@ -591,6 +591,15 @@ pub struct Worth {
     pub at_most: f64,
 }
 
+/// What would be faster without the rest of its team.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct FasterAlone {
+    /// A device, or a host with its devices.
+    pub name: String,
+    /// What it would do, predicted.
+    pub tokens_per_second: f64,
+}
+
 /// A way to share out that was looked at, where somebody asked (`--explain`).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Alternative {
@@ -653,6 +662,12 @@ pub struct Plan {
     /// What they are worth together, where it was planned and is not given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub worth: Option<Worth>,
+    /// What a team's links cost: seconds that a step would take less if they took none, predicted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub link_seconds: Option<f64>,
+    /// Where all have to take part: a device that would be faster without the others, or over several hosts one of them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub faster_alone: Option<FasterAlone>,
     /// The devices that take no part.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub left_out: Vec<LeftOut>,

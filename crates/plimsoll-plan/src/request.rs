@@ -46,6 +46,12 @@ pub enum DeviceRequest {
         /// Its link to the other devices, where it was given; a virtual device has its own.
         team_link: Option<LinkRequest>,
     },
+    /// What only the cluster that this machine is part of can say: `ray` is all of it, `ray:host1/cuda:0` what stands behind
+    /// the colon, which may leave out what its host knows.
+    Ray {
+        /// As it was written.
+        word: String,
+    },
     /// A device of [`paper::names`], for plans: `rtx3090`, `rtx3090=20GiB`, `rtx3070@1gbit`.
     Paper {
         /// The name in the table.
@@ -121,6 +127,11 @@ impl DevicesRequest {
     pub fn on_paper(&self) -> bool {
         self.devices.iter().any(|device| matches!(device, DeviceRequest::Paper { .. }))
     }
+
+    /// Whether devices of other hosts are among them, which somebody has to reach.
+    pub fn elsewhere(&self) -> bool {
+        self.devices.iter().any(|device| matches!(device, DeviceRequest::Elsewhere { .. } | DeviceRequest::Ray { .. }))
+    }
 }
 
 /// Why a text names no devices.
@@ -192,7 +203,7 @@ impl From<RequestError> for Failure {
         let failure = Failure::input(error.to_string());
         match error {
             RequestError::Unknown { .. } | RequestError::Missing { .. } => failure
-                .hint("known devices: auto, cpu, cuda:0, virtual:NAME=600MiB@0.5:12GB/s, HOST/cuda:0, host=64GiB, file=100GiB")
+                .hint("known devices: auto, cpu, cuda:0, virtual:NAME=600MiB@0.5:12GB/s, HOST/cuda:0, ray, host=64GiB, file=100GiB")
                 .hint(format!("on paper, for plans: {}", paper::names().collect::<Vec<_>>().join(", "))),
             _ => failure,
         }
@@ -228,7 +239,10 @@ impl FromStr for DevicesRequest {
                     request.file = Some(budget(value)?);
                 }
                 _ => {
-                    let device = device(name, value, budget)?;
+                    let device = match name == "ray" || name.starts_with("ray:") {
+                        true => DeviceRequest::Ray { word: part.to_owned() },
+                        false => device(name, value, budget)?,
+                    };
                     // Several cards of a kind on paper are several cards.
                     let again = request.devices.iter().any(|other| other.name() == device.name());
                     if again && !matches!(device, DeviceRequest::Paper { .. }) {
@@ -347,7 +361,7 @@ impl DeviceRequest {
             DeviceRequest::Cuda { index: None, .. } => "cuda".to_owned(),
             DeviceRequest::Virtual { name, .. } => format!("virtual:{name}"),
             DeviceRequest::Elsewhere { host, device, .. } => format!("{host}/{}", device.name()),
-            DeviceRequest::Paper { name, .. } => name.clone(),
+            DeviceRequest::Ray { word: name } | DeviceRequest::Paper { name, .. } => name.clone(),
         }
     }
 }
@@ -358,6 +372,7 @@ impl DeviceRequest {
         match self {
             DeviceRequest::Virtual { budget, .. } => Some(*budget),
             DeviceRequest::Elsewhere { device, .. } => device.budget(),
+            DeviceRequest::Ray { .. } => None,
             DeviceRequest::Cpu { budget }
             | DeviceRequest::Cuda { budget, .. }
             | DeviceRequest::Paper { budget, .. } => *budget,
@@ -369,6 +384,8 @@ impl DeviceRequest {
         match self {
             DeviceRequest::Virtual { budget, .. } => *budget = amount,
             DeviceRequest::Elsewhere { device, .. } => device.give(amount),
+            // What it is is not known yet.
+            DeviceRequest::Ray { .. } => {}
             DeviceRequest::Cpu { budget }
             | DeviceRequest::Cuda { budget, .. }
             | DeviceRequest::Paper { budget, .. } => *budget = Some(amount),
@@ -480,12 +497,17 @@ mod tests {
         let far = &read("cuda:0,host1/cuda:0=6GiB").devices[1];
         let amount = Some(Budget::Amount(Bytes::gib(6)));
         assert_eq!((&*far.name(), far.budget()), ("host1/cuda:0", amount));
+        let cluster = read("ray:b/virtual:a=50%@0.5,ray:b/cuda:0,host=2GiB");
+        assert_eq!(cluster.devices[1], DeviceRequest::Ray { word: "ray:b/cuda:0".to_owned() });
+        assert!(cluster.elsewhere() && read("b/cpu").elsewhere() && !read("cpu").elsewhere() && !cluster.on_paper());
         for (text, printed) in [
             ("virtual:a=600MiB@0.5:12GB/s:1gbit", "virtual:a=600MiB@0.5:12GB/s+10us:118MB/s+100us"),
             ("virtual:a=600MiB@0.5::10gbit", "virtual:a=600MiB@0.5::1180MB/s+100us"),
             ("rtx3070=6GiB@1gbit", "rtx3070=6GiB@118MB/s+100us"),
             ("host-1.lan/cuda:0=6GiB@1gbit", "host-1.lan/cuda:0=6GiB@118MB/s+100us"),
             ("b/cpu@10gbit", "b/cpu@1180MB/s+100us"),
+            ("ray, host=2GiB", "ray,host=2GiB"),
+            ("ray:b/virtual:a=50%@0.5,b/cpu", "ray:b/virtual:a=50%@0.5,b/cpu"),
             ("b/virtual:a=600MiB@0.5::10gbit", "b/virtual:a=600MiB@0.5::1180MB/s+100us"),
         ] {
             assert_eq!(read(text).to_string(), printed);
@@ -504,6 +526,7 @@ mod tests {
             ("b/rtx3090", "`b/rtx3090` is no known device"),
             ("/cpu", "`/cpu` is no known device"),
             ("b/c/cpu", "`b/c/cpu` is no known device"),
+            ("ray,ray", "device `ray` is named twice"),
             ("b/cpu,b/cpu=2GiB", "device `b/cpu` is named twice"),
             ("cuda,cuda=2GiB", "device `cuda` is named twice"),
             ("cuda:+1", "`cuda:+1` is no known device"),
@@ -561,7 +584,7 @@ mod tests {
 
         #[test]
         fn what_was_read_is_printed_as_the_same_request(
-            text in "(auto|cpu|cpu=90%|(h/)?cuda:[0-9]|b/cpu(=9GiB)?(@[0-9]gbit)?|virtual:[ab]=[0-9]{1,3}MiB(@[0-9]\\.[0-9])?(:([0-9]{1,2}(\\.5)?[GM]?B/s(\\+[0-9]us)?)?(:[0-9]gbit)?)?|rtx3090(@[0-9]gbit)?|h200=5GiB(@[0-9]MB/s)?)(,(cpu=7|cuda:[0-9]|rtx3070|host=[0-9]GiB|file=[0-9]GiB)){0,3}"
+            text in "(auto|ray|ray:b/cpu(=9GiB)?|cpu|cpu=90%|(h/)?cuda:[0-9]|b/cpu(=9GiB)?(@[0-9]gbit)?|virtual:[ab]=[0-9]{1,3}MiB(@[0-9]\\.[0-9])?(:([0-9]{1,2}(\\.5)?[GM]?B/s(\\+[0-9]us)?)?(:[0-9]gbit)?)?|rtx3090(@[0-9]gbit)?|h200=5GiB(@[0-9]MB/s)?)(,(cpu=7|cuda:[0-9]|rtx3070|host=[0-9]GiB|file=[0-9]GiB)){0,3}"
         ) {
             if let Ok(request) = text.parse::<DevicesRequest>() {
                 prop_assert_eq!(request.to_string().parse::<DevicesRequest>(), Ok(request));

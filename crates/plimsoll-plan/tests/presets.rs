@@ -16,6 +16,7 @@ fn device(budget: Bytes) -> DeviceSpec {
         budget,
         charges: Bytes::mib(10),
         charges_measured: false,
+        link_measured: false,
         team_link: Link::MEMORY,
         threads: 2,
         rates: Rates {

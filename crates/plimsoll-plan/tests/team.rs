@@ -71,6 +71,22 @@ fn a_team_does_what_its_devices_do_alone() {
     }
 }
 
+#[test]
+fn what_links_cost_is_said_and_which_host_would_be_faster_without_the_other() {
+    let config = preset("smollm2-135m").expect("listed");
+    let over = |link: Link| {
+        let names = [("a/virtual:0", 1.0), ("b/virtual:1", 0.5)];
+        let devices = names.map(|(name, pace)| device(name, Bytes::gib(24), pace, link));
+        share_out(&TeamQuestion { all: true, ..team(&config, &devices, 64) }).plan
+    };
+    let (fast, slow) = (over(Link::MEMORY), over(Link { bytes_per_second: 2e6, latency_seconds: 1e-4 }));
+    let cost = |plan: &Plan| plan.link_seconds.expect("of several devices") / plan.predicted.step_seconds;
+    assert!(cost(&fast) < 0.01 && cost(&slow) > 0.1, "{} and {}", cost(&fast), cost(&slow));
+    assert_eq!(fast.faster_alone, None);
+    let alone = slow.faster_alone.expect("the second host is not worth the wait");
+    assert!(alone.name == "a" && alone.tokens_per_second > slow.predicted.tokens_per_second);
+}
+
 /// The ideal share of the faster device is 42.7 sequences of 64; a choice among micro-batches of powers of two, and of what
 /// divides the shares that those make fastest, stops at 42 : 22.
 #[test]

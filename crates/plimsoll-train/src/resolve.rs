@@ -3,6 +3,7 @@
 
 use crate::data::sums;
 use crate::files::{AdapterDir, ModelDir, ModelWeights, read_config};
+use crate::run::far;
 use crate::run::prepare::{charge_own_rows, charges, programs_bytes, rounded, with_programs};
 use crate::run_file::{EXAMPLE_PREFIX, FallbackTo, Init, Length, Method, Optimizer, RunFile, TeamOf};
 use plimsoll_core::{
@@ -12,10 +13,11 @@ use plimsoll_core::{
 use plimsoll_device::calibration::{self, Short, Shortfall};
 use plimsoll_device::cuda;
 use plimsoll_device::cuda::gpus::{Card, Here};
+use plimsoll_device::device::DeviceError;
 use plimsoll_device::disk;
 use plimsoll_device::probe::{Cpu, Memory, auto_pace};
 use plimsoll_plan::paper;
-use plimsoll_plan::request::{DeviceRequest, LinkRequest};
+use plimsoll_plan::request::{DeviceRequest, DevicesRequest, LinkRequest};
 use plimsoll_plan::search::{Answer, Lossy, Pins, Question, ladder, search, under};
 use plimsoll_plan::team::{
     Evaluations, TeamAnswer, TeamQuestion, alternatives, ladders, say_what_would_use, share_out,
@@ -583,7 +585,59 @@ fn open_devices(file: &RunFile) -> Result<Vec<DeviceSpec>, Failure> {
             asked => devices.push(device(file, asked)?),
         }
     }
+    measure_links(file, &request, &mut devices)?;
     Ok(devices)
+}
+
+/// Measures how fast hosts reach each other, where devices are on several and nobody has said what their links are. The
+/// devices of a host have its link together.
+fn measure_links(file: &RunFile, request: &DevicesRequest, devices: &mut [DeviceSpec]) -> Result<(), Failure> {
+    let unknown = |asked: &DeviceRequest| match asked {
+        DeviceRequest::Elsewhere { device, team_link, .. } => {
+            team_link.is_none() && !matches!(&**device, DeviceRequest::Virtual { team_link: Some(_), .. })
+        }
+        _ => false,
+    };
+    let unknown: Vec<String> = request.devices.iter().filter(|asked| unknown(asked)).map(DeviceRequest::name).collect();
+    let Some(hosts) = file.elsewhere.hosts().filter(|_| devices.len() > 1 && !unknown.is_empty()) else {
+        return Ok(());
+    };
+    let mut places: Vec<Option<&str>> = devices.iter().map(DeviceSpec::host).collect();
+    places.sort_unstable();
+    places.dedup();
+    let several = places.len() > 1;
+    // Of each host one, or of the only one all.
+    let away: Vec<&DeviceSpec> = devices.iter().filter(|device| device.host().is_some()).collect();
+    let first = |device: &&&DeviceSpec| away.iter().find(|other| other.host() == device.host()) == Some(*device);
+    let measuring: Vec<&DeviceSpec> = away.iter().filter(|device| !several || first(device)).copied().collect();
+    let lines = measuring.iter().map(|device| file.elsewhere.line(&device.name)).collect::<Result<Vec<_>, _>>()?;
+    let lost = |(rank, error): (usize, DeviceError)| {
+        let name = measuring.get(rank).map_or("this machine", |device| &device.name);
+        let failure = Failure::from(error);
+        Failure {
+            message: format!("run.devices: the links of {name} cannot be measured: {}", failure.message),
+            ..failure
+        }
+    };
+    let links = far::links::slowest(&lines, places[0].is_none(), &*hosts).map_err(lost)?;
+    let of_host: Vec<(String, Link)> =
+        measuring.iter().zip(&links).map(|(device, link)| (device.name.clone(), *link)).collect();
+    for at in 0..devices.len() {
+        let (host, name) = (devices[at].host(), &devices[at].name);
+        if !unknown.contains(name) {
+            continue;
+        }
+        let own = |(measured, _): &&(String, Link)| match several {
+            true => measured.split_once('/').map(|(host, _)| host) == host,
+            false => measured == name,
+        };
+        let together = if several { devices.iter().filter(|other| other.host() == host).count() } else { 1 };
+        let Some((_, link)) = of_host.iter().find(own) else { continue };
+        let bytes_per_second = link.bytes_per_second / together as f64;
+        devices[at].team_link = Link { bytes_per_second, ..*link };
+        devices[at].link_measured = true;
+    }
+    Ok(())
 }
 
 /// What the built-in example shows where there is no GPU: two unequal devices at work, as fast as this machine may have
@@ -638,6 +692,7 @@ fn gpu(file: &RunFile, here: &'static Here, card: &Card, budget: Option<Budget>)
         kind: DeviceKind::Cuda,
         charges: charges.unwrap_or(paper::ASSUMED_CHARGES),
         charges_measured: charges.is_some(),
+        link_measured: false,
         // To the others over the host.
         team_link: rates.host_link,
         // For what the processor does beside it.
@@ -679,6 +734,10 @@ fn device(file: &RunFile, asked: &DeviceRequest) -> Result<DeviceSpec, Failure> 
             };
             Ok(DeviceSpec { team_link: given.map_or(paper::ethernet(ASSUMED_GBIT), LinkRequest::link), ..spec })
         }
+        DeviceRequest::Ray { word } => {
+            Err(Failure::input(format!("run.devices: `{word}` is for a cluster to say, and nothing here reaches one"))
+                .hint("plimsoll train and plan reach the cluster that this machine has joined (docs/ray.md)"))
+        }
         DeviceRequest::Cpu { budget } => cpu(file, *budget),
         DeviceRequest::Virtual { name, budget, pace, link, team_link } => {
             let device = virtual_device(file, name, *budget, *pace, link.unwrap_or(LinkRequest::DEFAULT))?;
@@ -713,6 +772,7 @@ fn cpu(file: &RunFile, budget: Option<Budget>) -> Result<DeviceSpec, Failure> {
         budget: file.line_of("cpu", budget).of(Memory::read().free),
         charges: assumed_charges(file),
         charges_measured: false,
+        link_measured: false,
         team_link: Link::MEMORY,
         threads,
         rates: rates.paced(pace),
@@ -740,6 +800,7 @@ fn virtual_device(
         budget: budget.of(Memory::read().free),
         charges: assumed_charges(file),
         charges_measured: false,
+        link_measured: false,
         team_link: Link::MEMORY,
         threads: pace.ceil().max(1.0) as u32,
         rates: Rates { host_link: link.link(), measured: false, ..core.paced(pace) },

@@ -39,6 +39,7 @@ fn device() -> DeviceSpec {
         budget: Bytes::gib(2),
         charges: Bytes::ZERO,
         charges_measured: false,
+        link_measured: false,
         team_link: Link::MEMORY,
         threads: 2,
         rates: Rates {

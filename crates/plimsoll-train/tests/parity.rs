@@ -108,6 +108,7 @@ impl Case {
             budget: Bytes::gib(1),
             charges: Bytes::ZERO,
             charges_measured: false,
+            link_measured: false,
             team_link: Link::MEMORY,
             threads: 2,
             rates,

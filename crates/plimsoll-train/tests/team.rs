@@ -63,6 +63,7 @@ fn device(kind: DeviceKind) -> DeviceSpec {
         budget: Bytes::gib(2),
         charges: Bytes::ZERO,
         charges_measured: false,
+        link_measured: false,
         threads: 1,
         team_link: LINK,
         rates: Rates {

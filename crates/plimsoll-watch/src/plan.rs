@@ -390,6 +390,7 @@ mod tests {
             charges: Bytes::mib(4),
             charges_measured,
             team_link: Link::MEMORY,
+            link_measured: false,
             threads: 2,
             rates: Rates {
                 f32_flops: 2e11,
@@ -442,6 +443,8 @@ mod tests {
             sharing: None,
             team: vec![],
             worth: None,
+            link_seconds: None,
+            faster_alone: None,
             left_out: vec![],
             alternatives: vec![],
         }

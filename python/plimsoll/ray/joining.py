@@ -124,7 +124,7 @@ def _start(
     starts = "from ray.scripts.scripts import main; main()"
     command = [sys.executable, "-c", starts, "start", "--block", "--disable-usage-stats", *kind]
     command += [f"--{word}={value}" for word, value in words.items()]
-    env = {**os.environ, **environment(), **HEALTH, "PLIMSOLL_RAY_DEVICE": device.worker_name}
+    env = {**os.environ, **environment(), **HEALTH, "PLIMSOLL_RAY_DEVICE": device.worker_name, "PLIMSOLL_RAY_WIRES": at.wires}
     # A worker that asks for no GPU may look at the one that is there.
     env |= {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "CUDA_VISIBLE_DEVICES": device.visible or ""}
     path = ours.folder() / f"{number}.log"

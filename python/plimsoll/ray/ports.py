@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 #: The head's, unless somebody says otherwise; a raylet's lie above it.
 BASE = 7300
+#: Of a raylet's ports so many are for what its workers say to each other.
+WIRES = 20
 #: Where a machine's first raylet's ports begin, from the base on, and how far apart raylets are.
 FIRST, STRIDE = 10, 110
 
@@ -22,9 +25,23 @@ class Ports:
     dashboard_agent_grpc: int
     worker_first: int
     worker_last: int
+    wires_first: int
+    wires_last: int
+
+    @property
+    def wires(self) -> str:
+        """Where workers meet each other, as they are told."""
+        return f"{self.wires_first}-{self.wires_last}"
 
 
 def of_raylet(base: int, number: int) -> Ports:
     """The ports of a machine's raylet, counted from 0."""
     first = base + FIRST + STRIDE * number
-    return Ports(first, first + 1, first + 2, first + 3, first + 4, first + 5, first + 10, first + STRIDE - 1)
+    last = first + STRIDE - 1
+    return Ports(first, first + 1, first + 2, first + 3, first + 4, first + 5, first + 10, last - WIRES, last - WIRES + 1, last)
+
+
+def of_wires() -> list[int]:
+    """Where a worker meets others: the ports of its raylet, or any where nobody has pinned them."""
+    first, dash, last = os.environ.get("PLIMSOLL_RAY_WIRES", "").partition("-")
+    return list(range(int(first), int(last) + 1)) if dash else [0]

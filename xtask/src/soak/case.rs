@@ -231,6 +231,7 @@ impl Case {
             budget,
             charges: Bytes::ZERO,
             charges_measured: false,
+            link_measured: false,
             team_link: Link::MEMORY,
             threads,
             rates: Rates {

@@ -491,6 +491,8 @@ fn write_down(question: &Question, fits: bool, recipe: Recipe, set: &ProgramSet,
         sharing: None,
         team: vec![],
         worth: None,
+        link_seconds: None,
+        faster_alone: None,
         left_out: vec![],
         alternatives: vec![],
     }

@@ -6,7 +6,9 @@ use super::layers::Layers;
 use super::state::State;
 use super::{Part, ShareOut, TeamAnswer, TeamQuestion, Way, slowest};
 use crate::search::{Question, ladder, leanest, under};
-use plimsoll_core::{Alternative, Bytes, DeviceSpec, Plan, Predicted, Recipe, Rung, Sharing, Worth, counted};
+use plimsoll_core::{
+    Alternative, Bytes, DeviceSpec, FasterAlone, Plan, Predicted, Recipe, Rung, Sharing, Worth, counted,
+};
 use plimsoll_program::Share;
 
 /// What the devices of a team do, beside what they do alone.
@@ -15,6 +17,41 @@ pub(super) fn worth(team: &TeamQuestion, crew: &Crew, devices: &[usize]) -> Wort
     let alone = devices.iter().filter_map(|&device| crew.split(&[device])).map(|split| tokens / split.seconds);
     let at_most = crew.split_without_exchange(devices).map_or(0.0, |split| tokens / split.seconds);
     Worth { alone: alone.sum(), at_most }
+}
+
+/// Who would be faster without the others, where a plan keeps all of them.
+pub(super) fn faster_alone(team: &TeamQuestion, plan: &Plan) -> Option<FasterAlone> {
+    if !team.all || plan.team.is_empty() {
+        return None;
+    }
+    let questions = team.about(&plan.rungs, &vec![team.host; team.devices.len()]);
+    let mut crew = Crew::new(&questions, team.total());
+    crew.look_near_plain();
+    let speed = |devices: &[usize]| {
+        let able = devices.iter().all(|device| crew.able().contains(device));
+        crew.split(devices).filter(|_| able).map(|split| team.tokens() / split.seconds)
+    };
+    let all: Vec<usize> = (0..team.devices.len()).collect();
+    let apart = apart(team, &all).into_iter();
+    let apart = apart.filter_map(|(name, devices)| Some(FasterAlone { name, tokens_per_second: speed(&devices)? }));
+    let best = apart.max_by(|a, b| a.tokens_per_second.total_cmp(&b.tokens_per_second))?;
+    (best.tokens_per_second > plan.predicted.tokens_per_second).then_some(best)
+}
+
+/// What could do without the others: the devices of each host, or of a single host each device.
+fn apart(team: &TeamQuestion, devices: &[usize]) -> Vec<(String, Vec<usize>)> {
+    let host = |device: usize| team.devices[device].device.host().unwrap_or("this machine").to_owned();
+    let mut hosts: Vec<(String, Vec<usize>)> = Vec::new();
+    for &device in devices {
+        match hosts.iter_mut().find(|(name, _)| *name == host(device)) {
+            Some((_, devices)) => devices.push(device),
+            None => hosts.push((host(device), vec![device])),
+        }
+    }
+    match hosts.len() {
+        1 => devices.iter().map(|&device| (team.devices[device].device.name.clone(), vec![device])).collect(),
+        _ => hosts,
+    }
 }
 
 /// The ways to share out beside a plan, and the plan's own: each device alone, of the fastest devices so many as there are,

@@ -395,6 +395,7 @@ mod tests {
             budget,
             charges: Bytes::mib(8),
             charges_measured: false,
+            link_measured: false,
             threads: 1,
             rates: core.paced(pace),
             team_link: Link { bytes_per_second: megabytes_per_second * 1e6, latency_seconds: 1e-5 },

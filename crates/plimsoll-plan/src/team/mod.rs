@@ -206,7 +206,9 @@ fn with_budget(host: HostSpec, budget: Bytes) -> HostSpec {
 /// # Panics
 /// Without any device.
 pub fn share_out(team: &TeamQuestion) -> TeamAnswer {
-    evaluator::with(team, shared_out(team))
+    let mut answer = evaluator::with(team, shared_out(team));
+    answer.plan.faster_alone = alternatives::faster_alone(team, &answer.plan);
+    answer
 }
 
 fn shared_out(team: &TeamQuestion) -> TeamAnswer {

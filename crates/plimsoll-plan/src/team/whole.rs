@@ -5,6 +5,9 @@ use super::{Part, TeamQuestion, slowest};
 use crate::price::Prices;
 use plimsoll_core::{Bytes, Class, DevicePlan, Link, Member, Plan, Predicted, Sharing};
 
+/// A link over which everything is there at once.
+const NO_TIME: Link = Link { bytes_per_second: f64::INFINITY, latency_seconds: 0.0 };
+
 /// The whole plan: fits where every member does and all together are under the host's load line. Each member's own plan
 /// is given its part of the host.
 pub(super) fn plan(team: &TeamQuestion, parts: &mut [Part]) -> Plan {
@@ -15,10 +18,12 @@ pub(super) fn plan(team: &TeamQuestion, parts: &mut [Part]) -> Plan {
         part.answer.plan.host.budget_bytes = part.answer.plan.host.arena_bytes + Bytes(left);
     }
     let link = slowest(parts.iter().map(|part| team.devices[part.device].device.team_link));
-    let busy: Vec<(f64, f64)> = match parts[0].share.sharing {
+    let times = |parts: &[Part], link| match parts[0].share.sharing {
         Some(Sharing::Layers) => pipeline(team, parts, link),
-        _ => parts.iter().map(|part| busy(team, part, link)).collect(),
+        _ => parts.iter().map(|part| busy(team, part, link)).collect::<Vec<_>>(),
     };
+    let step = |times: &[(f64, f64)]| times.iter().map(|(busy, waits)| busy + waits).fold(0.0, f64::max);
+    let (busy, unlinked) = (times(parts, link), step(&times(parts, NO_TIME)));
     for (part, (busy, waits)) in parts.iter_mut().zip(&busy) {
         let (question, step_seconds) = (&team.devices[part.device], busy + waits);
         let tokens = (part.sequences * question.sequence) as f64;
@@ -26,7 +31,7 @@ pub(super) fn plan(team: &TeamQuestion, parts: &mut [Part]) -> Plan {
     }
     let (first, sharing) = (&parts[0].answer.plan, parts[0].share.sharing);
     let many = sharing.is_some();
-    let step_seconds = busy.iter().map(|(busy, waits)| busy + waits).fold(0.0, f64::max);
+    let step_seconds = step(&busy);
     let member = |(part, (busy, _)): (&Part, &(f64, f64))| Member {
         device: team.devices[part.device].device.name.clone(),
         recipe: part.answer.plan.recipe.clone(),
@@ -47,6 +52,7 @@ pub(super) fn plan(team: &TeamQuestion, parts: &mut [Part]) -> Plan {
         devices: parts.iter().map(|part| part.answer.plan.devices[0].clone()).collect(),
         sharing,
         team: if many { parts.iter().zip(&busy).map(member).collect() } else { vec![] },
+        link_seconds: many.then_some((step_seconds - unlinked).max(0.0)),
         host: host(team, parts),
         predicted: Predicted { step_seconds, tokens_per_second: team.tokens() / step_seconds },
         ..first.clone()
@@ -84,7 +90,7 @@ fn busy(team: &TeamQuestion, part: &Part, team_link: Link) -> (f64, f64) {
             calls.iter_mut().for_each(|call| call.last = false);
             team_link
         }
-        _ => Link { bytes_per_second: f64::INFINITY, latency_seconds: 0.0 },
+        _ => NO_TIME,
     };
     let computes = prices(at_once).schedule_seconds(set, &calls);
     (computes, (whole - computes).max(0.0))

@@ -49,6 +49,7 @@ pub fn device(name: &str, budget: Bytes, pace: f64, team_link: Link) -> DeviceSp
         budget,
         charges: Bytes::mib(8),
         charges_measured: false,
+        link_measured: false,
         threads: 1,
         rates: core.paced(pace),
         team_link,

@@ -164,6 +164,7 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
         budget: Bytes(u64::MAX),
         charges: Bytes::ZERO,
         charges_measured: false,
+        link_measured: false,
         team_link: Link::MEMORY,
         threads: shape.threads,
         rates,

@@ -465,9 +465,10 @@ impl RunFile {
         })
     }
 
-    /// The devices asked for.
+    /// The devices asked for: of a cluster, what those have turned out to be.
     pub fn devices(&self) -> DevicesRequest {
-        self.run.devices.parse().expect("a loaded run file has devices that can be read")
+        let asked = || self.run.devices.parse().expect("a loaded run file has devices that can be read");
+        self.elsewhere.devices().cloned().unwrap_or_else(asked)
     }
 
     /// The load line of a device: its own where it was named with one, else that of all.

@@ -3,7 +3,9 @@
 
 use super::{PlanView, WIDTH, class, rungs};
 use crate::text::{columns, count, percent, seconds, wrapped};
-use plimsoll_core::{Alternative, DeviceKind, DeviceSpec, Evaluates, LeftOut, Member, Plan, Sharing, Worth, counted};
+use plimsoll_core::{
+    Alternative, DeviceKind, DeviceSpec, Evaluates, FasterAlone, LeftOut, Member, Plan, Sharing, Worth, counted,
+};
 
 /// The devices that take no part, a line or two each.
 pub(super) fn left_out(plan: &Plan) -> String {
@@ -44,6 +46,10 @@ pub(super) fn shares(view: &PlanView) -> String {
         );
         text += &wrapped(&worth, WIDTH, "  ");
     }
+    if let Some(FasterAlone { name, tokens_per_second }) = &plan.faster_alone {
+        let alone = format!("{name} alone would be faster: predicted {} tokens/s", count(*tokens_per_second));
+        text += &wrapped(&alone, WIDTH, "  ");
+    }
     text.push('\n');
     text += &columns(&rows(plan), "");
     for (members, first) in alike(plan) {
@@ -51,7 +57,7 @@ pub(super) fn shares(view: &PlanView) -> String {
             if members.len() == plan.team.len() && members.len() > 1 { "all".to_owned() } else { members.join(", ") };
         text += &wrapped(&format!("{names}: {}", first.recipe), WIDTH, "  ");
     }
-    text + &links(specs)
+    text + &links(plan, specs)
 }
 
 fn rows(plan: &Plan) -> Vec<Vec<String>> {
@@ -89,13 +95,14 @@ fn alike(plan: &Plan) -> Vec<(Vec<String>, &Member)> {
 }
 
 /// What the exchange goes over.
-fn links(specs: &[DeviceSpec]) -> String {
+fn links(plan: &Plan, specs: &[DeviceSpec]) -> String {
     let Some(slowest) =
         specs.iter().min_by(|a, b| a.team_link.bytes_per_second.total_cmp(&b.team_link.bytes_per_second))
     else {
         return String::new();
     };
     let word = match slowest.kind {
+        _ if slowest.link_measured => "measured",
         DeviceKind::Virtual => "simulated",
         _ => "assumed",
     };
@@ -103,7 +110,10 @@ fn links(specs: &[DeviceSpec]) -> String {
         rate if rate >= 1e9 => format!("{:.1} GB/s", rate / 1e9),
         rate => format!("{:.1} MB/s", rate / 1e6),
     };
-    wrapped(&format!("the slowest link between them: {rate} each way, of {} ({word})", slowest.name), WIDTH, "  ")
+    let costs =
+        plan.link_seconds.map_or(String::new(), |cost| format!("; links cost {} of a step, predicted", seconds(cost)));
+    let said = format!("the slowest link between them: {rate} each way, of {} ({word}){costs}", slowest.name);
+    wrapped(&said, WIDTH, "  ")
 }
 
 /// The ways to share out that were looked at, fastest first. Ends with an empty line where there are any.

@@ -1,5 +1,6 @@
 //! `plimsoll plan`: what a run would hold, and what would fit where it does not.
 
+use super::ray::reached;
 use crate::args::PlanArgs;
 use crate::{again, say};
 use plimsoll_core::{DeviceSpec, Exit, Failure, Plan, counted};
@@ -19,7 +20,7 @@ use std::process::Command;
 /// # Errors
 /// What is wrong with the run file, the model or the devices.
 pub fn run(args: &PlanArgs) -> Result<Exit, Failure> {
-    let file = args.resolve()?;
+    let file = reached(args.resolve()?)?;
     let Planned { resolved, devices, answer } = plan(&file, args.explain)?;
     if args.json {
         let json = serde_json::to_string_pretty(&answer.plan).expect("a plan is plain data");

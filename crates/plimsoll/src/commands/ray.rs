@@ -1,8 +1,11 @@
 //! `plimsoll join`, `leave`, `cluster` and `verify`: several machines, on Ray. Ray speaks Python, and so do these: they are
-//! handed over, words and all, to `plimsoll.ray` of the wheel that this program came in.
+//! handed over, words and all, to `plimsoll.ray` of the wheel that this program came in. A run whose devices are the cluster's
+//! stays here, and reaches them through a process of that Python.
 
 use crate::args::HandedOver;
 use plimsoll_core::{Exit, Failure};
+use plimsoll_train::run::far;
+use plimsoll_train::run_file::RunFile;
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -16,11 +19,28 @@ const PYTHON: &str = "PLIMSOLL_PYTHON";
 /// # Errors
 /// There is no Python with the wheel.
 pub fn run(command: &str, args: &HandedOver) -> Result<Exit, Failure> {
+    let python = with_wheel(command)?;
+    let error = in_module(&python).arg(command).args(&args.words).exec();
+    Err(Failure::bug(format!("{} cannot be started: {error}", python.display())))
+}
+
+/// The same run, with the way to its devices where some are of the cluster.
+///
+/// # Errors
+/// There is no Python with the wheel, no cluster, no such device, or no room on it.
+pub fn reached(mut file: RunFile) -> Result<RunFile, Failure> {
+    if file.devices().elsewhere() {
+        far::ray::reach(&mut file, &with_wheel("ray")?)?;
+    }
+    Ok(file)
+}
+
+/// The interpreter, which has what is asked of it.
+fn with_wheel(command: &str) -> Result<PathBuf, Failure> {
     let program = std::env::current_exe().ok();
     let python = python(std::env::var_os(PYTHON), program.as_deref())?;
     check(command, &python)?;
-    let error = in_module(&python).arg(command).args(&args.words).exec();
-    Err(Failure::bug(format!("{} cannot be started: {error}", python.display())))
+    Ok(python)
 }
 
 /// The interpreter that is named, else the one that this program was installed beside.

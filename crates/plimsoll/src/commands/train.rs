@@ -1,6 +1,7 @@
 //! `plimsoll train`: a run from its plan to its summary.
 
 use super::plan::{refuse, title};
+use super::ray::reached;
 use crate::args::TrainArgs;
 use crate::{say, signals};
 use plimsoll_core::{DeviceKind, Exit, Failure, RunStatus, counted};
@@ -21,7 +22,7 @@ use std::sync::Arc;
 /// # Errors
 /// What is wrong with the input, or does not fit, or stops the run.
 pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
-    let file = args.resolve()?;
+    let file = reached(args.resolve()?)?;
     let injections = args.injections()?;
     let mut run = match args.plan()? {
         Some(plan) => Run::following(file, &plan)?,

@@ -3,7 +3,7 @@
 use super::{Answer, Channel, Command, Found, Invitation, Request, RoomFound, VERSION, decode, encode};
 use crate::run::heartbeat::Pulse;
 use crate::run_file::RunFile;
-use plimsoll_core::{Algorithms, Bytes, DType, DeviceKind, DeviceSpec, Space};
+use plimsoll_core::{Algorithms, Bytes, DType, DeviceKind, DeviceSpec, Link, Space};
 use plimsoll_device::device::{Call, Device, DeviceError, FileSpace, Memory, NoFiles, Observer, Room, Unseen};
 use plimsoll_device::probe;
 use plimsoll_program::{Placement, ProgramSet, TensorId};
@@ -107,6 +107,30 @@ impl Line {
     pub(super) fn describe(&self, run: RunFile) -> Result<DeviceSpec, DeviceError> {
         match self.ask(&Request::Describe { version: VERSION, run: Box::new(run) }, &[])?.0 {
             Answer::Described(spec) => Ok(*spec),
+            Answer::Failed(fault) => Err(fault.error(&self.device)),
+            other => Err(self.lost(format!("it answers {other:?}"))),
+        }
+    }
+
+    /// Asks where others find the device.
+    ///
+    /// # Errors
+    /// As above.
+    pub(super) fn find(&self) -> Result<String, DeviceError> {
+        match self.ask(&Request::Find, &[])?.0 {
+            Answer::Place(place) => Ok(place),
+            Answer::Failed(fault) => Err(fault.error(&self.device)),
+            other => Err(self.lost(format!("it answers {other:?}"))),
+        }
+    }
+
+    /// Has it measure its links to all that are invited, and gives those that it has measured itself.
+    ///
+    /// # Errors
+    /// As above.
+    pub(super) fn measure(&self, rank: u32, invitation: &Invitation) -> Result<Vec<Option<Link>>, DeviceError> {
+        match self.ask(&Request::Measure { rank, invited: invitation.into() }, &[])?.0 {
+            Answer::Links(links) => Ok(links),
             Answer::Failed(fault) => Err(fault.error(&self.device)),
             other => Err(self.lost(format!("it answers {other:?}"))),
         }

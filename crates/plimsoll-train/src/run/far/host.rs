@@ -1,14 +1,15 @@
 //! The device's end: a process that holds one device and answers for it.
 
-use super::{Answer, Command, Fault, Found, Request, RoomFound, VERSION, Wires, decode, encode};
+use super::{Answer, Command, Fault, Found, Request, RoomFound, VERSION, Wires, decode, encode, links};
 use crate::resolve::devices;
 use crate::run::open::open;
 use crate::run::prepare::settle_charges;
-use plimsoll_core::{Bytes, Failure, Space};
+use plimsoll_core::{Bytes, DeviceKind, Failure, Space};
 use plimsoll_device::device::{Call, Device, DeviceError, FileSpace, Memory, Observer};
 use plimsoll_device::process;
 use plimsoll_device::transport::wire::Wired;
 use plimsoll_device::transport::{Seat, Transport};
+use plimsoll_plan::request::DeviceRequest;
 use plimsoll_program::Op;
 use std::io;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -50,12 +51,20 @@ impl Host {
     /// # Errors
     /// The system gives no thread.
     pub fn new(wires: Arc<dyn Wires>) -> io::Result<Host> {
+        Host::seeing(wires, None)
+    }
+
+    /// One that sees a single GPU, by this number, whatever it is called where others are seen, too.
+    ///
+    /// # Errors
+    /// As above.
+    pub fn seeing(wires: Arc<dyn Wires>, gpu: Option<u32>) -> io::Result<Host> {
         let (asked, requests) = channel();
         let seated = Arc::new(Mutex::new(None));
         let heard = Arc::new(Heard::default());
         let asks = Asks { requests, back: None, put_off: None };
         let (of, hears) = (Arc::clone(&seated), Arc::clone(&heard));
-        let work = move || Work { asks, wires, seated: of, heard: hears, device: None, attempt: 0 }.all();
+        let work = move || Work { asks, wires, gpu, seated: of, heard: hears, device: None, attempt: 0 }.all();
         thread::Builder::new().name("plimsoll-far".to_owned()).spawn(work)?;
         let asked = Arc::new(Mutex::new(asked));
         let host = Host { asked: Arc::clone(&asked), seated: Arc::clone(&seated), heard: Arc::clone(&heard) };
@@ -199,6 +208,7 @@ impl Observer for Refuses<'_> {
 struct Work {
     asks: Asks,
     wires: Arc<dyn Wires>,
+    gpu: Option<u32>,
     seated: Arc<Mutex<Option<Arc<Wired>>>>,
     heard: Arc<Heard>,
     device: Option<Box<dyn Device>>,
@@ -216,8 +226,13 @@ impl Work {
 
     fn one(&mut self, request: Request, bytes: &[u8], found: &mut Vec<u8>) -> Result<Answer, Fault> {
         match request {
-            Request::Describe { version, run } => {
+            Request::Describe { version, mut run } => {
                 same_version(version)?;
+                let mut named = run.devices();
+                if let (Some(gpu), [DeviceRequest::Cuda { index, .. }]) = (self.gpu, &mut named.devices[..]) {
+                    *index = Some(gpu);
+                }
+                run.run.devices = named.to_string();
                 let (rows, sequence) = (run.batch_sequences(), u64::from(run.data.sequence));
                 let mut device = devices(&run).map_err(Fault::of)?.remove(0);
                 settle_charges(&mut device, rows, sequence);
@@ -229,6 +244,9 @@ impl Work {
                 if let Some((_, name)) = device.name.split_once('/') {
                     device.name = name.to_owned();
                 }
+                if let (Some(gpu), DeviceKind::Cuda) = (self.gpu, device.kind) {
+                    device.name = format!("cuda:{gpu}");
+                }
                 let (opened, _) = open(&device, *set, placement, precision, algorithms.as_ref(), None)?;
                 self.device = Some(opened);
                 self.heard.missed.store(NOT_YET, Ordering::Relaxed);
@@ -239,6 +257,11 @@ impl Work {
             Request::Adopt { set, placement } => {
                 self.device()?.adopt(*set, placement)?;
                 self.opened()
+            }
+            Request::Find => Ok(Answer::Place(self.wires.place())),
+            Request::Measure { rank, invited } => {
+                let links = self.wires.meet(&invited.into(), rank).and_then(|wires| links::measured(rank, &wires));
+                Ok(Answer::Links(links.map_err(|error| DeviceError::CutOff { rank, why: error.to_string() })?))
             }
             Request::Join { rank, invited } => {
                 let invitation = invited.into();
@@ -369,7 +392,7 @@ mod tests {
         let Answer::Failed(fault) = answer else { panic!("{answer:?}") };
         let failure = Failure::from(fault.error("b/cpu"));
         assert_eq!(failure.exit, plimsoll_core::Exit::Input);
-        assert!(failure.message.starts_with("b/cpu: the run speaks version 2"), "{failure}");
+        assert!(failure.message.starts_with("b/cpu: the run speaks version 3"), "{failure}");
         let commands = vec![Command::Settle];
         let work = encode(&Request::Work { attempt: 0, commands }, &[]);
         for bytes in [&[][..], &[1; 7], &[0xff; 40], &work[..work.len() - 1], &work] {

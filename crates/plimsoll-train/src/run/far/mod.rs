@@ -1,6 +1,7 @@
 //! Devices that live in other processes, on this machine or on others. Here are the words between the two ends, and what
 //! carries them; `device` is what the run has of such a device, `host` what answers for the real one, `spread` how a team of
-//! both kinds comes together, `streams` carries all of it over sockets.
+//! both kinds comes together, `links` how fast they reach each other, `streams` carries all of it over sockets, and `ray` has
+//! them placed on the machines of a cluster.
 //!
 //! ```text
 //!   run ── Engine ── FarDevice ── Channel ──► Host ── Device      (one of these for each device)
@@ -13,14 +14,17 @@
 
 pub mod device;
 pub mod host;
+pub(crate) mod links;
+pub mod ray;
 pub mod spread;
 pub mod streams;
 
 use self::device::Line;
 use crate::run_file::RunFile;
-use plimsoll_core::{Algorithms, Bytes, DType, DeviceSpec, Exit, Failure, Space};
+use plimsoll_core::{Algorithms, Bytes, DType, DeviceSpec, Exit, Failure, Link, Space};
 use plimsoll_device::device::DeviceError;
 use plimsoll_device::transport::wire::Wire;
+use plimsoll_plan::request::DevicesRequest;
 use plimsoll_program::{Placement, ProgramSet, TensorId};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -30,7 +34,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Both ends must have the same: the words of another version mean something else.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// Carries requests to the process of a device, and its answers back.
 pub trait Channel: Send + Sync {
@@ -75,17 +79,30 @@ pub trait Hosts: Send + Sync {
 /// The devices of a run that live in other processes, as whoever starts it brings them: its file says nothing of how they
 /// are reached.
 #[derive(Clone, Default)]
-pub struct Elsewhere(Option<Arc<dyn Hosts>>);
+pub struct Elsewhere {
+    hosts: Option<Arc<dyn Hosts>>,
+    devices: Option<DevicesRequest>,
+}
 
 impl Elsewhere {
     /// They are reached like this.
     pub fn by(hosts: Arc<dyn Hosts>) -> Elsewhere {
-        Elsewhere(Some(hosts))
+        Elsewhere { hosts: Some(hosts), devices: None }
+    }
+
+    /// The devices that the words of the run file have turned out to be.
+    pub fn of(self, devices: DevicesRequest) -> Elsewhere {
+        Elsewhere { devices: Some(devices), ..self }
+    }
+
+    /// These, where that is not for the run file to say.
+    pub fn devices(&self) -> Option<&DevicesRequest> {
+        self.devices.as_ref()
     }
 
     /// How they are reached, where somebody has said so.
     pub fn hosts(&self) -> Option<Arc<dyn Hosts>> {
-        self.0.clone()
+        self.hosts.clone()
     }
 
     /// The way to a device.
@@ -94,9 +111,8 @@ impl Elsewhere {
     /// Nobody has said how, there is no such device, or its process cannot be started.
     pub(crate) fn line(&self, device: &str) -> Result<Arc<Line>, Failure> {
         let hosts = self.hosts().ok_or_else(|| {
-            Failure::input(format!("run.devices: `{device}` is on another host, and nothing here reaches that")).hint(
-                "start the run where that host can be reached: through Ray, or a program of your own (docs/teams.md)",
-            )
+            Failure::input(format!("run.devices: `{device}` is on another host, and nothing here reaches that"))
+                .hint("plimsoll train and plan reach the hosts of a cluster (docs/ray.md)")
         })?;
         let gone = |why: String| Failure::input(format!("run.devices: {device}: {why}"));
         let channel = hosts.channel(device).map_err(|error| gone(error.to_string()))?;
@@ -115,7 +131,7 @@ impl Elsewhere {
 
 impl fmt::Debug for Elsewhere {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.write_str(if self.0.is_some() { "reached" } else { "nowhere" })
+        f.write_str(if self.hosts.is_some() { "reached" } else { "nowhere" })
     }
 }
 
@@ -189,6 +205,10 @@ enum Request {
     Files { failed: Option<String> },
     /// Goes over to another plan.
     Adopt { set: Box<ProgramSet>, placement: Placement },
+    /// Says where others find it.
+    Find,
+    /// Measures its links to others that do the same.
+    Measure { rank: u32, invited: Invited },
     /// Takes a seat in a team.
     Join { rank: u32, invited: Invited },
     /// Lets the device go.
@@ -218,6 +238,9 @@ enum Command {
 #[derive(Debug, Serialize, Deserialize)]
 enum Answer {
     Described(Box<DeviceSpec>),
+    Place(String),
+    /// By rank, those that it has measured itself.
+    Links(Vec<Option<Link>>),
     Opened {
         place: String,
         /// On the device, on its host, in the scratch file.

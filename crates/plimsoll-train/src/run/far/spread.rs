@@ -103,7 +103,7 @@ impl Spread {
 }
 
 /// What nobody can guess.
-fn secret() -> io::Result<String> {
+pub(super) fn secret() -> io::Result<String> {
     let mut bytes = [0; 16];
     File::open("/dev/urandom")?.read_exact(&mut bytes)?;
     Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())

@@ -22,13 +22,13 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-fn send(stream: &mut impl Write, bytes: &[u8]) -> io::Result<()> {
+pub(super) fn send(stream: &mut impl Write, bytes: &[u8]) -> io::Result<()> {
     stream.write_all(&(bytes.len() as u64).to_le_bytes())?;
     stream.write_all(bytes)?;
     stream.flush()
 }
 
-fn receive(stream: &mut impl Read) -> io::Result<Vec<u8>> {
+pub(super) fn receive(stream: &mut impl Read) -> io::Result<Vec<u8>> {
     let mut length = [0; 8];
     stream.read_exact(&mut length)?;
     let length = u64::from_le_bytes(length);
