@@ -2,11 +2,16 @@
 
 use crate::failure::{failed, raised, working};
 use plimsoll_core::Failure;
-use plimsoll_train::run::far::host;
+use plimsoll_train::run::far::links::Ways;
 use plimsoll_train::run::far::streams::TcpWires;
+use plimsoll_train::run::far::{Invitation, host};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use std::net::{IpAddr, SocketAddr};
+use std::time::Instant;
+
+/// There and back, bytes a second, and seconds until a byte is there.
+type Measured = (f64, f64, f64);
 
 /// What answers for the device.
 #[pyclass]
@@ -30,6 +35,28 @@ impl Host {
             host::Host::seeing(wires, gpu).map_err(failed("a thread"))
         };
         Ok(Host { host: listen().map_err(|failure| raised(py, &failure))? })
+    }
+
+    /// Where others meet it.
+    fn place(&self) -> String {
+        self.host.place()
+    }
+
+    /// Measures the links to all that stand at these places and do the same, with a secret that nobody else has: bytes a
+    /// second there and back, and how late a byte comes. Of each two the lower rank says it.
+    fn measure(
+        &self,
+        py: Python<'_>,
+        rank: u32,
+        places: Vec<String>,
+        secret: String,
+    ) -> PyResult<Vec<Option<Measured>>> {
+        let invitation = Invitation { team: 0, secret, places, epoch: Instant::now() };
+        let said = |[there, back]: Ways| (there.bytes_per_second, back.bytes_per_second, there.latency_seconds);
+        working(py, || {
+            let found = self.host.measure(&invitation, rank).map_err(failed("links"))?;
+            Ok(found.into_iter().map(|ways| ways.map(said)).collect())
+        })
     }
 
     /// Answers a request of the run; others may come at the same time.

@@ -3,22 +3,22 @@ computes, and exchanges with all others; then what was found is judged."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-import statistics
+import secrets
 import time
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from plimsoll import _native
 from plimsoll.errors import DoesNotFit, InputError
+from plimsoll.ray import ports
 from plimsoll.ray.cluster import Facts, Node, columns, facts, gib, nodes, on
 from plimsoll.run_file import settings
 
 if TYPE_CHECKING:
     from typing_extensions import NotRequired
 
-#: What is sent over a link to see how fast it is, and how often; small messages to see how late they come.
-LINK_BYTES, LINK_TIMES, PINGS = 32 << 20, 3, 50
 #: How long a node may take for what it is asked.
 ANSWER_SECONDS = 60.0
 #: Clocks further apart than this are told.
@@ -45,7 +45,7 @@ class Device(TypedDict):
 
 
 class Link(TypedDict):
-    """One way between two nodes, measured through Ray's store of objects."""
+    """One way between two nodes, measured over the wires that runs exchange over."""
 
     source: str
     target: str
@@ -69,9 +69,12 @@ class Prover:
     """The process on a node."""
 
     def __init__(self) -> None:
+        import ray
+
         #: As ``run.devices`` names it here; on a node that was not joined with ``plimsoll join`` the processor.
         self.device = os.environ.get("PLIMSOLL_RAY_DEVICE", "cpu")
         self.hold: _native.Hold | None = None
+        self.meets = _native.Host(ray.util.get_node_ip_address(), ports.of_wires())
 
     def facts(self) -> Facts:
         """What it says of itself."""
@@ -100,33 +103,14 @@ class Prover:
     def ping(self) -> None:
         """Answers."""
 
-    def offer(self, count: int) -> list[Any]:
-        """Bytes that another one may fetch, wrapped so that they stay where they are until then."""
-        import ray
+    def place(self) -> str:
+        """Where it is met."""
+        return self.meets.place()
 
-        return [ray.put(os.urandom(1 << 16) * (LINK_BYTES >> 16)) for _ in range(count)]
-
-    def fetch(self, offered: list[Any]) -> float:
-        """Seconds until one of them is here: the fastest, which nothing else was in the way of."""
-        import ray
-
-        def seconds(one: Any) -> float:
-            began = time.perf_counter()
-            ray.get(one)
-            return time.perf_counter() - began
-
-        return min(seconds(one) for one in offered)
-
-    def latency(self, other: Any) -> float:
-        """Half of a message there and back: the median."""
-        import ray
-
-        def seconds() -> float:
-            began = time.perf_counter()
-            ray.get(other.ping.remote())
-            return time.perf_counter() - began
-
-        return statistics.median(seconds() for _ in range(PINGS)) / 2
+    def meet(self, rank: int, places: list[str], secret: str) -> tuple[float, float, float] | None:
+        """Measures the link to another that does the same: bytes a second there and back, and how late a byte comes. The
+        first of both says it."""
+        return self.meets.measure(rank, places, secret)[1 - rank]
 
 
 def verify(*, share: float, seconds: float) -> Report:
@@ -147,7 +131,7 @@ def verify(*, share: float, seconds: float) -> Report:
         computed = _answers([one.compute.remote(seconds) for one in provers])
         devices = [_judge(node, _bytes(node, share), *found) for node, *found in zip(alive, told, taken, computed)]
         able = [(node, one) for node, one, fact in zip(alive, provers, told) if not isinstance(fact, Exception)]
-        links = [_link(source, target) for source in able for target in able if source is not target]
+        links = [way for one, other in itertools.combinations(able, 2) for way in _link(one, other)]
     finally:
         for one in provers:
             ray.kill(one)
@@ -209,19 +193,25 @@ def _judge(node: Node, asked: int, told: Any, taken: Any, flops: Any) -> Device:
     return device
 
 
-def _link(source: tuple[Node, Any], target: tuple[Node, Any]) -> Link:
+def _link(one: tuple[Node, Any], other: tuple[Node, Any]) -> list[Link]:
+    """Both ways between two nodes."""
     import ray
 
-    (source_node, sends), (target_node, takes) = source, target
-    link = Link(source=source_node["name"], target=target_node["name"], gigabytes_per_second=None, latency_seconds=None)
+    ends = (one, other)
+    ways = [
+        Link(source=source["name"], target=target["name"], gigabytes_per_second=None, latency_seconds=None)
+        for (source, _), (target, _) in (ends, ends[::-1])
+    ]
     try:
-        offered = ray.get(sends.offer.remote(LINK_TIMES), timeout=ANSWER_SECONDS)
-        took = ray.get(takes.fetch.remote(offered), timeout=ANSWER_SECONDS)
-        link["gigabytes_per_second"] = LINK_BYTES / took / 1e9
-        link["latency_seconds"] = ray.get(sends.latency.remote(takes), timeout=ANSWER_SECONDS)
+        places = ray.get([prover.place.remote() for _, prover in ends], timeout=ANSWER_SECONDS)
+        secret = secrets.token_hex(16)
+        found, _ = ray.get([prover.meet.remote(rank, places, secret) for rank, (_, prover) in enumerate(ends)], timeout=ANSWER_SECONDS)
+        for way, rate in zip(ways, found):
+            way["gigabytes_per_second"], way["latency_seconds"] = rate / 1e9, found[2]
     except Exception as error:  # One link that fails says nothing of the others.
-        link["why"] = str(error).strip().splitlines()[-1]
-    return link
+        for way in ways:
+            way["why"] = str(error).strip().splitlines()[-1]
+    return ways
 
 
 def warnings(every: list[Node], devices: list[Device]) -> list[str]:

@@ -1,9 +1,10 @@
 //! The run's end: a device that stands for one in another process.
 
+use super::links::Ways;
 use super::{Answer, Channel, Command, Found, Invitation, Request, RoomFound, VERSION, decode, encode};
 use crate::run::heartbeat::Pulse;
 use crate::run_file::RunFile;
-use plimsoll_core::{Algorithms, Bytes, DType, DeviceKind, DeviceSpec, Link, Space};
+use plimsoll_core::{Algorithms, Bytes, DType, DeviceKind, DeviceSpec, Space};
 use plimsoll_device::device::{Call, Device, DeviceError, FileSpace, Memory, NoFiles, Observer, Room, Unseen};
 use plimsoll_device::probe;
 use plimsoll_program::{Placement, ProgramSet, TensorId};
@@ -128,7 +129,7 @@ impl Line {
     ///
     /// # Errors
     /// As above.
-    pub(super) fn measure(&self, rank: u32, invitation: &Invitation) -> Result<Vec<Option<Link>>, DeviceError> {
+    pub(super) fn measure(&self, rank: u32, invitation: &Invitation) -> Result<Vec<Option<Ways>>, DeviceError> {
         match self.ask(&Request::Measure { rank, invited: invitation.into() }, &[])?.0 {
             Answer::Links(links) => Ok(links),
             Answer::Failed(fault) => Err(fault.error(&self.device)),

@@ -1,6 +1,7 @@
 //! The device's end: a process that holds one device and answers for it.
 
-use super::{Answer, Command, Fault, Found, Request, RoomFound, VERSION, Wires, decode, encode, links};
+use super::links::{self, Ways};
+use super::{Answer, Command, Fault, Found, Invitation, Request, RoomFound, VERSION, Wires, decode, encode};
 use crate::resolve::devices;
 use crate::run::open::open;
 use crate::run::prepare::settle_charges;
@@ -26,6 +27,7 @@ pub struct Host {
     asked: Arc<Mutex<Sender<Asked>>>,
     seated: Arc<Mutex<Option<Arc<Wired>>>>,
     heard: Arc<Heard>,
+    wires: Arc<dyn Wires>,
 }
 
 /// When the run was last heard of. As of devices, what is counted are looks, not seconds of a clock.
@@ -63,11 +65,11 @@ impl Host {
         let seated = Arc::new(Mutex::new(None));
         let heard = Arc::new(Heard::default());
         let asks = Asks { requests, back: None, put_off: None };
-        let (of, hears) = (Arc::clone(&seated), Arc::clone(&heard));
-        let work = move || Work { asks, wires, gpu, seated: of, heard: hears, device: None, attempt: 0 }.all();
+        let (of, hears, meets) = (Arc::clone(&seated), Arc::clone(&heard), Arc::clone(&wires));
+        let work = move || Work { asks, wires: meets, gpu, seated: of, heard: hears, device: None, attempt: 0 }.all();
         thread::Builder::new().name("plimsoll-far".to_owned()).spawn(work)?;
         let asked = Arc::new(Mutex::new(asked));
-        let host = Host { asked: Arc::clone(&asked), seated: Arc::clone(&seated), heard: Arc::clone(&heard) };
+        let host = Host { asked: Arc::clone(&asked), seated: Arc::clone(&seated), heard: Arc::clone(&heard), wires };
         let asked = Arc::downgrade(&asked);
         let watch = move || {
             while let Some(asked) = asked.upgrade() {
@@ -86,6 +88,19 @@ impl Host {
         };
         thread::Builder::new().name("plimsoll-hears".to_owned()).spawn(watch)?;
         Ok(host)
+    }
+
+    /// Where others find this process.
+    pub fn place(&self) -> String {
+        self.wires.place()
+    }
+
+    /// Measures the links to all that are invited and do the same. Of each two the lower rank says what it has found.
+    ///
+    /// # Errors
+    /// Somebody does not come, or is gone.
+    pub fn measure(&self, invitation: &Invitation, rank: u32) -> io::Result<Vec<Option<Ways>>> {
+        links::measured(rank, &self.wires.meet(invitation, rank)?)
     }
 
     /// Answers a request, whichever way it came. What came aside is answered at once; for the rest there is one at a time.

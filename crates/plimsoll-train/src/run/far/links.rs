@@ -26,7 +26,7 @@ const TAKES: u8 = b't';
 const GIVES: u8 = b'g';
 const ENDS: u8 = b'e';
 
-/// The slowest link of each of these processes to the others, bytes a second of the slower way: in the order of ranks, the
+/// The slowest link of each of these processes to the others, the slower way of it: in the order of ranks, the
 /// process of the run itself last where it takes part.
 ///
 /// # Errors
@@ -54,7 +54,7 @@ pub(crate) fn slowest(
             met.and_then(|wires| measured(rank as u32, &wires)).map_err(|error| cut_off(rank, error))
         }
     };
-    let found: Vec<Result<Vec<Option<Link>>, DeviceError>> = thread::scope(|scope| {
+    let found: Vec<Result<Vec<Option<Ways>>, DeviceError>> = thread::scope(|scope| {
         let measure = &measure;
         let threads: Vec<_> = (0..ranks).map(|rank| scope.spawn(move || measure(rank))).collect();
         threads.into_iter().map(|t| t.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
@@ -64,7 +64,8 @@ pub(crate) fn slowest(
     for (rank, found) in found.into_iter().enumerate() {
         match found {
             Ok(links) => {
-                for (peer, link) in links.into_iter().enumerate().filter_map(|(peer, link)| Some((peer, link?))) {
+                for (peer, [there, back]) in (0..).zip(links).filter_map(|(peer, ways)| Some((peer, ways?))) {
+                    let link = slower(there, back);
                     for end in [rank, peer] {
                         slowest[end] = Some(slowest[end].map_or(link, |before| slower(before, link)));
                     }
@@ -88,12 +89,15 @@ fn slower(one: Link, other: Link) -> Link {
     }
 }
 
+/// A link as the one that has measured it sees it: what it sends to the other, and what comes back.
+pub type Ways = [Link; 2];
+
 /// A rank's part: of each two the lower one measures, and all take their pairs in the same order. What it has measured
 /// itself, by rank.
 ///
 /// # Errors
 /// A wire that ends, or takes longer than anybody has patience for.
-pub(super) fn measured(rank: u32, wires: &[Option<Arc<dyn Wire>>]) -> io::Result<Vec<Option<Link>>> {
+pub(super) fn measured(rank: u32, wires: &[Option<Arc<dyn Wire>>]) -> io::Result<Vec<Option<Ways>>> {
     let (done, waits) = channel::<()>();
     let closes = wires.to_vec();
     let watch = move || {
@@ -126,7 +130,7 @@ fn timed(what: impl FnOnce() -> io::Result<()>) -> io::Result<f64> {
     Ok(began.elapsed().as_secs_f64())
 }
 
-fn measures(wire: &dyn Wire) -> io::Result<Link> {
+fn measures(wire: &dyn Wire) -> io::Result<Ways> {
     let ping = || {
         wire.send(&word(PING, 0))?;
         wire.receive(&mut [0])
@@ -150,9 +154,9 @@ fn measures(wire: &dyn Wire) -> io::Result<Link> {
         let took = moves(pieces)?;
         Ok(f64::from(pieces) * PIECE as f64 / (took - there_and_back).max(took / 2.0))
     };
-    let bytes_per_second = rate(TAKES)?.min(rate(GIVES)?);
+    let rates = [rate(TAKES)?, rate(GIVES)?];
     wire.send(&word(ENDS, 0))?;
-    Ok(Link { bytes_per_second, latency_seconds: there_and_back / 2.0 })
+    Ok(rates.map(|bytes_per_second| Link { bytes_per_second, latency_seconds: there_and_back / 2.0 }))
 }
 
 fn answers(wire: &dyn Wire) -> io::Result<()> {
@@ -208,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn each_two_measure_their_link_and_the_slower_way_of_it_counts() {
+    fn each_two_measure_both_ways_of_their_link() {
         let mut wires: Vec<Vec<Option<Arc<dyn Wire>>>> = (0..3).map(|_| vec![None, None, None]).collect();
         for (one, other) in [(0, 1), (0, 2), (1, 2)] {
             let (here, there) = UnixStream::pair().unwrap();
@@ -227,11 +231,14 @@ mod tests {
         });
         let measured: Vec<Vec<bool>> = found.iter().map(|links| links.iter().map(Option::is_some).collect()).collect();
         assert_eq!(measured, [[false, true, true], [false, false, true], [false; 3]]);
-        let most = PIECE as f64 / 0.040;
-        assert!(found[0][2].unwrap().bytes_per_second <= most, "{found:?}");
-        // The others are not slowed by it.
+        let (most, rate) = (PIECE as f64 / 0.040, |one: usize, other: usize, way: usize| {
+            let ways: Ways = found[one][other].expect("it was measured");
+            ways[way].bytes_per_second
+        });
+        assert!(rate(0, 2, 1) <= most, "{found:?}");
+        // Neither the other way is slowed by it, nor are other links.
         assert!(
-            found[0][1].unwrap().bytes_per_second > most && found[1][2].unwrap().bytes_per_second > most,
+            [rate(0, 2, 0), rate(0, 1, 0), rate(0, 1, 1), rate(1, 2, 1)].iter().all(|rate| *rate > most),
             "{found:?}"
         );
     }

@@ -14,14 +14,14 @@
 
 pub mod device;
 pub mod host;
-pub(crate) mod links;
+pub mod links;
 pub mod ray;
 pub mod spread;
 pub mod streams;
 
 use self::device::Line;
 use crate::run_file::RunFile;
-use plimsoll_core::{Algorithms, Bytes, DType, DeviceSpec, Exit, Failure, Link, Space};
+use plimsoll_core::{Algorithms, Bytes, DType, DeviceSpec, Exit, Failure, Space};
 use plimsoll_device::device::DeviceError;
 use plimsoll_device::transport::wire::Wire;
 use plimsoll_plan::request::DevicesRequest;
@@ -240,7 +240,7 @@ enum Answer {
     Described(Box<DeviceSpec>),
     Place(String),
     /// By rank, those that it has measured itself.
-    Links(Vec<Option<Link>>),
+    Links(Vec<Option<links::Ways>>),
     Opened {
         place: String,
         /// On the device, on its host, in the scratch file.
