@@ -193,6 +193,9 @@ pub struct Retreat {
     pub from: Recipe,
     /// The recipe that was taken.
     pub to: Recipe,
+    /// Sequences of a step that the device computed before, and computes from then on, where the step was shared out anew.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sequences: Option<[u64; 2]>,
     /// What that does to the numbers.
     pub class: Class,
     /// The arena before, as planned.

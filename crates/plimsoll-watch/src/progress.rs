@@ -125,9 +125,15 @@ impl Progress {
 /// A retreat in one line: `retreat in step 12: cpu refused memory in backward; micro-batch 8 → 4, ...`.
 pub fn retreat_line(retreat: &Retreat) -> String {
     let Retreat { step, why, from, to, arena_bytes_before, arena_bytes, seconds: took, .. } = retreat;
-    let head = if arena_bytes > arena_bytes_before { "room again" } else { "retreat" };
+    let head = match retreat.sequences {
+        Some(_) => "shared anew",
+        None if arena_bytes > arena_bytes_before => "room again",
+        None => "retreat",
+    };
     let head = format!("{head} at step {step}: {why}");
-    if from == to && arena_bytes == arena_bytes_before {
+    let shares = retreat.sequences.map(|[then, now]| format!("{} {then} -> {now} sequences, ", retreat.device));
+    let shares = shares.unwrap_or_default();
+    if from == to && arena_bytes == arena_bytes_before && shares.is_empty() {
         return format!("{head}; done again as it was");
     }
     let held = retreat.held_bytes_before.zip(retreat.held_bytes).map(|(then, now)| format!("held {then} -> {now}"));
@@ -136,7 +142,7 @@ pub fn retreat_line(retreat: &Retreat) -> String {
     let measured: Vec<String> = held.into_iter().chain(steps).collect();
     let measured = if measured.is_empty() { String::new() } else { format!("; measured {}", measured.join(", ")) };
     format!(
-        "{head}; from now on {to}: arena {arena_bytes_before} -> {arena_bytes}, a step {} -> {} predicted{measured} (took {})",
+        "{head}; from now on {shares}{to}: arena {arena_bytes_before} -> {arena_bytes}, a step {} -> {} predicted{measured} (took {})",
         seconds(retreat.predicted_step_seconds_before),
         seconds(retreat.predicted_step_seconds),
         seconds(*took),

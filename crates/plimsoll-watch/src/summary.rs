@@ -242,6 +242,7 @@ model: runs/sums/model
             why: "cpu: the device ran out".into(),
             from: recipe(64),
             to: recipe(32),
+            sequences: None,
             class: Class::Reordered,
             arena_bytes_before: Bytes::mib(36),
             arena_bytes: Bytes::mib(20),
@@ -280,6 +281,17 @@ model: runs/sums/model
             "{text}"
         );
         assert!(text.ends_with("\n\nit goes on with: plimsoll train --resume runs/sums\n"), "{text}");
+        let Retreat { from, arena_bytes_before, .. } = stopped.retreats[0].clone();
+        stopped.retreats[0].to = from;
+        stopped.retreats[0].arena_bytes = arena_bytes_before;
+        let text = summary(&stopped, &[], "runs/sums", None, true);
+        assert!(text.contains("\nretreat at step 7: cpu: the device ran out; done again as it was\n"), "{text}");
+        // Where the step is shared out anew everybody may keep its recipe: who computes what is what is new.
+        stopped.retreats[0].sequences = Some([22, 20]);
+        let text = summary(&stopped, &[], "runs/sums", None, true);
+        let said =
+            "\nshared anew at step 7: cpu: the device ran out; from now on cpu 22 -> 20 sequences, micro-batch 64";
+        assert!(text.contains(said), "{text}");
     }
 
     #[test]

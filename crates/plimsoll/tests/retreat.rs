@@ -317,6 +317,8 @@ fn a_line_goes_no_higher_than_what_the_device_has() {
             "cpu" => assert!((64 << 20..1 << 44).contains(&most), "{most}"),
             _ => {
                 assert_eq!(most, 64 << 20);
+                // What it was given is kept for when the run goes on, not what was asked for.
+                assert_eq!(place.json(&format!("{run}/load-lines.json"))[name]["to"], "64MiB");
                 // A share is one of the device's own memory, not of the machine's.
                 assert_eq!(line("75%").0, 48 << 20);
             }

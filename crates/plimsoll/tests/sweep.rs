@@ -112,8 +112,9 @@ fn a_grid_is_trained_side_by_side_on_unequal_devices_and_no_line_is_crossed() {
     place.succeed(&alone);
     assert_eq!(place.json("run/result.json")["loss"], place.json(&format!("sweep/{name}/result.json"))["loss"]);
     // What is done stays done.
-    place.succeed(&["sweep", "--resume", "sweep"]);
-    assert_eq!(self::report(&place)["runs"], report["runs"]);
+    let again = place.succeed(&["sweep", "--resume", "sweep"]);
+    assert!(again.stderr.contains("nothing was changed"), "{}", again.stderr);
+    assert_eq!(self::report(&place), report);
 }
 
 #[test]

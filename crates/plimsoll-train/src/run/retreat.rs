@@ -336,6 +336,7 @@ impl Trainer {
             why,
             from: left.recipe,
             to: worker.plan.recipe.clone(),
+            sequences: (worker.sequences != left.sequences).then_some([left.sequences, worker.sequences]),
             class,
             arena_bytes_before: left.arena_bytes,
             arena_bytes: worker.plan.devices[0].arena_bytes,
@@ -405,9 +406,12 @@ impl Trainer {
         let worker = self.worker(rank);
         let asked = worker.line.of(budget, all);
         let line = asked.min(most);
-        let told = match line < asked {
-            true => format!("{line}, all that {} has for it ({asked} was asked for)", worker.device.name),
-            false => line.to_string(),
+        let (budget, told) = match line < asked {
+            true => {
+                let told = format!("{line}, all that {} has for it ({asked} was asked for)", worker.device.name);
+                (Budget::Amount(line), told)
+            }
+            false => (budget, line.to_string()),
         };
         let refused = |why: String| Ok(Err(Failure::does_not_fit(format!("{why}; the run keeps its plan"))));
         let moved =
@@ -580,6 +584,7 @@ impl Trainer {
 /// What was left behind by a move to another plan.
 pub(super) struct Left {
     recipe: Recipe,
+    sequences: u64,
     arena_bytes: Bytes,
     /// Measured, where the device goes over to another plan.
     held_bytes: Option<Bytes>,
@@ -592,6 +597,7 @@ impl Left {
         let plan = &worker.plan;
         Left {
             recipe: plan.recipe.clone(),
+            sequences: worker.sequences,
             arena_bytes: plan.devices[0].arena_bytes,
             held_bytes: None,
             step_seconds: plan.predicted.step_seconds,

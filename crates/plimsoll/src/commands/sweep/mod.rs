@@ -41,12 +41,21 @@ pub fn run(args: &SweepArgs) -> Result<Exit, Failure> {
         return tell_demand(args, path.clone());
     }
     let injections = args.injections()?;
-    let before = args.resume.as_deref().map(Folder::report).transpose()?;
-    let devices = args.devices(before.as_ref().map(|report| &*report.asked))?;
-    let places = Places::find(&devices, args.workers.or(before.as_ref().and_then(|report| report.workers)))?;
-    let (folder, runs, mut report) = match (&args.resume, before) {
-        (Some(path), Some(report)) => Folder::again(path, report)?,
-        _ => Folder::make(args, &places)?,
+    let before = args.resume.as_deref().map(|path| Folder::again(path, Folder::report(path)?)).transpose()?;
+    if let Some((folder, _, report)) = &before
+        && report.runs.iter().all(|run| run.state == SweepState::Done)
+    {
+        folder.write(report, args.json.as_deref())?;
+        say::note("all runs are done already; nothing was changed");
+        say::answer(&table(report));
+        return Ok(Exit::Done);
+    }
+    let known = before.as_ref().map(|(_, _, report)| report);
+    let devices = args.devices(known.map(|report| &*report.asked))?;
+    let places = Places::find(&devices, args.workers.or(known.and_then(|report| report.workers)))?;
+    let (folder, runs, mut report) = match before {
+        Some(before) => before,
+        None => Folder::make(args, &places)?,
     };
     report.asked = devices.run.devices.clone();
     report.devices = places.reported();
