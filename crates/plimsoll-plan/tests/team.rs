@@ -382,6 +382,31 @@ fn who_is_far_away_is_left_out_of_a_pipeline_and_of_a_batch() {
 }
 
 #[test]
+fn where_the_host_is_enough_for_one_the_fastest_works() {
+    // A layer alone, which no pipeline can share.
+    let config = ModelConfig { layers: 1, vocab: 32, ..preset("smollm2-135m").expect("listed") };
+    let host = Bytes::mib(40);
+    let plan = |devices: &[DeviceSpec]| {
+        let mut team = TeamQuestion { host, ..team(&config, devices, 6) };
+        team.devices.iter_mut().for_each(|question| question.host = common::host(host));
+        let begin = Instant::now();
+        let answer = share_out(&team);
+        say(&answer, begin);
+        answer.plan
+    };
+    let of = |name: &str, mib: u64, pace: f64| device(name, Bytes::mib(mib), pace, Link::MEMORY);
+    let [slow, fast] = [of("slow", 60, 0.1), of("fast", 50, 0.4)];
+    let alone = plan(std::slice::from_ref(&fast));
+    assert!(alone.fits && plan(std::slice::from_ref(&slow)).fits);
+    for both in [[slow.clone(), fast.clone()], [fast, slow]] {
+        let both = plan(&both);
+        assert_eq!(both.sharing, None);
+        assert!(both.predicted.step_seconds < 1.01 * alone.predicted.step_seconds, "{:?}", both.predicted);
+        assert!(both.left_out.iter().all(|out| !out.why.contains("smallest recipe")), "{:?}", both.left_out);
+    }
+}
+
+#[test]
 fn sequences_follow_speed_while_parts_of_the_state_stay() {
     let config = preset("smollm2-135m").expect("listed");
     let devices = |paces: [f64; 2]| {

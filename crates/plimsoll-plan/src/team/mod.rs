@@ -15,7 +15,7 @@ mod layers;
 mod state;
 mod whole;
 
-use crate::search::{Answer, Pins, Question, leanest, plan_like, plan_of, search, sets, under};
+use crate::search::{Answer, Pins, Question, can_hold, leanest, plan_like, plan_of, search, sets, under};
 pub use alternatives::{alternatives, ladders};
 pub use evaluator::evaluating;
 pub use hints::say_what_would_use;
@@ -255,6 +255,30 @@ fn fitting(team: &TeamQuestion) -> Option<TeamAnswer> {
     sets(first, &first.lossy.allow).into_iter().find_map(|rungs| under_rungs(team, &rungs))
 }
 
+/// The fastest device that can hold the model with all of the host, where no two share a batch: the host may not be enough
+/// for them.
+fn without_the_others(team: &TeamQuestion, rungs: &[Rung]) -> Option<TeamAnswer> {
+    if team.all || !team.asked(Sharing::Batch) {
+        return None;
+    }
+    let able = |device: &usize| can_hold(&under(&team.devices[*device], rungs));
+    let alone_on = |device: usize| (device, search(&team.devices[device]));
+    let answers = team.kinds().into_iter().filter(able).map(alone_on).filter(|(_, answer)| answer.plan.fits);
+    let faster = |a: &(usize, Answer), b: &(usize, Answer)| {
+        let seconds = |answer: &Answer| answer.plan.predicted.step_seconds;
+        seconds(&a.1).total_cmp(&seconds(&b.1))
+    };
+    let best = answers.min_by(faster)?;
+    let others = (0..team.devices.len()).filter(|&device| device != best.0);
+    let (able, unable): (Vec<usize>, Vec<usize>) = others.partition(|&device| able(&team.first_alike(device)));
+    let beside = |&device: &usize| {
+        let why = "there is no room for it and for what it wants of the host beside the faster one";
+        named(&team.devices[device].device.name, why.to_owned())
+    };
+    let left_out = able.iter().map(beside).chain(cannot_hold(team, &unable, rungs)).collect();
+    Some(alone(team, best, left_out))
+}
+
 /// The best answer of any device by itself: what fits by its time, what does not by what it lacks; or, with
 /// `refused_first`, of those that do not fit. Devices that are alike are asked once.
 fn fastest_alone(team: &TeamQuestion, refused_first: bool) -> (usize, Answer) {
@@ -285,7 +309,7 @@ fn under_rungs(team: &TeamQuestion, rungs: &[Rung]) -> Option<TeamAnswer> {
             Some(batch.or_alone(packed))
         })
     });
-    let batch = batch.flatten();
+    let batch = batch.flatten().or_else(|| without_the_others(team, rungs));
     if !team.asked(Sharing::State) && !team.asked(Sharing::Layers) {
         return batch;
     }
