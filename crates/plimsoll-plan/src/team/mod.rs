@@ -262,13 +262,8 @@ fn without_the_others(team: &TeamQuestion, rungs: &[Rung]) -> Option<TeamAnswer>
         return None;
     }
     let able = |device: &usize| can_hold(&under(&team.devices[*device], rungs));
-    let alone_on = |device: usize| (device, search(&team.devices[device]));
-    let answers = team.kinds().into_iter().filter(able).map(alone_on).filter(|(_, answer)| answer.plan.fits);
-    let faster = |a: &(usize, Answer), b: &(usize, Answer)| {
-        let seconds = |answer: &Answer| answer.plan.predicted.step_seconds;
-        seconds(&a.1).total_cmp(&seconds(&b.1))
-    };
-    let best = answers.min_by(faster)?;
+    let kinds = team.kinds().into_iter().filter(able);
+    let best = best_alone(team, kinds, false).filter(|(_, answer)| answer.plan.fits)?;
     let others = (0..team.devices.len()).filter(|&device| device != best.0);
     let (able, unable): (Vec<usize>, Vec<usize>) = others.partition(|&device| able(&team.first_alike(device)));
     let beside = |&device: &usize| {
@@ -282,15 +277,24 @@ fn without_the_others(team: &TeamQuestion, rungs: &[Rung]) -> Option<TeamAnswer>
 /// The best answer of any device by itself: what fits by its time, what does not by what it lacks; or, with
 /// `refused_first`, of those that do not fit. Devices that are alike are asked once.
 fn fastest_alone(team: &TeamQuestion, refused_first: bool) -> (usize, Answer) {
+    best_alone(team, team.kinds().into_iter(), refused_first).expect("a team has a device")
+}
+
+/// The same of some devices; none where there are none.
+fn best_alone(
+    team: &TeamQuestion,
+    devices: impl Iterator<Item = usize>,
+    refused_first: bool,
+) -> Option<(usize, Answer)> {
     let order = |plan: &Plan| match plan.fits {
         true => -1.0 / plan.predicted.step_seconds,
         false => plan.devices[0].peak_bytes.saturating_sub(plan.devices[0].budget_bytes).0 as f64,
     };
     let rank = |answer: &Answer| (refused_first && answer.plan.fits, order(&answer.plan));
-    let answers = team.kinds().into_iter().map(|device| (device, search(&team.devices[device])));
+    let answers = devices.map(|device| (device, search(&team.devices[device])));
     let ranked = answers.map(|(device, answer)| (rank(&answer), (device, answer)));
     let best = ranked.min_by(|(a, _), (b, _)| a.0.cmp(&b.0).then(a.1.total_cmp(&b.1)));
-    best.expect("a team has a device").1
+    best.map(|(_, best)| best)
 }
 
 /// A team of one: the run of a single device.
