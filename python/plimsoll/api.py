@@ -71,7 +71,8 @@ def budget(run_dir: AnyPath, budget: str, *, device: str | None = None) -> Moved
 
 
 def best_batch(run_file: AnyPath | None = None, **sections: Unpack[RunFile]) -> list[BestBatch]:
-    """The micro-batch of the fastest plan, on each device that takes part; arguments as for :func:`plan`.
+    """The micro-batch of the fastest plan, on each device that takes part (0 on one that only holds a part of the state);
+    arguments as for :func:`plan`.
 
     Nothing is tried out: it is planned. What the optimizer sees, ``train.batch_tokens``, stays what it is.
 

@@ -130,6 +130,7 @@ class Member(TypedDict):
     sequences: int
     layers: NotRequired[list[int]]
     state: NotRequired[int]
+    why: NotRequired[str]
     algorithms: NotRequired[Algorithms]
     busy_seconds: float
     idle_seconds: float
@@ -151,6 +152,7 @@ class LeftOut(TypedDict):
     """A device that takes no part in the steps."""
 
     device: str
+    number: int
     why: str
     used_by: NotRequired[str]
     tokens_per_second: NotRequired[float]
@@ -285,6 +287,7 @@ class LostDevice(TypedDict):
     device: str
     step: int
     back_to: NotRequired[int]
+    back_after: NotRequired[int]
 
 
 class RunResult(TypedDict):

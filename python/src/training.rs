@@ -28,8 +28,6 @@ const STACK_BYTES: usize = 8 << 20;
 enum Said {
     /// A line of `events.jsonl`.
     Event(String),
-    /// A device hangs for good, and the run's thread with it.
-    Hangs(Failure),
     /// How it ended.
     Ended(Result<Ended, Failure>),
 }
@@ -81,7 +79,6 @@ pub fn train(
                     _ => {}
                 }
             }
-            Ok(Said::Hangs(failure)) => return Err(raised(py, &failure)),
             Ok(Said::Ended(ended)) => return answer(py, ended, halted),
             Ok(Said::Event(_)) | Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return Err(raised(py, &Failure::bug("the run ended unseen"))),
@@ -141,14 +138,10 @@ impl Work {
                 false => refusal,
             });
         }
-        let hung = Mutex::new(says.clone());
-        let hangs = move |failure: &Failure| {
-            let _ = hung.lock().unwrap_or_else(PoisonError::into_inner).send(Said::Hangs(failure.clone()));
-        };
         let mut watch = |record: &_| {
             let _ = says.send(Said::Event(json(record)));
         };
-        Ok(ended(run.start(&mut watch, stop, Arc::new(hangs))?))
+        Ok(ended(run.start(&mut watch, stop)?))
     }
 }
 

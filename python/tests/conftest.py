@@ -43,8 +43,8 @@ def pair() -> Iterator[tuple[Host, Host]]:
     pytest.importorskip("ray", reason="no Ray: pip install 'plimsoll-train[ray]'")
     if refused := hosts.refusal():
         pytest.skip(refused)
-    with hosts.cluster() as pair:
-        yield pair
+    with hosts.cluster() as (alpha, beta):
+        yield alpha, beta
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

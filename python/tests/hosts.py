@@ -25,8 +25,8 @@ os.environ["PATH"] = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 COMMAND = Path(sys.executable).parent / "plimsoll"
 #: Numbers of networks: several may be there at once.
 NETWORKS = itertools.count()
-#: What two hosts of a cluster give it, and who may come in.
-ALPHA, BETA = "virtual:a=600MiB@0.5", "virtual:b=300MiB@0.3"
+#: What hosts of a cluster give it, and who may come in.
+ALPHA, BETA, GAMMA = "virtual:a=600MiB@0.5", "virtual:b=300MiB@0.3", "virtual:c=300MiB@0.3"
 TOKEN = "of-the-tests"
 #: How long a command may take.
 COMMAND_SECONDS = 150
@@ -157,26 +157,27 @@ def _ip(*words: str) -> None:
 
 
 @contextlib.contextmanager
-def cluster() -> Iterator[tuple[Host, Host]]:
-    """Two hosts, the first of which is the head of a cluster that the second has joined."""
-    with network(["alpha", "beta"]) as (alpha, beta):
-        for host in (alpha, beta):
+def cluster(devices: Sequence[str] = (ALPHA, BETA)) -> Iterator[list[Host]]:
+    """Hosts that give these devices, the first of which is the head of a cluster that the others have joined."""
+    with network(["alpha", "beta", "gamma"][: len(devices)]) as (alpha, *others):
+        for host in (alpha, *others):
             host.env["PLIMSOLL_CACHE"] = str(host.tmp)
             know_rates(host.tmp)
-        joined = alpha.plimsoll("join", "--head", "--name", "alpha", "--token", TOKEN, "--devices", ALPHA)
+        joined = alpha.plimsoll("join", "--head", "--name", "alpha", "--token", TOKEN, "--devices", devices[0])
         assert joined.returncode == 0, joined.stderr
         assert joined.stdout.startswith("the head of the cluster at 10.77.0.1:7300, as 10.77.0.1\n")
         assert "alpha/virtual:a (simulated)" in joined.stdout
         assert f"plimsoll join 10.77.0.1:7300 --token {TOKEN}\n" in joined.stdout
-        join(beta)
-        yield alpha, beta
+        for host, device in zip(others, devices[1:]):
+            join(host, device)
+        yield [alpha, *others]
 
 
-def join(beta: Host) -> None:
-    """The second host joins."""
-    joined = beta.plimsoll("join", "10.77.0.1", "--name", "beta", "--token", TOKEN, "--devices", BETA)
+def join(host: Host, device: str = BETA) -> None:
+    """One of the others joins, with this device."""
+    joined = host.plimsoll("join", "10.77.0.1", "--name", host.name, "--token", TOKEN, "--devices", device)
     assert joined.returncode == 0, joined.stderr
-    assert joined.stdout.startswith("part of the cluster at 10.77.0.1:7300, as 10.77.0.2\n")
+    assert joined.stdout.startswith(f"part of the cluster at 10.77.0.1:7300, as {host.ip}\n")
 
 
 def know_rates(folder: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +23,21 @@ NEAR = "virtual:a=280MiB@0.4::10GB/s+10us", "virtual:b=280MiB@0.2::10GB/s+10us"
 SETTINGS = ["run.team=all", "run.threads=1", "train.batch_tokens=768", "train.eval_every=4", "train.save_every=3"]
 
 
+def events(folder: Path) -> list[dict[str, Any]]:
+    """What a run has said so far; of a line that is being written nothing."""
+    path = folder / "events.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
 class Left:
     """What a run has left behind."""
 
     def __init__(self, folder: Path) -> None:
         self.result: dict[str, Any] = json.loads((folder / "result.json").read_text())
         self.plan: dict[str, Any] = json.loads((folder / "plan.json").read_text())
-        events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-        self.losses = [event["loss"] for event in events if event["event"] in ("step", "evaluation")]
+        self.events = events(folder)
+        self.losses = [event["loss"] for event in self.events if event["event"] in ("step", "evaluation")]
         self.model = (folder / "model" / "model.safetensors").read_bytes()
 
 
@@ -54,10 +63,35 @@ class Started:
 
     def until_step(self, step: int) -> None:
         """Waits until a step is done."""
-        events, patience = self.folder / "events.jsonl", time.monotonic() + RUN_SECONDS
-        while not (events.exists() and f'"step","step":{step},' in events.read_text().replace(" ", "")):
+        self.until("step", lambda event: event["step"] == step)
+
+    def until(self, what: str, such: Callable[[dict[str, Any]], bool] = lambda _: True, after: int = 0) -> int:
+        """Waits until it says something after so many events, and counts the events until there."""
+        patience = time.monotonic() + RUN_SECONDS
+        while True:
+            for number, event in enumerate(events(self.folder)[after:], after + 1):
+                if event["event"] == what and such(event):
+                    return number
             assert self.process.poll() is None and time.monotonic() < patience, self.process.communicate(timeout=5)[0]
             time.sleep(0.05)
+
+    def until_settled(self, what: str, steps: int = 40) -> int:
+        """Waits until the last that became of a device is this, so many steps ago, and counts the events until there."""
+        patience = time.monotonic() + RUN_SECONDS
+        while True:
+            there = events(self.folder)
+            said = [event["event"] for event in there if event["event"] in ("lost", "back", "step")]
+            if len(said) > steps and said[-steps:] == ["step"] * steps:
+                if next(event for event in reversed(said) if event != "step") == what:
+                    return len(there)
+            assert self.process.poll() is None and time.monotonic() < patience, self.process.communicate(timeout=5)[0]
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        """Has it end early."""
+        self.process.send_signal(signal.SIGINT)
+        said, _ = self.process.communicate(timeout=RUN_SECONDS)
+        assert self.process.returncode == 4, said
 
     def left(self) -> Left:
         """Waits for its end, which is a good one."""
@@ -66,22 +100,18 @@ class Started:
         return Left(self.folder)
 
 
-def lost_beta(left: Left, plain: Left) -> None:
-    """That a run has lost the second host, and come to the losses of one that has not."""
-    assert [lost["device"] for lost in left.result["lost"]] == ["beta/virtual:b"]
-    assert len(left.losses) == len(plain.losses)
-    for one, other in zip(left.losses, plain.losses):
-        assert one == pytest.approx(other, rel=1e-4)
-
-
-def worker(device: str) -> int:
-    """The process of a run on a device of this name: hosts of the tests have all their processes together."""
+def processes(host: Host) -> Iterator[tuple[int, bytes]]:
+    """Numbers and words of what runs on a host: the machine has those of all hosts together, of other networks, too."""
     for place in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
-            title, env = (place / "cmdline").read_bytes(), (place / "environ").read_bytes()
-            if title.startswith(b"ray::Worker") and f"PLIMSOLL_RAY_DEVICE={device}\0".encode() in env:
-                return int(place.name)
-    raise AssertionError(f"no run is on {device}")
+            words, env = (place / "cmdline").read_bytes(), (place / "environ").read_bytes()
+            if f"PLIMSOLL_RAY_STATE={host.state}\0".encode() in env:
+                yield int(place.name), words
+
+
+def worker(host: Host) -> int:
+    """The process of a run on a host's device."""
+    return next(pid for pid, words in processes(host) if words.startswith(b"ray::Worker"))
 
 
 def workers(host: Host) -> dict[str, int]:

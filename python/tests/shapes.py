@@ -1,4 +1,5 @@
-"""Whether a value is of a type that is written down: tests hold documented types and what really comes back together."""
+"""Shapes of what the package gives: whether a value is of the type that is written down, so that tests hold documented types and
+what really comes back together; and nodes of a cluster as it would describe them, for tests without one."""
 
 from __future__ import annotations
 
@@ -8,6 +9,31 @@ import typing
 from typing import Any, Literal, Union
 
 import typing_extensions
+
+from plimsoll.ray.cluster import Node
+
+MIB = 1 << 20
+
+
+def node(name: str, vram_mib: int | None = None, memory_mib: int = 1000, *, alive: bool = True, gone: str | None = None) -> Node:
+    """A node that gives a device with memory of its own, or its processor."""
+    node = Node(
+        name=name,
+        id=name,
+        ip=name,
+        alive=alive,
+        model="card",
+        simulated=False,
+        cpus=1,
+        gpus=0,
+        vram_mib=vram_mib,
+        memory_bytes=memory_mib * MIB,
+        free_bytes=None,
+        runs=[],
+    )
+    if gone is not None:
+        node["gone"] = gone
+    return node
 
 
 def wrong(value: object, kind: Any, place: str = "it") -> list[str]:

@@ -3,38 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import time
 from pathlib import Path
 
 import pytest
 
+import faults
 import plimsoll
 from hosts import BETA, Host
-from plimsoll.ray.cluster import Node
 from plimsoll.ray.hosting import Asked, find
-from runs import NEAR, Started, lost_beta, train, worker, workers
-
-MIB = 1 << 20
-
-
-def node(name: str, vram_mib: int | None = None, memory_mib: int = 1000) -> Node:
-    return Node(
-        name=name,
-        id=name,
-        ip="10.0.0.1",
-        alive=True,
-        model="card",
-        simulated=False,
-        cpus=1,
-        gpus=0,
-        vram_mib=vram_mib,
-        memory_bytes=memory_mib * MIB,
-        free_bytes=None,
-        runs=[],
-    )
-
+from runs import NEAR, Left, Started, events, train, words, workers
+from shapes import MIB, node
 
 #: A machine with two cards, one that gives its processor, and one that was not joined with `plimsoll join`.
 THERE = [node("a/cuda:0", 20000), node("a/cuda:1", 6000), node("b/cpu"), node("10.0.0.9", 8000)]
@@ -101,15 +80,28 @@ def test_what_is_not_there_is_named(word: str, error: type[Exception], said: str
     assert said in str(caught.value)
 
 
+def test_shares_of_one_device_that_are_too_much_together_are_refused() -> None:
+    words = ["b/virtual:x=40%@0.2", "b/virtual:y=600MiB@0.2"]
+    assert [one.bundle for one in found(*words)] == [{"memory": 400 * MIB}, {"memory": 600 * MIB}]
+    for second in ("b/virtual:y=60%@0.2", "b/cpu=600MiB"):
+        with pytest.raises(plimsoll.DoesNotFit, match="600 MiB would be kept, and 400 MiB are free"):
+            found("b/virtual:x=60%@0.2", second)
+
+
 #: Enough for somebody to be lost in the middle.
 STEPS = 60
 
 # Over a real cluster, from here on.
 
 
-def test_a_run_over_two_hosts_ends_with_the_bits_of_one(pair: tuple[Host, Host], tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def here(pair: tuple[Host, Host], tmp_path_factory: pytest.TempPathFactory) -> Left:
+    """A run on one host."""
+    return train(pair[0], tmp_path_factory.mktemp("runs") / "here", ",".join(NEAR), 8)
+
+
+def test_a_run_over_two_hosts_ends_with_the_bits_of_one(pair: tuple[Host, Host], here: Left, tmp_path: Path) -> None:
     alpha, _ = pair
-    here = train(alpha, tmp_path / "here", ",".join(NEAR), 8)
     there = train(alpha, tmp_path / "there", f"ray:alpha/{NEAR[0]},ray:beta/{NEAR[1]}", 8)
     recipes = [[(member["sequences"], member["recipe"]) for member in left.result["team"]] for left in (here, there)]
     assert recipes[0] == recipes[1]
@@ -125,6 +117,37 @@ def test_a_run_over_two_hosts_ends_with_the_bits_of_one(pair: tuple[Host, Host],
     while (left_over := workers(alpha)) and time.monotonic() < patience:
         time.sleep(0.2)
     assert left_over == {}
+
+
+def test_a_run_over_own_and_other_devices_that_is_resumed_ends_with_the_same_bits(
+    pair: tuple[Host, Host], here: Left, tmp_path: Path
+) -> None:
+    alpha, _ = pair
+    run = Started(alpha, tmp_path / "run", f"{NEAR[0]},ray:beta/{NEAR[1]}", 8)
+    run.until_step(2)
+    run.stop()
+    resumed = alpha.plimsoll("train", "--quiet", "--resume", str(run.folder))
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    left = Left(run.folder)
+    assert [device["device"] for device in left.result["memory"]] == ["virtual:a", "beta/virtual:b"]
+    assert left.model == here.model
+
+
+def test_a_device_is_not_given_twice_and_runs_beside_each_other_feel_nothing_of_it(
+    pair: tuple[Host, Host], tmp_path: Path
+) -> None:
+    alpha, _ = pair
+    # 60 % of the device's 300 MiB.
+    share = "ray:beta/virtual:b=180MiB@0.3"
+    # Long enough for the second to ask while it runs.
+    steps = 4 * STEPS
+    plain = train(alpha, tmp_path / "plain", share, steps)
+    one = Started(alpha, tmp_path / "one", share, steps)
+    one.until_step(1)
+    two = alpha.plimsoll(*words(tmp_path / "two", share, STEPS))
+    assert two.returncode == 3, two.stdout + two.stderr
+    assert "beta/virtual:b: 180 MiB would be kept, and 120 MiB are free" in two.stderr
+    assert one.left().model == plain.model
 
 
 def test_a_plan_over_the_cluster_says_what_its_links_cost(pair: tuple[Host, Host]) -> None:
@@ -145,9 +168,47 @@ def test_a_plan_over_the_cluster_says_what_its_links_cost(pair: tuple[Host, Host
 
 
 def test_a_worker_that_is_killed_is_a_device_that_is_lost(pair: tuple[Host, Host], tmp_path: Path) -> None:
-    alpha, _ = pair
-    plain = train(alpha, tmp_path / "plain", ",".join(NEAR), STEPS)
-    run = Started(alpha, tmp_path / "killed", f"ray:alpha/{NEAR[0]},ray:beta/{NEAR[1]}", STEPS)
+    is_survived("worker", pair, tmp_path)
+
+
+@pytest.mark.takes_apart
+def test_a_run_goes_on_without_a_node_whose_raylet_is_killed(pair: tuple[Host, Host], tmp_path: Path) -> None:
+    is_survived("raylet", pair, tmp_path)
+    faults.mend("raylet", pair[1], BETA)
+
+
+@pytest.mark.takes_apart
+def test_who_was_lost_and_is_there_again_is_taken_in(pair: tuple[Host, Host], tmp_path: Path) -> None:
+    alpha, beta = pair
+    # More steps than will be done: each device is worth the way by a checkpoint, however often it was lost.
+    run = Started(alpha, tmp_path / "run", f"ray:alpha/{NEAR[0]},ray:beta/{NEAR[1]}", 100_000)
     run.until_step(3)
-    os.kill(worker(BETA), signal.SIGKILL)
-    lost_beta(run.left(), plain)
+    faults.happen("worker", beta)
+    lost = run.until("lost")
+    back = run.until("back", after=lost)
+    # Ray has started another worker; now its node goes, and joins again.
+    faults.happen("raylet", beta)
+    lost = run.until("lost", after=back)
+    faults.mend("raylet", beta, BETA)
+    # A worker outlives its raylet for a moment, and may be taken in until it goes, too.
+    settled = run.until_settled("back")
+    # What is kept for the other was kept together with what is gone.
+    faults.happen("worker", alpha)
+    lost = run.until("lost", after=settled)
+    run.until("back", after=lost)
+    run.stop()
+    said = [event for event in events(run.folder) if event["event"] in ("lost", "back")]
+    assert [event["device"] for event in said] == ["beta/virtual:b"] * (len(said) - 2) + ["alpha/virtual:a"] * 2
+    # A worker of a raylet that is gone is not taken in again and again.
+    assert 6 <= len(said) <= 12 and [event["event"] for event in said] == ["lost", "back"] * (len(said) // 2)
+    assert all(event["team"] == ["alpha/virtual:a", "beta/virtual:b"] for event in said if event["event"] == "back")
+
+
+def is_survived(kind: faults.Kind, pair: tuple[Host, Host], folder: Path) -> None:
+    alpha, beta = pair
+    plain = train(alpha, folder / "plain", ",".join(NEAR), STEPS)
+    run = Started(alpha, folder / "lost", f"ray:alpha/{NEAR[0]},ray:beta/{NEAR[1]}", STEPS)
+    run.until_step(3)
+    happened = time.time()
+    faults.happen(kind, beta)
+    print(faults.survived(kind, "beta", run.left(), plain, happened))

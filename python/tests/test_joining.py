@@ -14,10 +14,9 @@ import pytest
 import plimsoll
 from plimsoll.ray import __main__ as commands
 from plimsoll.ray import devices, ours, ports
-from plimsoll.ray.cluster import Facts, Node, columns
+from plimsoll.ray.cluster import Facts, columns
 from plimsoll.ray.verifying import Device, warnings
-
-MIB = 1 << 20
+from shapes import MIB, node
 
 
 @pytest.fixture(autouse=True)
@@ -129,24 +128,6 @@ def device(name: str, tflops: float = 1.0, **other: object) -> Device:
         verdict="ok",
         facts=facts(**other),
     )
-
-
-def node(name: str, **other: object) -> Node:
-    plain = Node(
-        name=name,
-        id=name,
-        ip=name,
-        alive=True,
-        model="card",
-        simulated=False,
-        cpus=1,
-        gpus=0,
-        vram_mib=None,
-        memory_bytes=1,
-        free_bytes=None,
-        runs=[],
-    )
-    return {**plain, **other}  # type: ignore[typeddict-item]
 
 
 def test_what_should_be_known_is_warned_of() -> None:

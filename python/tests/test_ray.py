@@ -11,12 +11,13 @@ from typing import cast
 
 import pytest
 
+import faults
 import hosts
 from hosts import BETA, TOKEN, Host, join
 from plimsoll.ray import ours
 from plimsoll.ray.cluster import Cluster
 from plimsoll.ray.verifying import Report
-from runs import NEAR, Started, lost_beta, train
+from runs import NEAR, Started, processes, train
 
 MIB = 1 << 20
 #: The health checks add up to 9 s; another machine may be busy.
@@ -137,14 +138,14 @@ def test_a_pulled_cable_is_noticed_and_a_run_goes_on_without_who_is_cut_off(pair
     assert watcher.stdout and watcher.stdout.readline() == "watching\n"
     run = Started(alpha, tmp_path / "cut", f"ray:alpha/{NEAR[0]},ray:beta/{NEAR[1]}", 30)
     run.until_step(3)
-    pulled = time.monotonic()
-    beta.pull_cable()
+    pulled, happened = time.monotonic(), time.time()
+    faults.happen("cable", beta)
     said = next(line for line in watcher.stdout if line.startswith("gone"))
     noticed = time.monotonic() - pulled
     print(f"a pulled cable was noticed after {noticed:.1f} s")
     assert said == "gone beta/virtual:b\n"
     assert noticed < NOTICED_SECONDS
-    lost_beta(run.left(), plain)
+    print(faults.survived("cable", "beta", run.left(), plain, happened))
     tried = alpha.plimsoll("verify", "--json", "--seconds", "0.2")
     report: Report = json.loads(tried.stdout)
     assert [device["name"] for device in report["devices"]] == ["alpha/virtual:a"]
@@ -182,8 +183,7 @@ def test_leaving_stops_ours_and_no_other_ray(pair: tuple[Host, Host]) -> None:
     while (left_over := look(alpha)["nodes"][1:]) and time.monotonic() < patience:
         time.sleep(0.5)
     assert left_over == []
-    processes = beta.run("ps", "-eo", "args").stdout
-    assert "beta/virtual:b" not in processes
+    assert not any(b"beta/virtual:b" in words for _, words in processes(beta))
 
 
 #: The folder of the stand-in for NVIDIA's libraries (crates/plimsoll-device/tests/cuda_stand_in/build FOLDER).

@@ -43,7 +43,7 @@ impl fmt::Display for Budget {
                     [("GiB", 30), ("MiB", 20), ("KiB", 10)].into_iter().find(|(_, shift)| bytes % (1 << shift) == 0);
                 match unit {
                     Some((unit, shift)) => f.pad(&format!("{}{unit}", bytes >> shift)),
-                    None => f.pad(&bytes.to_string()),
+                    None => f.pad(&format!("{bytes}B")),
                 }
             }
         }
@@ -52,23 +52,41 @@ impl fmt::Display for Budget {
 
 /// The text was no budget.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("`{text}` is no budget: expected a share of what is free, such as `90%`, or an amount, such as `6GiB`")]
-pub struct ParseBudgetError {
-    /// What was given.
-    pub text: String,
+pub enum ParseBudgetError {
+    /// Neither a share nor an amount.
+    #[error("`{text}` is no budget: expected a share of what is free, such as `90%`, or an amount, such as `6GiB`")]
+    Unread {
+        /// What was given.
+        text: String,
+    },
+    /// A number that is too small to have been meant as bytes.
+    #[error("`{text}` has no unit: write `{text}GiB`, `{text}MiB`, or `{text}B` if bytes are meant")]
+    NoUnit {
+        /// What was given.
+        text: String,
+    },
 }
+
+/// Numbers without a unit are bytes from here on.
+const BARE_LEAST: Bytes = Bytes::mib(1);
 
 impl FromStr for Budget {
     type Err = ParseBudgetError;
 
     fn from_str(text: &str) -> Result<Budget, ParseBudgetError> {
-        let bad = || ParseBudgetError { text: text.to_owned() };
+        let bad = || ParseBudgetError::Unread { text: text.to_owned() };
         if let Some(percent) = text.trim().strip_suffix('%') {
             let percent: f64 = percent.trim().parse().map_err(|_| bad())?;
             return if (0.01..=100.0).contains(&percent) { Ok(Budget::Share(percent / 100.0)) } else { Err(bad()) };
         }
         match text.parse::<Bytes>() {
-            Ok(bytes) if bytes > Bytes::ZERO => Ok(Budget::Amount(bytes)),
+            Ok(bytes) if bytes > Bytes::ZERO => {
+                let bare = text.trim().ends_with(|last: char| last.is_ascii_digit() || last == '.');
+                match bare && bytes < BARE_LEAST {
+                    true => Err(ParseBudgetError::NoUnit { text: text.trim().to_owned() }),
+                    false => Ok(Budget::Amount(bytes)),
+                }
+            }
             _ => Err(bad()),
         }
     }
@@ -103,8 +121,18 @@ mod tests {
     }
 
     #[test]
+    fn a_small_number_without_a_unit_is_asked_what_it_means() {
+        for bare in ["48", "1", "1048575"] {
+            let error = bare.parse::<Budget>().unwrap_err().to_string();
+            assert!(error.contains(&format!("`{bare}GiB`")) && error.contains(&format!("`{bare}B`")), "{error}");
+        }
+        assert_eq!("1048577".parse(), Ok(Budget::Amount(Bytes((1 << 20) + 1))));
+        assert_eq!("48B".parse(), Ok(Budget::Amount(Bytes(48))));
+    }
+
+    #[test]
     fn a_budget_written_down_is_read_back_as_the_same() {
-        for text in ["90%", "7%", "33.3%", "6GiB", "600MiB", "3KiB", "12345"] {
+        for text in ["90%", "7%", "33.3%", "6GiB", "600MiB", "3KiB", "12345B", "1B"] {
             let budget: Budget = text.parse().unwrap();
             assert_eq!(budget.to_string(), text);
             assert_eq!(budget.to_string().parse(), Ok(budget));

@@ -103,6 +103,15 @@ pub enum Event {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         back_to: Option<u64>,
     },
+    /// A device that was lost is there again, and works on the run from here on.
+    Back {
+        /// After this step.
+        step: u64,
+        /// Its name.
+        device: String,
+        /// All that work on the run now.
+        team: Vec<String>,
+    },
     /// A device that was too warm, or was slowed down for it, has rested between two steps.
     Rest {
         /// After this step.

@@ -27,7 +27,7 @@ pub use models_bench::{ModelRow, ModelStatus, ModelsBench};
 pub use plan::{
     Algorithms, Alternative, Category, Class, DevicePlan, Effect, Evaluates, Fallback, FasterAlone, InFile, LeftOut,
     Member, Need, Offload, Plan, PlanOf, Predicted, Recipe, RecomputeLevel, Rung, RungPrice, Sharing, Space, WorkName,
-    Worth, describe_levels,
+    Worth, describe_levels, micro_batches,
 };
 pub use result::{
     DeviceMemory, EvalResult, EvaluatorResult, LossSpan, LostDevice, MeasuredBy, MemberResult, Retreat, RunResult,

@@ -31,9 +31,12 @@ pub struct ModelRow {
     /// Parameters.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub parameters: Option<u64>,
-    /// The device.
+    /// The device; of a team the first.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub device: Option<String>,
+    /// All devices of a team, in the order of ranks; empty where one does it all.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub team: Vec<String>,
     /// Whether the device is simulated: seconds of the run are then.
     pub simulated: bool,
     /// The load line.
@@ -96,6 +99,7 @@ impl ModelRow {
             fits: false,
             parameters: None,
             device: None,
+            team: vec![],
             simulated: false,
             budget_bytes: None,
             recipe: None,

@@ -254,7 +254,7 @@ impl fmt::Display for Offload {
 /// precision, method).
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Recipe {
-    /// Sequences in one forward and backward pass.
+    /// Sequences in one forward and backward pass; 0 of a device that only holds a part of the state, and computes none.
     pub micro_batch: u32,
     /// What each layer computes again, first layer first.
     pub recompute: Vec<RecomputeLevel>,
@@ -271,11 +271,24 @@ impl Recipe {
     pub fn on_device(micro_batch: u32, recompute: Vec<RecomputeLevel>) -> Recipe {
         Recipe { micro_batch, recompute, offload: Offload::NOTHING, rungs: Vec::new() }
     }
+
+    /// Micro-batches that so many sequences take.
+    pub fn micro_batches(&self, sequences: u64) -> u64 {
+        micro_batches(sequences, self.micro_batch)
+    }
+}
+
+/// Micro-batches that so many sequences take, so many at once: none where none are computed.
+pub fn micro_batches(sequences: u64, at_once: u32) -> u64 {
+    if at_once == 0 { 0 } else { sequences.div_ceil(u64::from(at_once)) }
 }
 
 impl fmt::Display for Recipe {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "micro-batch {}, recompute {}", self.micro_batch, describe_levels(&self.recompute))?;
+        match self.micro_batch {
+            0 => f.write_str("no sequences")?,
+            at_once => write!(f, "micro-batch {at_once}, recompute {}", describe_levels(&self.recompute))?,
+        }
         if !self.offload.is_nothing() {
             write!(f, ", on the host {}", self.offload)?;
         }
@@ -418,10 +431,10 @@ pub struct Need {
     /// What it then takes of a scratch file, where that is more than was given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub file_bytes: Option<Bytes>,
-    /// What the plan then holds on the device, where the present load line is enough.
+    /// What the plan then holds on the device, where the present load line is enough and there is one device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub peak_bytes: Option<Bytes>,
-    /// Load lines that other devices of a team need then, too, by their names.
+    /// Load lines that other devices of a team need then, too, by their names: all of a name that have less.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub others: BTreeMap<String, Bytes>,
 }
@@ -512,7 +525,8 @@ pub struct Member {
     pub device: String,
     /// Its own choices.
     pub recipe: Recipe,
-    /// Sequences of each optimizer step that it computes; under shared layers all of them.
+    /// Sequences of each optimizer step that it computes; under shared layers all of them. 0 where it only holds a part of the
+    /// state.
     pub sequences: u64,
     /// The first of its layers and the one after its last, where layers are shared out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -520,6 +534,9 @@ pub struct Member {
     /// Its part of the state in parts of 1024, where state is shared out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub state: Option<u64>,
+    /// Why it computes none, where it only holds a part of the state.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub why: Option<String>,
     /// What its products are done with, once it was opened, where it is a GPU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub algorithms: Option<Algorithms>,
@@ -537,6 +554,9 @@ pub struct Member {
 pub struct LeftOut {
     /// Its name.
     pub device: String,
+    /// Which of the devices it is, counted from 0: several on paper may have one name.
+    #[serde(default)]
+    pub number: usize,
     /// Why.
     pub why: String,
     /// What would use it, as settings for the command line.

@@ -57,6 +57,9 @@ pub struct LostDevice {
     /// The step of the checkpoint from which the others went on, 0 for the beginning; none where no finished step was lost.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub back_to: Option<u64>,
+    /// After this step it was there again.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub back_after: Option<u64>,
 }
 
 /// What a device of a team did in the last step.
@@ -71,7 +74,7 @@ pub struct MemberResult {
     /// Its recipe.
     pub recipe: Recipe,
     /// What it computed in a step took, measured, over what was predicted: the median over the steps since the run was last
-    /// started. What it waited for does not count.
+    /// started. What it waited for does not count. 0 without sequences.
     pub passes_over_predicted: f64,
 }
 

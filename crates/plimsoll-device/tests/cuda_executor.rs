@@ -3,7 +3,7 @@
 
 mod cuda_stand_in;
 
-use plimsoll_core::{Algorithms, Bytes, Category, DType, Exit, Failure, Offload, RecomputeLevel, Sharing, Space};
+use plimsoll_core::{Algorithms, Bytes, Category, DType, Exit, Failure, Recipe, RecomputeLevel, Sharing, Space};
 use plimsoll_device::cpu::executor;
 use plimsoll_device::cuda::collectives::ROUND_BYTES;
 use plimsoll_device::cuda::driver::CudaError;
@@ -235,7 +235,10 @@ impl Run {
         let first_sequence = u64::from(rank) * BATCH;
         let own =
             Share { sharing: Some(sharing), rank, ranks: 2, first_sequence, state: vec![700, 324], ..Share::ALONE };
-        Run::opened(share(programs(DType::F32, kernels), &own, &Offload::NOTHING, 1, true), on_cpu)
+        Run::opened(
+            share(programs(DType::F32, kernels), &own, &Recipe::on_device(BATCH as u32, vec![]), 1, true),
+            on_cpu,
+        )
     }
 
     /// A stage of a pipeline of two, in a step of so many micro-batches.
@@ -243,7 +246,7 @@ impl Run {
         let kernels = if on_cpu { Kernels::Cpu { threads: 1 } } else { Kernels::Cuda };
         let layers = own.own_layers(model().layers);
         let set = stage_of(&Form::FULL, DType::F32, kernels, layers, None);
-        let set = share(set, own, &Offload::NOTHING, micro_batches, true);
+        let set = share(set, own, &Recipe::on_device(BATCH as u32, vec![]), micro_batches, true);
         Run::opened(if on_cpu { set } else { by_way_of_host(set) }, on_cpu)
     }
 

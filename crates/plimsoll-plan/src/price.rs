@@ -157,21 +157,24 @@ impl Prices<'_> {
 
     /// Predicted seconds in which the device computes in one call of a Program: copies, the host and other devices left out.
     pub fn computing_seconds(&self, set: &ProgramSet, program: &Program) -> f64 {
-        self.sum_seconds(set, program, |op| op.queue == Queue::Compute)
+        program.blocks.iter().map(|block| self.block_seconds(set, block)).sum()
+    }
+
+    /// The same of all repeats of a block.
+    pub fn block_seconds(&self, set: &ProgramSet, block: &Block) -> f64 {
+        self.sum_seconds(set, block, |op| op.queue == Queue::Compute)
     }
 
     /// Predicted seconds in which one call of a Program keeps the link of the team busy.
     pub fn exchange_seconds(&self, set: &ProgramSet, program: &Program) -> f64 {
-        self.sum_seconds(set, program, |op| matches!(op.kind, OpKind::CollectiveStart(_)))
+        let exchanges = |op: &Op| matches!(op.kind, OpKind::CollectiveStart(_));
+        program.blocks.iter().map(|block| self.sum_seconds(set, block, exchanges)).sum()
     }
 
-    /// Predicted seconds of some ops of a Program, added up.
-    fn sum_seconds(&self, set: &ProgramSet, program: &Program, counts: impl Fn(&Op) -> bool) -> f64 {
-        let block = |block: &Block| {
-            let ops = block.ops.iter().filter(|op| counts(op));
-            ops.map(|op| self.op_seconds(set, op)).sum::<f64>() * f64::from(block.repeat)
-        };
-        program.blocks.iter().map(block).sum()
+    /// Predicted seconds of some ops of a block, added up.
+    fn sum_seconds(&self, set: &ProgramSet, block: &Block, counts: impl Fn(&Op) -> bool) -> f64 {
+        let ops = block.ops.iter().filter(|op| counts(op));
+        ops.map(|op| self.op_seconds(set, op)).sum::<f64>() * f64::from(block.repeat)
     }
 
     /// Predicted seconds of a Schedule: each Program begins when the one before it is over.

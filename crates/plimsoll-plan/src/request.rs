@@ -584,7 +584,7 @@ mod tests {
 
         #[test]
         fn what_was_read_is_printed_as_the_same_request(
-            text in "(auto|ray|ray:b/cpu(=9GiB)?|cpu|cpu=90%|(h/)?cuda:[0-9]|b/cpu(=9GiB)?(@[0-9]gbit)?|virtual:[ab]=[0-9]{1,3}MiB(@[0-9]\\.[0-9])?(:([0-9]{1,2}(\\.5)?[GM]?B/s(\\+[0-9]us)?)?(:[0-9]gbit)?)?|rtx3090(@[0-9]gbit)?|h200=5GiB(@[0-9]MB/s)?)(,(cpu=7|cuda:[0-9]|rtx3070|host=[0-9]GiB|file=[0-9]GiB)){0,3}"
+            text in "(auto|ray|ray:b/cpu(=9GiB)?|cpu|cpu=90%|(h/)?cuda:[0-9]|b/cpu(=9GiB)?(@[0-9]gbit)?|virtual:[ab]=[0-9]{1,3}MiB(@[0-9]\\.[0-9])?(:([0-9]{1,2}(\\.5)?[GM]?B/s(\\+[0-9]us)?)?(:[0-9]gbit)?)?|rtx3090(@[0-9]gbit)?|h200=5GiB(@[0-9]MB/s)?)(,(cpu=7B|cpu=7|cuda:[0-9]|rtx3070|host=[0-9]GiB|file=[0-9]GiB)){0,3}"
         ) {
             if let Ok(request) = text.parse::<DevicesRequest>() {
                 prop_assert_eq!(request.to_string().parse::<DevicesRequest>(), Ok(request));

@@ -87,6 +87,8 @@ fn is_a_pipeline(team: &TeamQuestion, answer: &TeamAnswer) {
     };
     assert_eq!(answer.parts.iter().map(held).sum::<Bytes>(), plan.host.arena_bytes);
     assert!(plan.host.arena_bytes <= team.host, "{} of {}", plan.host.arena_bytes, team.host);
+    // All of it is saved, each tensor once.
+    assert_eq!(plan.checkpoint_bytes, search(&team.devices[0]).plan.checkpoint_bytes);
     // As it is written down it is found again.
     let again = plan_of_team(team, &plan.team);
     assert_eq!((&again.plan.team, again.plan.predicted), (&plan.team, plan.predicted));

@@ -2,7 +2,7 @@
 
 use crate::formats::STATE_BLOCK;
 use crate::schedule::Schedule;
-use plimsoll_core::Sharing;
+use plimsoll_core::{Sharing, micro_batches};
 use std::ops::Range;
 
 /// The part of a step that one device computes.
@@ -44,7 +44,7 @@ impl Share {
 
     /// Micro-batches of a step in which the device computes so many sequences, so many at once.
     pub fn micro_batches_of(&self, sequences: u64, micro_batch: u32) -> u64 {
-        sequences.div_ceil(u64::from(micro_batch)).max(self.micro_batches)
+        micro_batches(sequences, micro_batch).max(self.micro_batches)
     }
 
     /// The layers of a model of so many that this device computes.

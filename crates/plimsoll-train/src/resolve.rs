@@ -4,11 +4,11 @@
 use crate::data::sums;
 use crate::files::{AdapterDir, ModelDir, ModelWeights, read_config};
 use crate::run::far;
-use crate::run::prepare::{charge_own_rows, charges, programs_bytes, rounded, with_programs};
+use crate::run::prepare::{charge_own_rows, charges, one_of, programs_bytes, rounded, with_programs};
 use crate::run_file::{EXAMPLE_PREFIX, FallbackTo, Init, Length, Method, Optimizer, RunFile, TeamOf};
 use plimsoll_core::{
     Budget, Bytes, DeviceKind, DeviceSpec, Failure, Fallback, FileSpec, HostSpec, Link, Plan, PlanOf, Rates, Rung,
-    counted,
+    Sharing, counted,
 };
 use plimsoll_device::calibration::{self, Short, Shortfall};
 use plimsoll_device::cuda;
@@ -20,13 +20,14 @@ use plimsoll_plan::paper;
 use plimsoll_plan::request::{DeviceRequest, DevicesRequest, LinkRequest};
 use plimsoll_plan::search::{Answer, Lossy, Pins, Question, ladder, search, under};
 use plimsoll_plan::team::{
-    Evaluations, TeamAnswer, TeamQuestion, alternatives, ladders, say_what_would_use, share_out,
+    Evaluations, Only, TeamAnswer, TeamQuestion, alternatives, ladders, say_what_would_use, share_out,
 };
 use plimsoll_program::Share;
 use plimsoll_program::models::decoder::{self, Base, Generation, Lora, Source};
 use plimsoll_program::models::{ModelConfig, Target, closest_preset, preset, preset_names, supported};
 use plimsoll_program::workspace::Kernels;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// The model that a run file names.
 #[derive(Debug)]
@@ -49,6 +50,19 @@ impl Model {
         let path = file.model.adapter.as_deref().map(Path::new);
         let adapter = path.map(|path| AdapterDir::open(path, &model.config)).transpose()?;
         Ok(Model { adapter, ..model })
+    }
+
+    /// Whether it takes sequences as long as the run file has them.
+    ///
+    /// # Errors
+    /// It does not.
+    fn takes(&self, file: &RunFile) -> Result<(), Failure> {
+        let (sequence, most) = (u64::from(file.data.sequence), self.config.max_positions);
+        if sequence > most {
+            let message = format!("data.sequence is {sequence}, but {} takes no more than {most}", file.model_name());
+            return Err(Failure::input(message).hint(format!("set data.sequence to {most} or less")));
+        }
+        Ok(())
     }
 
     fn without_adapter(file: &RunFile) -> Result<Model, Failure> {
@@ -139,10 +153,10 @@ pub enum Work {
 }
 
 /// All that the planner's question borrows from.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Resolved {
-    /// The model.
-    pub model: Model,
+    /// The model: devices that load it share it.
+    pub model: Arc<Model>,
     /// The device. Its charges are assumed until model and data are open.
     pub device: DeviceSpec,
     /// Further devices that were asked for, or could be. This version uses one.
@@ -154,25 +168,25 @@ pub struct Resolved {
 }
 
 impl Resolved {
-    /// Opens the model and looks at the device.
+    /// Looks at the devices that the run file names for its model.
     ///
     /// # Errors
     /// What the user has to change.
-    pub fn new(file: &RunFile) -> Result<Resolved, Failure> {
-        let model = open_model(file)?;
+    pub fn new(file: &RunFile, model: Model) -> Result<Resolved, Failure> {
+        model.takes(file)?;
         let mut devices = devices(file)?;
         let others = devices.split_off(1);
         let open =
             !file.devices().devices.iter().any(|asked| !matches!(asked, DeviceRequest::Cuda { index: None, .. }));
-        Ok(Resolved { model, device: devices.remove(0), others, open, fallback: None })
+        Ok(Resolved { model: Arc::new(model), device: devices.remove(0), others, open, fallback: None })
     }
 
     /// The same, with the device that a run is to use: where it is left to us, the one that the planner prefers.
     ///
     /// # Errors
     /// As [`Resolved::new`]; several devices, or one that can only be planned for.
-    pub fn to_run(file: &RunFile, work: Work) -> Result<Resolved, Failure> {
-        let mut resolved = Resolved::new(file)?;
+    pub fn to_run(file: &RunFile, model: Model, work: Work) -> Result<Resolved, Failure> {
+        let mut resolved = Resolved::new(file, model)?;
         resolved.only_here()?;
         if work != Work::Train && !resolved.others.is_empty() {
             // What is done once is done by one device.
@@ -246,17 +260,6 @@ impl Resolved {
     pub fn question(&self, file: &RunFile, work: Work) -> Result<Question<'_>, Failure> {
         question(file, &self.model, &self.device, work)
     }
-}
-
-/// The model, with a sequence that it can take.
-fn open_model(file: &RunFile) -> Result<Model, Failure> {
-    let model = Model::open(file)?;
-    let (sequence, most) = (u64::from(file.data.sequence), model.config.max_positions);
-    if sequence > most {
-        let message = format!("data.sequence is {sequence}, but {} takes no more than {most}", file.model_name());
-        return Err(Failure::input(message).hint(format!("set data.sequence to {most} or less")));
-    }
-    Ok(model)
 }
 
 /// What to ask the planner about a device.
@@ -825,9 +828,10 @@ pub struct Planned {
 /// # Errors
 /// As [`Resolved::new`].
 pub fn plan(file: &RunFile, explain: bool) -> Result<Planned, Failure> {
-    let mut resolved = Resolved::new(file)?;
+    let mut resolved = Resolved::new(file, Model::open(file)?)?;
     let mut devices = vec![resolved.device.clone()];
     devices.append(&mut resolved.others);
+    let alone: Vec<Bytes> = devices.iter().map(|device| device.charges).collect();
     if devices.len() > 1 {
         devices.iter_mut().for_each(|device| charge_own_rows(device, file));
     }
@@ -837,6 +841,18 @@ pub fn plan(file: &RunFile, explain: bool) -> Result<Planned, Failure> {
         let programs = answer.plan.fits.then(programs);
         Ok((answer, programs))
     })?;
+    if devices.len() > 1 && !answer.plan.fits && file.run.team != TeamOf::All {
+        let by_one = one_of(&mut devices, &alone, |devices| {
+            let only = Some(Only::Sharing(Sharing::Batch));
+            let answer =
+                share_out(&TeamQuestion { only, evaluations: None, ..team_question(file, &resolved.model, devices)? });
+            let [part] = &answer.parts[..] else { return Ok(None) };
+            let (name, seconds) = (devices[part.device].name.clone(), answer.plan.predicted.step_seconds);
+            let programs = programs_bytes([&part.answer.set]);
+            Ok(answer.plan.fits.then_some((answer, name, seconds, programs)))
+        })?;
+        answer = by_one.unwrap_or(answer);
+    }
     if devices.len() > 1 {
         say_what_would_use(&team_question(file, &resolved.model, &devices)?, &file.devices(), &mut answer.plan);
     }
@@ -935,7 +951,9 @@ mod tests {
 
     fn refusal(settings: &[&str]) -> String {
         let file = file(settings);
-        let refused = Resolved::new(&file).and_then(|resolved| resolved.question(&file, Work::Train).map(|_| ()));
+        let refused = Model::open(&file)
+            .and_then(|model| Resolved::new(&file, model))
+            .and_then(|resolved| resolved.question(&file, Work::Train).map(|_| ()));
         let failure = refused.expect_err("this is refused");
         assert_eq!(failure.exit as i32, 2);
         failure.to_string()
@@ -986,7 +1004,7 @@ mod tests {
     #[test]
     fn devices_on_paper_are_planned_for_and_not_run_on() {
         let file = file(&["model.preset=smollm2-135m", "run.devices=rtx3070,rtx3090"]);
-        let failure = Resolved::to_run(&file, Work::Train).unwrap_err();
+        let failure = Resolved::to_run(&file, Model::open(&file).unwrap(), Work::Train).unwrap_err();
         assert_eq!(
             failure.to_string(),
             "run.devices: `rtx3070` is a device on paper: nothing runs on it\n  hint: plan for it with `plimsoll plan`, or run on `cpu`"

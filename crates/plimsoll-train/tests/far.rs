@@ -4,7 +4,7 @@
 mod common;
 
 use common::Watchdog;
-use plimsoll_core::{Event, Exit, Failure, Record, RunStatus};
+use plimsoll_core::{Event, Exit, Record, RunStatus};
 use plimsoll_device::probe::Cpu;
 use plimsoll_train::run::far::host::Host;
 use plimsoll_train::run::far::streams::{Streams, TcpWires, serve};
@@ -12,11 +12,11 @@ use plimsoll_train::run::far::{Channel, Elsewhere, Hosts, Wires};
 use plimsoll_train::run::training::{Outcome, Run};
 use plimsoll_train::run_file::RunFile;
 use serde_json::{Value, json};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::{fs, io};
 
@@ -24,32 +24,73 @@ use std::{fs, io};
 const HOST_OF: &str = "PLIMSOLL_TEST_HOST_OF";
 
 /// A process, and the way to it.
-type Reached = (Child, Arc<Streams<UnixStream>>);
+type Reached = (Child, Arc<Way>);
 
-/// A process for each device; killed when the test is over, or before.
+/// The way to a process that stands still, perhaps, when it is asked for something.
+struct Way {
+    streams: Streams<UnixStream>,
+    process: u32,
+    stops_at: Option<&'static str>,
+}
+
+impl Channel for Way {
+    fn call(&self, request: &[u8]) -> io::Result<Vec<u8>> {
+        // The words behind their length.
+        let asks = |what: &str| request[8..].starts_with(format!("{{\"{what}\":").as_bytes());
+        if self.stops_at.is_some_and(asks) {
+            signal(self.process, "-STOP");
+        }
+        self.streams.call(request)
+    }
+
+    fn aside(&self, request: &[u8]) -> io::Result<Vec<u8>> {
+        self.streams.aside(request)
+    }
+}
+
+fn signal(process: u32, signal: &str) {
+    assert!(Command::new("kill").args([signal, &process.to_string()]).status().expect("kill is there").success());
+}
+
+/// A process for each device; killed when the [`End`] of the run is dropped, or before.
 struct Processes {
     folder: tempfile::TempDir,
     wires: Arc<TcpWires>,
     children: Mutex<HashMap<String, Reached>>,
+    started: AtomicU64,
+    /// A device whose process stands still when it is asked for this.
+    stops: Option<(&'static str, &'static str)>,
 }
 
 impl Processes {
     fn new() -> Arc<Processes> {
-        let folder = tempfile::tempdir().expect("a folder");
-        let wires = TcpWires::listen("127.0.0.1:0").expect("a port");
-        Arc::new(Processes { folder, wires, children: Mutex::default() })
+        Processes::that_stop(None)
     }
 
-    fn signal(&self, device: &str, signal: &str) {
-        let children = self.children.lock().unwrap();
-        let id = children[device].0.id().to_string();
-        assert!(Command::new("kill").args([signal, &id]).status().expect("kill is there").success());
+    fn that_stop(stops: Option<(&'static str, &'static str)>) -> Arc<Processes> {
+        let folder = tempfile::tempdir().expect("a folder");
+        let wires = TcpWires::listen("127.0.0.1:0").expect("a port");
+        Arc::new(Processes { folder, wires, children: Mutex::default(), started: AtomicU64::new(0), stops })
+    }
+
+    fn signal(&self, device: &str, name: &str) {
+        signal(self.children.lock().unwrap()[device].0.id(), name);
+    }
+
+    /// Kills the process of a device; there is another as soon as somebody asks for it.
+    fn start_anew(&self, device: &str) {
+        let (mut child, _) = self.children.lock().unwrap().remove(device).expect("it has one");
+        child.kill().expect("it is ours");
+        child.wait().expect("it is ours");
     }
 }
 
-impl Drop for Processes {
+/// Ends the processes of a run: what it has left behind, and who asks for devices that were lost, know them for longer.
+struct End(Arc<Processes>);
+
+impl Drop for End {
     fn drop(&mut self) {
-        for (child, _) in self.children.lock().unwrap().values_mut() {
+        for (child, _) in self.0.children.lock().unwrap().values_mut() {
             child.kill().expect("it is ours");
             child.wait().expect("it is ours");
         }
@@ -62,13 +103,14 @@ impl Hosts for Processes {
         if let Some((_, channel)) = children.get(device) {
             return Ok(channel.clone());
         }
-        let socket = self.folder.path().join(children.len().to_string());
+        let socket = self.folder.path().join(self.started.fetch_add(1, Ordering::Relaxed).to_string());
         let listener = UnixListener::bind(&socket)?;
         let mut command = Command::new(std::env::current_exe()?);
         command.args(["--exact", "a_process_that_is_a_host_of_other_tests", "--nocapture"]);
         let child = command.env(HOST_OF, &socket).stdout(Stdio::null()).spawn()?;
         let (asked, aside) = (listener.accept()?.0, listener.accept()?.0);
-        let channel = Arc::new(Streams::new(asked, aside));
+        let stops_at = self.stops.filter(|(of, _)| *of == device).map(|(_, what)| what);
+        let channel = Arc::new(Way { streams: Streams::new(asked, aside), process: child.id(), stops_at });
         children.insert(device.to_owned(), (child, channel.clone()));
         Ok(channel)
     }
@@ -127,17 +169,20 @@ fn devices(far: &[&str]) -> String {
     [("a", 120, 0.4), ("b", 110, 0.2), ("c", 100, 0.1)].map(device).join(",")
 }
 
-fn run_file(folder: &Path, devices: &str) -> RunFile {
+fn run_file(folder: &Path, devices: &str, steps: u32) -> RunFile {
     let settings = [
         "run.team=all",
         "run.heartbeat_seconds=4",
         "run.threads=1",
-        "train.steps=8",
         "train.batch_tokens=768",
         "train.eval_every=4",
         "train.save_every=3",
     ];
-    let own = [format!("run.dir={}", folder.display()), format!("run.devices={devices},host=1MiB")];
+    let own = [
+        format!("run.dir={}", folder.display()),
+        format!("run.devices={devices},host=1MiB"),
+        format!("train.steps={steps}"),
+    ];
     let all = settings.iter().map(|setting| (*setting).to_owned()).chain(own);
     RunFile::load(None, &all.collect::<Vec<_>>()).expect("the settings are good")
 }
@@ -152,28 +197,48 @@ struct Left {
 
 /// Trains, and tells `each` every event.
 fn train(folder: &Path, far: &[&str], injections: &[&str], mut each: impl FnMut(&Event, &Processes)) -> Left {
-    let hosts = Processes::new();
-    let mut file = run_file(folder, &devices(far));
-    file.elsewhere = Elsewhere::by(hosts.clone());
-    let mut run = Run::new(file).unwrap_or_else(|failure| panic!("{failure}"));
-    let plan = &run.prepared().planned.plan;
-    assert!(plan.fits && plan.team.len() == 3, "{plan:?}");
-    run.rehearse(injections.iter().map(|text| text.parse().expect("an injection")).collect()).expect("it can happen");
-    let hangs = Arc::new(|failure: &Failure| {
-        eprintln!("{failure}");
-        std::process::abort();
+    let (outcome, losses) = train_until(folder, far, injections, 8, |event, hosts| {
+        each(event, hosts);
+        false
     });
-    let mut losses = Vec::new();
+    assert_eq!(outcome.result.status, RunStatus::Done);
+    let model = fs::read(folder.join("model/model.safetensors")).expect("the model was saved");
+    Left { outcome, losses, model }
+}
+
+/// Trains for so many steps, or until `each`, which is told every event, says that it is enough. With what was left come the
+/// losses of steps and evaluations.
+fn train_until(
+    folder: &Path,
+    far: &[&str],
+    injections: &[&str],
+    steps: u32,
+    mut each: impl FnMut(&Event, &Processes) -> bool,
+) -> (Outcome, Vec<f64>) {
+    let hosts = Processes::new();
+    let _end = End(hosts.clone());
+    let mut run = planned(&hosts, run_file(folder, &devices(far), steps));
+    assert_eq!(run.prepared().planned.plan.team.len(), 3);
+    run.rehearse(injections.iter().map(|text| text.parse().expect("an injection")).collect()).expect("it can happen");
+    let (mut losses, stop) = (Vec::new(), AtomicBool::new(false));
     let mut watch = |record: &Record| {
         if let Event::Step { loss, .. } | Event::Evaluation { loss, .. } = &record.event {
             losses.push(*loss);
         }
-        each(&record.event, &hosts);
+        if each(&record.event, &hosts) {
+            stop.store(true, Ordering::Relaxed);
+        }
     };
-    let outcome = run.start(&mut watch, &AtomicBool::new(false), hangs).unwrap_or_else(|failure| panic!("{failure}"));
-    assert_eq!(outcome.result.status, RunStatus::Done);
-    let model = fs::read(folder.join("model/model.safetensors")).expect("the model was saved");
-    Left { outcome, losses, model }
+    let outcome = run.start(&mut watch, &stop).unwrap_or_else(|failure| panic!("{failure}"));
+    (outcome, losses)
+}
+
+/// A run on devices some of which are in those processes.
+fn planned(hosts: &Arc<Processes>, mut file: RunFile) -> Run {
+    file.elsewhere = Elsewhere::by(hosts.clone());
+    let run = Run::new(file).unwrap_or_else(|failure| panic!("{failure}"));
+    assert!(run.prepared().planned.plan.fits);
+    run
 }
 
 fn same_experiment(one: &Left, other: &Left) {
@@ -244,9 +309,87 @@ fn a_process_that_is_killed_or_stands_still_is_a_device_that_is_lost() {
 }
 
 #[test]
+fn a_process_that_stands_still_while_it_is_opened_or_takes_its_seat_is_a_device_that_is_lost() {
+    let _watchdog = Watchdog::new();
+    let Some(place) =
+        alone("a_process_that_stands_still_while_it_is_opened_or_takes_its_seat_is_a_device_that_is_lost")
+    else {
+        return;
+    };
+    let run = |name: &str, devices: &str, stops| {
+        let hosts = Processes::that_stop(stops);
+        let _end = End(hosts.clone());
+        let mut file = run_file(&place.join(name), devices, 4);
+        file.run.heartbeat_seconds = 2.0;
+        let run = planned(&hosts, file);
+        let mut signals = |record: &Record| {
+            if stops.is_none() && matches!(record.event, Event::Step { step: 2, .. }) {
+                hosts.signal("host-b/virtual:b", "-STOP");
+            }
+        };
+        run.start(&mut signals, &AtomicBool::new(false))
+    };
+    for (name, far, device, asked) in
+        [("opened", &["b", "c"][..], "host-b/virtual:b", "Open"), ("seated", &["c"], "host-c/virtual:c", "Join")]
+    {
+        let left = run(name, &devices(far), Some((device, asked))).unwrap_or_else(|why| panic!("{why}"));
+        let lost: Vec<_> = left.result.lost.iter().map(|lost| (lost.device.as_str(), lost.step)).collect();
+        assert_eq!((left.result.status, lost, left.result.steps), (RunStatus::Done, vec![(device, 0)], 4));
+    }
+    // Without any other the run stops, whenever it is.
+    let only = "host-b/virtual:b=110MiB@0.2";
+    for (name, stops) in [("alone", Some(("host-b/virtual:b", "Open"))), ("later", None)] {
+        let why = run(name, only, stops).err().expect("nobody is left");
+        assert_eq!(why.exit, Exit::Stopped, "{why}");
+        assert!(why.to_string().contains("no other device works on this run"), "{why}");
+    }
+}
+
+#[test]
+fn a_process_that_is_started_anew_is_taken_in_again() {
+    let _watchdog = Watchdog::new();
+    let Some(place) = alone("a_process_that_is_started_anew_is_taken_in_again") else { return };
+    // More than will be done: what it saves in the steps that are left is worth the way by a checkpoint.
+    const STEPS: u32 = 4000;
+    let (mut last, mut back) = (BTreeMap::new(), None);
+    let (outcome, _) = train_until(&place.join("killed"), &["b", "c"], &[], STEPS, |event, hosts| {
+        match event {
+            Event::Step { step, loss, .. } => drop(last.insert(*step, *loss)),
+            Event::Back { step, device, team } => {
+                assert_eq!((device.as_str(), team.len()), ("host-b/virtual:b", 3));
+                assert_eq!(*step, *last.keys().last().expect("some were done"), "between two steps");
+                back = Some(*step);
+            }
+            _ => {}
+        }
+        if matches!(event, Event::Step { step: 3, .. }) && back.is_none() && last.len() == 3 {
+            hosts.start_anew("host-b/virtual:b");
+        }
+        back.is_some_and(|back| last.contains_key(&(back + 4)))
+    });
+    let back = back.expect("it came back");
+    assert_eq!(outcome.result.status, RunStatus::Stopped);
+    let lost: Vec<_> = outcome.result.lost.iter().map(|lost| (lost.device.as_str(), lost.back_after)).collect();
+    assert_eq!(lost, [("host-b/virtual:b", Some(back))]);
+    let names: Vec<_> = outcome.result.team.iter().map(|member| member.device.as_str()).collect();
+    assert_eq!(names, ["virtual:a", "host-b/virtual:b", "host-c/virtual:c"]);
+    let mut plain = BTreeMap::new();
+    train_until(&place.join("plain"), &[], &[], STEPS, |event, _| {
+        if let Event::Step { step, loss, .. } = event {
+            plain.insert(*step, *loss);
+        }
+        plain.len() == last.len()
+    });
+    assert!(plain.keys().eq(last.keys()));
+    for (step, loss) in plain {
+        assert!((loss - last[&step]).abs() <= 1e-4 * loss.abs(), "step {step}: {loss} and {}", last[&step]);
+    }
+}
+
+#[test]
 fn a_host_that_nothing_reaches_is_named() {
     let folder = tempfile::tempdir().unwrap();
-    let failure = Run::new(run_file(folder.path(), "host1/cpu")).err().expect("there is no such host");
+    let failure = Run::new(run_file(folder.path(), "host1/cpu", 8)).err().expect("there is no such host");
     assert_eq!(failure.exit, Exit::Input);
     assert!(
         failure.to_string().contains("run.devices: `host1/cpu` is on another host, and nothing here reaches"),

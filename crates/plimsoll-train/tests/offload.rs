@@ -203,7 +203,7 @@ fn run_on(
         let mut rows = rows(SEQUENCES, config.vocab, step as i32);
         let labelled_tokens = rows.labelled_tokens();
         let input = StepInput { step, learning_rate: 1e-2, betas: [0.9, 0.95], clip_norm: 0.3, labelled_tokens };
-        let loss = engine.gradients(&mut rows, &input).unwrap();
+        let loss = engine.gradients(&mut rows, &input, 1).unwrap();
         engine.update().unwrap();
         losses.push([loss.loss.to_bits(), loss.norm.to_bits()]);
     }

@@ -203,7 +203,7 @@ fn loss_and_every_gradient_are_those_of_transformers() {
             let labelled = rows.labelled_tokens();
             assert_eq!(labelled as f64, case.number("/batch/tokens"), "{name}");
             let (mut engine, set) = case.engine(DType::F32, micro_batch, level);
-            let found = engine.gradients(&mut rows, &input(1, labelled)).expect("runs");
+            let found = engine.gradients(&mut rows, &input(1, labelled), 1).expect("runs");
             assert!(relative(found.loss, case.number("/batch/loss")) < 1e-5, "{name}: loss {}", found.loss);
             for p in case.dir.config.hf_parameters() {
                 let gradient = case.parameter(&mut engine, &set, &p.hf_name, ".gradient", DType::F32);
@@ -228,7 +228,7 @@ fn in_bf16_all_of_it_is_near_what_transformers_has_in_f32() {
         data.read(0..data.rows(), &mut rows).expect("rows");
         let labelled = rows.labelled_tokens();
         let (mut engine, set) = case.engine(DType::Bf16, 2, RecomputeLevel::Nothing);
-        let found = engine.gradients(&mut rows, &input(1, labelled)).expect("runs");
+        let found = engine.gradients(&mut rows, &input(1, labelled), 1).expect("runs");
         assert!(relative(found.loss, case.number("/batch/loss")) < 5e-3, "{name}: loss {}", found.loss);
         for p in case.dir.config.hf_parameters() {
             let gradient = case.parameter(&mut engine, &set, &p.hf_name, ".gradient", DType::F32);
@@ -240,7 +240,7 @@ fn in_bf16_all_of_it_is_near_what_transformers_has_in_f32() {
         for step in 0..5 {
             data.read(4 * step..4 * step + 4, &mut rows).expect("rows");
             let labelled = rows.labelled_tokens();
-            let found = engine.gradients(&mut rows, &input(step + 1, labelled)).expect("runs");
+            let found = engine.gradients(&mut rows, &input(step + 1, labelled), 1).expect("runs");
             let loss = case.number(&format!("/steps/{step}/loss"));
             assert!(relative(found.loss, loss) < 1e-2, "{name}, step {step}: loss {} not {loss}", found.loss);
             engine.update().expect("runs");
@@ -258,7 +258,7 @@ fn weights_after_five_steps_are_those_of_torch() {
         for step in 0..5 {
             data.read(4 * step..4 * step + 4, &mut rows).expect("rows");
             let labelled = rows.labelled_tokens();
-            let found = engine.gradients(&mut rows, &input(step + 1, labelled)).expect("runs");
+            let found = engine.gradients(&mut rows, &input(step + 1, labelled), 1).expect("runs");
             let (loss, norm) =
                 (case.number(&format!("/steps/{step}/loss")), case.number(&format!("/steps/{step}/norm")));
             assert!(relative(found.loss, loss) < 1e-5, "{name}, step {step}: loss {} not {loss}", found.loss);
@@ -320,7 +320,7 @@ fn any_micro_batch_gives_the_same_gradients_in_f64() {
             data.read(0..data.rows(), &mut rows).expect("rows");
             let labelled = rows.labelled_tokens();
             let (mut engine, set) = case.engine(DType::F64, micro_batch, level);
-            engine.gradients(&mut rows, &input(1, labelled)).expect("runs");
+            engine.gradients(&mut rows, &input(1, labelled), 1).expect("runs");
             let parameters = case.dir.config.hf_parameters();
             let all: Vec<Vec<f64>> = parameters
                 .iter()
@@ -351,7 +351,7 @@ fn recomputing_leaves_every_bit_as_it_is() {
             for step in 0..3 {
                 data.read(4 * step..4 * step + 4, &mut rows).expect("rows");
                 let labelled = rows.labelled_tokens();
-                engine.gradients(&mut rows, &input(step + 1, labelled)).expect("runs");
+                engine.gradients(&mut rows, &input(step + 1, labelled), 1).expect("runs");
                 engine.update().expect("runs");
             }
             let parameters = case.dir.config.hf_parameters();
@@ -409,7 +409,7 @@ fn loss_and_gradients_of_adapters_are_those_of_peft() {
             data.read(0..data.rows(), &mut rows).expect("rows");
             let labelled = rows.labelled_tokens();
             let (mut engine, set) = case.engine_with(DType::F32, micro_batch, level, Some(&adapters.dir));
-            let found = engine.gradients(&mut rows, &input(1, labelled)).expect("runs");
+            let found = engine.gradients(&mut rows, &input(1, labelled), 1).expect("runs");
             assert!(relative(found.loss, case.number("/batch/loss")) < 1e-5, "{}: loss {}", case.name, found.loss);
             adapters.check(&mut engine, &set, ".gradient", "grad");
         }
@@ -426,7 +426,7 @@ fn adapters_after_five_steps_are_those_of_peft_and_so_are_the_written_ones() {
         for step in 0..5 {
             data.read(4 * step..4 * step + 4, &mut rows).expect("rows");
             let labelled = rows.labelled_tokens();
-            let found = engine.gradients(&mut rows, &input(step + 1, labelled)).expect("runs");
+            let found = engine.gradients(&mut rows, &input(step + 1, labelled), 1).expect("runs");
             let (loss, norm) =
                 (case.number(&format!("/steps/{step}/loss")), case.number(&format!("/steps/{step}/norm")));
             assert!(relative(found.loss, loss) < 1e-5, "{}, step {step}: loss {} not {loss}", case.name, found.loss);

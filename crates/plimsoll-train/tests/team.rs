@@ -6,8 +6,8 @@ mod common;
 
 use common::Watchdog;
 use plimsoll_core::{
-    Bytes, DType, DeviceKind, DeviceSpec, FileSpec, HostSpec, Link, Offload, Rates, Recipe, RecomputeLevel, Sharing,
-    Space,
+    Bytes, Category, DType, DeviceKind, DeviceSpec, FileSpec, HostSpec, Link, Offload, Rates, Recipe, RecomputeLevel,
+    Sharing, Space, micro_batches,
 };
 use plimsoll_device::cpu::executor;
 use plimsoll_device::device::{Device, DeviceError, FileSpace, Memory, NoFiles, Observer, Unobserved};
@@ -113,7 +113,7 @@ struct Case {
     wired: bool,
     /// Whether all but the first are reached over channels as well.
     far: bool,
-    /// Of each rank: its sequences, and those of a micro-batch.
+    /// Of each rank: its sequences, and those of a micro-batch; none of either where it only holds a part of the state.
     ranks: Vec<(u64, u32)>,
     steps: u64,
 }
@@ -174,12 +174,18 @@ impl Case {
             first_sequence: self.own(rank).start,
             state: self.parts.clone(),
             layers: self.layers.clone(),
-            micro_batches: 0,
+            micro_batches: if self.sharing == Sharing::State { self.together() } else { 0 },
         }
     }
 
+    /// Micro-batches of whoever has most of them.
+    fn together(&self) -> u64 {
+        self.ranks.iter().map(|&(own, at_once)| micro_batches(own, at_once)).max().expect("a team has a device")
+    }
+
     fn schedule(&self, rank: usize) -> Schedule {
-        self.share(rank).schedule(self.ranks[rank].0.div_ceil(u64::from(self.ranks[rank].1)) as u32)
+        let (own, at_once) = self.ranks[rank];
+        self.share(rank).schedule(self.share(rank).micro_batches_of(own, at_once) as u32)
     }
 
     /// The sequences of a rank in the step.
@@ -292,10 +298,7 @@ impl Case {
         let gathered = spread::Spread::gather(&members, &Driver(listens()), 1);
         let Gathered { transport, seats } = gathered.map_err(|(_, error)| error).expect("all come");
         for (engine, seat) in engines.iter_mut().zip(seats) {
-            match seat {
-                Some(seat) => engine.join(seat).expect("it can work in a team"),
-                None => engine.is_seated(),
-            }
+            engine.sit(seat).expect("it can work in a team");
         }
         (engines, vec![transport])
     }
@@ -372,7 +375,8 @@ impl Team {
         let vocab = case.config.vocab;
         let labelled_tokens = rows(0..case.sequences(), vocab, step).labelled_tokens();
         let input = StepInput { step, learning_rate: 1e-2, betas: [0.9, 0.95], clip_norm: 0.3, labelled_tokens };
-        self.each(|rank, engine| engine.gradients(&mut rows(case.own(rank), vocab, step), &input))
+        let at_least = |rank| case.share(rank).micro_batches.max(1);
+        self.each(|rank, engine| engine.gradients(&mut rows(case.own(rank), vocab, step), &input, at_least(rank)))
     }
 
     /// A step of all, who have the same loss and norm.
@@ -460,8 +464,16 @@ impl Team {
     /// The loss of some rows, of which every rank has as many micro-batches.
     fn evaluated(&mut self) -> f64 {
         let case = self.case.clone();
+        let times = case.share(0).micro_batches.max(1);
         let sums = self.each(|rank, engine| {
-            engine.evaluate(&mut rows(case.own(rank), case.config.vocab, 9)).expect("nobody gives up").loss_sum
+            let (own, at_once) = (case.own(rank), u64::from(case.ranks[rank].1));
+            let at_once = if times > 1 { at_once } else { own.end - own.start };
+            let mut sum = Evaluated::default();
+            for first in (0..times).map(|time| own.start + time * at_once) {
+                let mut rows = rows(first.min(own.end)..(first + at_once).min(own.end), case.config.vocab, 9);
+                sum.add(engine.evaluate(&mut rows).expect("nobody gives up"));
+            }
+            sum.loss_sum
         });
         sums.iter().sum()
     }
@@ -504,7 +516,7 @@ fn is_evaluated_beside_it_with_the_same_bits(case: &Case) {
         let sums = cuts.iter().enumerate().map(|(rank, (_, at_once))| {
             let (own, at_once) = (case.own(rank), u64::from(*at_once));
             let mut sum = Evaluated::default();
-            for first in own.clone().step_by(at_once as usize) {
+            for first in own.clone().step_by(at_once.max(1) as usize) {
                 let mut rows = rows(first..(first + at_once).min(own.end), case.config.vocab, 9);
                 sum.add(beside.evaluate(&mut rows).expect("it evaluates"));
             }
@@ -536,6 +548,8 @@ fn a_device_beside_a_team_evaluates_with_the_bits_of_the_team() {
             let ranks = vec![(4, 2), (5, 3), (2, 1)];
             let state = Case { sharing: Sharing::State, parts: vec![700, 24, 300], ranks, ..batch };
             is_evaluated_beside_it_with_the_same_bits(&state);
+            let ranks = vec![(0, 0), (5, 3), (3, 2)];
+            is_evaluated_beside_it_with_the_same_bits(&Case { ranks, ..state });
         }
         if config.layers > 1 {
             is_evaluated_beside_it_with_the_same_bits(&Case::pipeline(config, &[0, 1, config.layers], 6, 2));
@@ -654,6 +668,9 @@ fn shares_that_are_drawn_anew_on_the_way_change_nothing() {
         ..Case::new(&config, ranks)
     };
     goes_over(&state(&[(4, 2), (4, 2)]), Over::Adopting, &state(&[(7, 7), (1, 1)]));
+    // All of them, and some come back.
+    goes_over(&state(&[(4, 2), (4, 2)]), Over::Adopting, &state(&[(0, 0), (8, 3)]));
+    goes_over(&state(&[(8, 4), (0, 0)]), Over::Adopting, &state(&[(5, 3), (3, 2)]));
     // They go, too.
     let other_parts = Case { parts: vec![1000, 24], ..state(&[(6, 3), (2, 1)]) };
     goes_over(&state(&[(4, 4), (4, 4)]), Over::ByFiles, &other_parts);
@@ -671,7 +688,11 @@ fn fifty_steps(precision: DType) -> Vec<(&'static str, Case)> {
         ("one device, a sequence at a time", Case { ranks: vec![(8, 1)], ..unequal.alone() }),
         ("a batch shared by 2 unequal devices", unequal.clone()),
         ("a batch shared by 8 equal devices", Case::new(&config, &[(1, 1); 8])),
-        ("state in 2 unequal parts", Case { sharing: Sharing::State, parts: vec![700, 324], ..unequal }),
+        ("state in 2 unequal parts", Case { sharing: Sharing::State, parts: vec![700, 324], ..unequal.clone() }),
+        (
+            "state in 2 unequal parts, one of whose devices computes nothing",
+            Case { sharing: Sharing::State, parts: vec![324, 700], ranks: vec![(8, 3), (0, 0)], ..unequal },
+        ),
         ("a pipeline of 2 unequal stages", Case::pipeline(&config, &[0, 1, 3], 8, 2)),
     ];
     ways.into_iter().map(|(way, case)| (way, Case { precision, steps: 50, ..case })).collect()
@@ -740,6 +761,9 @@ fn state_in_unequal_parts_is_the_run_of_one_device_and_writes_its_files() {
         (&[(5, 3), (2, 1)][..], vec![700, 324]),
         (&[(4, 2), (3, 2), (2, 1)], vec![100, 24, 900]),
         (&[(3, 3), (4, 4)], vec![0, 1024]),
+        // Who computes nothing writes the files, or has most of the state.
+        (&[(0, 0), (4, 2), (3, 2)], vec![100, 24, 900]),
+        (&[(7, 3), (0, 0)], vec![24, 1000]),
     ] {
         for config in models() {
             for (lossy, state) in [
@@ -863,6 +887,25 @@ fn a_rank_holds_its_part_of_the_state_and_of_what_is_gathered_two_layers() {
 }
 
 #[test]
+fn who_computes_nothing_has_its_part_of_the_state_and_what_is_gathered_and_no_activation() {
+    let config = ModelConfig { layers: 16, ..models().swap_remove(3) };
+    let case = Case { sharing: Sharing::State, parts: vec![512, 512], ..Case::new(&config, &[(4, 2), (0, 0)]) };
+    let (computes, holds) = (case.answer(0), case.answer(1));
+    assert!(holds.layout.device.persistent_bytes <= computes.layout.device.persistent_bytes);
+    assert!(holds.layout.device.bytes < computes.layout.device.bytes);
+    for (tensor, places) in holds.set.tensors.iter().zip(&holds.layout.placement.offsets) {
+        let stands = places.iter().any(Option::is_some);
+        assert!(!stands || tensor.category != Category::Activation, "{}", tensor.name);
+    }
+    let passes = ["forward", "backward", "evaluate", "prefill", "decode"];
+    let ops = passes.iter().flat_map(|name| holds.set.program(name).expect("it takes part").trace());
+    for (op, _) in ops {
+        let zeros = matches!(op.kind, OpKind::Fill { value: 0.0, .. });
+        assert!(zeros || matches!(op.kind, OpKind::CollectiveStart(_) | OpKind::CollectiveWait(_)), "{}", op.name());
+    }
+}
+
+#[test]
 fn state_in_parts_goes_with_masters_coarse_bases_and_what_waits_on_the_host() {
     let _watchdog = Watchdog::new();
     let none = Offload::NOTHING;
@@ -873,6 +916,8 @@ fn state_in_parts_goes_with_masters_coarse_bases_and_what_waits_on_the_host() {
         let case = Case { sharing, parts: vec![300, 724], ..Case::new(&config, &[(5, 3), (2, 1)]) };
         is_one_run_in_parts(&Case { precision: DType::Bf16, ..case.clone() });
         is_one_run_in_parts(&Case { precision: DType::F32, lossy: nf4.clone(), ..case.clone() });
+        let holds = Case { ranks: vec![(0, 0), (7, 3)], ..case.clone() };
+        is_one_run_in_parts(&Case { precision: DType::Bf16, lossy: nf4.clone(), ..holds.clone() });
         for offload in [
             Offload { optimizer: layers, ..none },
             Offload { optimizer: layers, update: true, ..none },
@@ -880,6 +925,7 @@ fn state_in_parts_goes_with_masters_coarse_bases_and_what_waits_on_the_host() {
             Offload { inputs: layers, embedding: true, head: true, ..none },
         ] {
             is_one_run_in_parts(&Case { offload, kind: DeviceKind::Virtual, ..case.clone() });
+            is_one_run_in_parts(&Case { offload, kind: DeviceKind::Virtual, ..holds.clone() });
         }
     }
 }
@@ -982,8 +1028,9 @@ fn a_rank_that_gives_up_anywhere_wakes_all_and_the_step_is_done_again_with_the_s
         let batch = Case { kind, ..Case::new(&models()[0], &[(3, 2), (2, 1), (1, 1)]) };
         let ranks = vec![(3, 2), (2, 1), (2, 1)];
         let state = Case { sharing: Sharing::State, parts: vec![500, 24, 500], ranks, ..batch.clone() };
+        let holds = Case { ranks: vec![(4, 2), (0, 0), (2, 1)], ..state.clone() };
         let layers = Case { kind, ..Case::pipeline(&models()[0], &[0, 2, 3, 5], 4, 1) };
-        [batch, state, layers.clone()].iter().for_each(|case| gives_up_anywhere(case, one_at_a_time));
+        [batch, state, holds, layers.clone()].iter().for_each(|case| gives_up_anywhere(case, one_at_a_time));
         if kind == DeviceKind::Virtual {
             let offload = Offload { optimizer: 2, gradients: 2, weights: 1, inputs: 2, ..Offload::NOTHING };
             gives_up_anywhere(&Case { offload, ..layers }, one_at_a_time);
@@ -999,11 +1046,12 @@ fn over_wires_and_channels_a_team_has_the_bits_of_one_process_and_a_rank_that_gi
             let batch = Case { kind, precision, ..Case::new(&models()[0], &[(3, 2), (2, 1), (1, 1)]) };
             let ranks = vec![(3, 2), (2, 1), (2, 1)];
             let state = Case { sharing: Sharing::State, parts: vec![500, 24, 500], ranks, ..batch.clone() };
+            let holds = Case { ranks: vec![(4, 2), (2, 1), (0, 0)], ..state.clone() };
             let layers = Case { kind, precision, ..Case::pipeline(&models()[0], &[0, 2, 3, 5], 4, 1) };
             let offload = Offload { optimizer: 2, gradients: 2, weights: 1, inputs: 2, ..Offload::NOTHING };
             let waits = Case { offload, ..layers.clone() };
-            let cases = [batch, state, layers, waits];
-            for case in cases.iter().take(if kind == DeviceKind::Virtual { 4 } else { 3 }) {
+            let cases = [batch, state, holds, layers, waits];
+            for case in cases.iter().take(if kind == DeviceKind::Virtual { 5 } else { 4 }) {
                 let mut one = case.team();
                 let losses: Vec<StepLoss> = (1..=STEPS).map(|step| one.step(step)).collect();
                 let (evaluated, generated) = (one.evaluated(), one.generated());

@@ -50,9 +50,12 @@ fn row(row: &ModelRow) -> Vec<String> {
 fn note(row: &ModelRow) -> String {
     let mut parts = Vec::new();
     parts.extend((row.model != row.stands_for).then(|| row.stands_for.clone()));
-    parts.extend(row.device.as_ref().map(|device| match row.simulated {
-        true => format!("{device} (simulated)"),
-        false => device.clone(),
+    parts.extend(row.device.as_ref().map(|device| {
+        let simulated = if row.simulated { " (simulated)" } else { "" };
+        match &row.team[..] {
+            [] => format!("{device}{simulated}"),
+            team => format!("a team of {}{simulated}, bytes and recipe of {device}", team.join(" and ")),
+        }
     }));
     if row.fits {
         parts.extend(row.recipe.as_ref().map(ToString::to_string));
@@ -90,6 +93,12 @@ mod tests {
             retreats: Some(1),
             ..ModelRow::new("7b", "llama-2-7b")
         };
+        let team = ["virtual:a", "virtual:b"].map(str::to_owned).to_vec();
+        let of_team = note(&ModelRow { team, ..ran.clone() });
+        assert!(
+            of_team.contains("a team of virtual:a and virtual:b (simulated), bytes and recipe of virtual:a"),
+            "{of_team}"
+        );
         let refused = ModelRow {
             status: ModelStatus::DoesNotFit,
             why: Some("does not fit: the smallest recipe holds 40.00 GiB".into()),

@@ -359,18 +359,19 @@ pub fn does_not_fit(plan: &Plan, ways: &[(Way, String)], has: Option<Bytes>, num
     }
     ways.iter().enumerate().fold(failure, |failure, (number, (way, words))| {
         let number = if numbered { format!("{}: ", number + 1) } else { String::new() };
-        failure.hint(number + &way_out(way, words))
+        failure.hint(number + &way_out(way, words, over.map(|device| device.budget_bytes)))
     })
 }
 
 /// One way to make it fit.
-fn way_out(Way { need, line_bytes, .. }: &Way, words: &str) -> String {
+fn way_out(Way { need, line_bytes, .. }: &Way, words: &str, line: Option<Bytes>) -> String {
     let names: Vec<String> = need.allow.iter().map(Rung::to_string).collect();
     let with = if names.is_empty() { String::new() } else { format!(" with {}", names.join(" and ")) };
     let host = need.host_bytes.map_or(String::new(), |host| format!(", {host} on the host"));
     let file = need.file_bytes.map_or(String::new(), |file| format!(", {file} in a scratch file"));
     let holds = match need.peak_bytes {
         Some(peak) => format!(", predicted {peak} of {line_bytes}"),
+        None if line.is_some_and(|line| need.budget_bytes <= line) => String::new(),
         None => format!(" from {}", need.budget_bytes),
     };
     format!("it fits{with}{holds}{host}{file}: {words}")

@@ -89,6 +89,9 @@ impl Progress {
                 };
                 Some(format!("lost at step {step}: {device} ({why}); {then}"))
             }
+            Event::Back { step, device, team } => {
+                Some(format!("back after step {step}: {device}; {} go on", team.join(", ")))
+            }
             Event::Warning { message } => Some(format!("warning: {message}")),
             Event::End { .. } => None,
         }
@@ -264,6 +267,9 @@ pub(crate) mod tests {
         let told = |end: &str| Some(format!("lost at step 7: virtual:c (it is gone); {end}"));
         assert_eq!(progress.see(&lost(&["virtual:a"])), told("virtual:a goes on"));
         assert_eq!(progress.see(&lost(&["virtual:a", "virtual:b"])), told("virtual:a, virtual:b go on"));
+        let back =
+            Event::Back { step: 9, device: "virtual:c".into(), team: vec!["virtual:a".into(), "virtual:c".into()] };
+        assert_eq!(progress.see(&back).as_deref(), Some("back after step 9: virtual:c; virtual:a, virtual:c go on"));
         let warning = Event::Warning { message: "the disk is slow".into() };
         assert_eq!(progress.see(&warning).as_deref(), Some("warning: the disk is slow"));
     }

@@ -40,9 +40,10 @@ pub fn summary(result: &RunResult, samples: &[Sample], folder: &str, model: Opti
     if let Some(fallback) = &result.fallback {
         text += &format!("{fallback}\n");
     }
-    for LostDevice { device, step, back_to } in &result.lost {
+    for LostDevice { device, step, back_to, back_after } in &result.lost {
         let from = back_to.map_or(String::new(), |step| format!(", and the run went back to step {step}"));
-        text += &format!("lost at step {step}: {device}{from}\n");
+        let until = back_after.map_or(String::new(), |step| format!(", back after step {step}"));
+        text += &format!("lost at step {step}: {device}{from}{until}\n");
     }
     for retreat in &result.retreats {
         text += &format!("{}\n", retreat_line(retreat));
@@ -133,6 +134,7 @@ fn team_lines(result: &RunResult) -> String {
         let simulated = if member.simulated { " (simulated)" } else { "" };
         let did = match sharing {
             Sharing::Layers => format!("{} of all sequences", counted(member.recipe.recompute.len(), "layer")),
+            _ if member.sequences == 0 => return format!("  {}: a part of the state{simulated}\n", member.device),
             _ => format!("{} of {}", member.sequences, counted(all, "sequence")),
         };
         let took = member.passes_over_predicted;

@@ -17,17 +17,22 @@ fn scaled(number: f64, units: &[(&str, f64)]) -> Option<String> {
     Some(format!("{number:.decimals$} {unit}"))
 }
 
-/// A short time: `820 µs`, `84.1 ms`, `1.25 s`, `3 min 20 s`. What rounds up to a larger unit is shown in that.
+/// A time: `820 µs`, `84.1 ms`, `1.25 s`, `3 min 20 s`, `2 h 05 min`, `5.6 days`. What rounds up to a larger unit is shown in that.
 pub fn seconds(number: f64) -> String {
     match number {
         _ if !number.is_finite() => "?".to_owned(),
         _ if number < 0.9995e-3 => format!("{:.0} µs", number * 1e6),
         _ if number < 0.99995 => format!("{:.1} ms", number * 1e3),
         _ if number < 99.995 => format!("{number:.2} s"),
-        _ => {
+        _ if number < 7199.5 => {
             let whole = number.round() as u64;
             format!("{} min {:02} s", whole / 60, whole % 60)
         }
+        _ if number < 48.0 * 3600.0 - 30.0 => {
+            let minutes = (number / 60.0).round() as u64;
+            format!("{} h {:02} min", minutes / 60, minutes % 60)
+        }
+        _ => format!("{:.1} days", number / 86_400.0),
     }
 }
 
@@ -104,6 +109,8 @@ mod tests {
     fn numbers_have_the_figures_that_matter() {
         assert_eq!([344.0, 12_300.0, 134.5e6, 8.03e9].map(count), ["344", "12.3 k", "134.5 M", "8.03 B"]);
         assert_eq!([8.2e-4, 0.0841, 1.25, 200.0].map(seconds), ["820 µs", "84.1 ms", "1.25 s", "3 min 20 s"]);
+        let long = [7199.0, 7200.0, 7530.0, 484_200.0].map(seconds);
+        assert_eq!(long, ["119 min 59 s", "2 h 00 min", "2 h 06 min", "5.6 days"]);
         assert_eq!([179.4, 179.7, 99.996].map(seconds), ["2 min 59 s", "3 min 00 s", "1 min 40 s"]);
         assert_eq!([9.996e-4, 0.99996].map(seconds), ["1.0 ms", "1.00 s"]);
         assert_eq!([26.0, 3723.0, 260_000.0, f64::NAN].map(clock), ["0:26", "1:02:03", "3 days", "?"]);

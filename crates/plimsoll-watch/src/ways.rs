@@ -69,8 +69,9 @@ fn way(need: &Need, request: &DevicesRequest, plan: &Plan, free: Bytes) -> Optio
         return None;
     }
     let several = request.devices.len() > 1;
-    let own = budget.map(|budget| (several.then(|| device.name.clone()), budget));
-    let others = need.others.iter().map(|(name, line)| (Some(name.clone()), *line));
+    let whose = if several { Whose::One(device.name.clone()) } else { Whose::All };
+    let own = budget.map(|budget| (whose, budget));
+    let others = need.others.iter().map(|(name, line)| (Whose::Named(name.clone()), *line));
     let lines = own.into_iter().chain(others).collect();
     let change = Change { allow: need.allow.clone(), lines, host, file: need.file_bytes.map(whole) };
     Some(Way { need: need.clone(), line_bytes: budget.unwrap_or(line), settings: settings(request, &change) })
@@ -91,13 +92,24 @@ fn memory_of_gpu(device: &str) -> Option<(Bytes, Bytes)> {
     Some((cuda::open::free_bytes(here, card).ok()?, card.memory_bytes))
 }
 
+/// Whose load line it is.
+#[derive(Clone, Debug, PartialEq)]
+enum Whose {
+    /// That of every device.
+    All,
+    /// That of the device of this name; of several, the one that has most.
+    One(String),
+    /// That of all of this name.
+    Named(String),
+}
+
 /// What is other in a way.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Change {
     /// The rungs that are allowed.
     allow: Vec<Rung>,
-    /// Load lines: of every device, or of those of one name.
-    lines: Vec<(Option<String>, Bytes)>,
+    /// Load lines.
+    lines: Vec<(Whose, Bytes)>,
     /// The load line of the host.
     host: Option<Bytes>,
     /// That of the scratch file.
@@ -107,20 +119,20 @@ struct Change {
 /// The settings of a change. `request` is what the devices were asked for with.
 fn settings(request: &DevicesRequest, change: &Change) -> Vec<Setting> {
     let Change { allow, lines, host, file } = change;
-    let in_devices = devices_have_budgets(request) || lines.iter().any(|(device, _)| device.is_some());
+    let in_devices = devices_have_budgets(request) || lines.iter().any(|(whose, _)| *whose != Whose::All);
     let mut settings = Vec::new();
     if !allow.is_empty() {
         let names: Vec<String> = allow.iter().map(Rung::to_string).collect();
         settings.push(Setting { flag: "--allow", key: "memory.allow", value: names.join(",") });
     }
-    if let ([(None, bytes)], false) = (&lines[..], in_devices) {
+    if let ([(Whose::All, bytes)], false) = (&lines[..], in_devices) {
         let value = Budget::Amount(*bytes).to_string();
         settings.push(Setting { flag: "--budget", key: "memory.budget", value });
     }
     if host.is_some() || file.is_some() || !lines.is_empty() && in_devices {
         let mut request = request.clone();
-        for (device, bytes) in lines.iter().filter(|_| in_devices) {
-            give(&mut request, device.as_deref(), *bytes);
+        for (whose, bytes) in lines.iter().filter(|_| in_devices) {
+            give(&mut request, whose, *bytes);
         }
         request.host = host.map(Budget::Amount).or(request.host);
         request.file = file.map(Budget::Amount).or(request.file);
@@ -134,11 +146,27 @@ fn devices_have_budgets(request: &DevicesRequest) -> bool {
     request.devices.iter().any(|device| device.budget().is_some())
 }
 
-/// Gives every device this load line, or those of one name.
-fn give(request: &mut DevicesRequest, name: Option<&str>, bytes: Bytes) {
-    let amount = Budget::Amount(bytes);
-    let named = |device: &&mut DeviceRequest| name.is_none_or(|name| device.name() == name);
-    request.devices.iter_mut().filter(named).for_each(|device| device.give(amount));
+/// Gives devices this load line. Of several on paper that have one name, who has more keeps it.
+fn give(request: &mut DevicesRequest, whose: &Whose, bytes: Bytes) {
+    let line = |device: &DeviceRequest| match device {
+        DeviceRequest::Paper { name, budget, .. } => {
+            paper::paper(name, budget.unwrap_or(Budget::DEVICE)).map_or(Bytes::ZERO, |device| device.budget)
+        }
+        _ => Bytes::ZERO,
+    };
+    let all = 0..request.devices.len();
+    let of = |name: &String| all.clone().filter(|&at| request.devices[at].name() == *name).collect::<Vec<_>>();
+    let given = match whose {
+        Whose::All => all.collect(),
+        Whose::One(name) => {
+            of(name).into_iter().rev().max_by_key(|&at| line(&request.devices[at])).into_iter().collect()
+        }
+        Whose::Named(name) => match &of(name)[..] {
+            [one] => vec![*one],
+            several => several.iter().copied().filter(|&at| line(&request.devices[at]) < bytes).collect(),
+        },
+    };
+    given.into_iter().for_each(|at| request.devices[at].give(Budget::Amount(bytes)));
 }
 
 #[cfg(test)]
@@ -147,7 +175,7 @@ mod tests {
 
     #[test]
     fn load_lines_are_given_where_they_are_taken_from() {
-        let (lines, host) = (vec![(None, Bytes::mib(41))], Some(Bytes::gib(3)));
+        let (lines, host) = (vec![(Whose::All, Bytes::mib(41))], Some(Bytes::gib(3)));
         let both = Change { lines, host, ..Change::default() };
         let flags = |devices: &str, change: &Change| {
             let settings = settings(&devices.parse().unwrap(), change);
@@ -159,11 +187,14 @@ mod tests {
         assert_eq!(flags("cpu=1GiB", &line), "--devices cpu=41MiB");
         assert_eq!(flags("virtual:a=600MiB@0.5,host=1GiB", &line), "--devices virtual:a=41MiB@0.5,host=1GiB");
         assert_eq!(flags("rtx3070", &both), "--budget 41MiB --devices rtx3070,host=3GiB");
-        let of = |name: &str, mib| (Some(name.to_owned()), Bytes::mib(mib));
+        let of = |name: &str, mib| (Whose::Named(name.to_owned()), Bytes::mib(mib));
         let one = Change { lines: vec![of("rtx3070", 41)], ..line.clone() };
         assert_eq!(flags("rtx3090,rtx3070", &one), "--devices rtx3090,rtx3070=41MiB");
         let two = Change { lines: vec![of("rtx3070", 41), of("rtx3090", 43)], ..line.clone() };
         assert_eq!(flags("rtx3090,rtx3070", &two), "--devices rtx3090=43MiB,rtx3070=41MiB");
+        assert_eq!(flags("rtx3070=6GiB,rtx3070=12MiB", &one), "--devices rtx3070=6GiB,rtx3070=41MiB");
+        let most = Change { lines: vec![(Whose::One("rtx3070".to_owned()), Bytes::mib(41))], ..line.clone() };
+        assert_eq!(flags("rtx3070=9MiB,rtx3070=12MiB", &most), "--devices rtx3070=9MiB,rtx3070=41MiB");
         let file = Change { file: Some(Bytes::gib(9)), ..Change::default() };
         assert_eq!(flags("auto", &file), "--devices auto,file=9GiB");
         assert_eq!(flags("rtx3070,host=2GiB,file=1GiB", &file), "--devices rtx3070,host=2GiB,file=9GiB");

@@ -171,9 +171,9 @@ pub struct TrainArgs {
     /// Rehearse: from this step on the passes of this device of a team take so many times as long; can be repeated
     #[arg(long, value_name = "DEVICE:STEP:FACTOR")]
     inject_slow: Vec<String>,
-    /// Rehearse: this device of a team gives no sign of life from this step on, until it is missed; `forever`: its work does
-    /// not end then either; can be repeated
-    #[arg(long, value_name = "DEVICE:STEP[:forever]")]
+    /// Rehearse: this device of a team gives no sign of life from this step on, until it is missed; `0:open`: while it is
+    /// opened, alone or in a team; `forever`: its work does not end then either; can be repeated
+    #[arg(long, value_name = "DEVICE:STEP[:open][:forever]")]
     inject_silence: Vec<String>,
     /// Save no checkpoint and no model: for runs that are only measured
     #[arg(long, conflicts_with = "resume")]

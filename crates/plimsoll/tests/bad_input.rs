@@ -92,6 +92,21 @@ fn a_model_that_is_not_what_it_should_be_is_refused_by_file_and_key() {
 }
 
 #[test]
+fn what_needs_no_rates_is_said_before_any_are_measured() {
+    let place = Place::new(&SMALL);
+    let rates = place.path("cache/devices.json");
+    fs::remove_file(&rates).unwrap();
+    for setting in ["data.train=nowhere.jsonl", "data.eval=nowhere.jsonl", "model.path=nowhere"] {
+        place.run(&["train", "run.toml", "--quiet", "--set", setting]).refusal(2);
+        assert!(!rates.exists(), "{setting}: rates were measured for an error");
+    }
+    place
+        .run(&["train", "run.toml", "--quiet", "--set", "model.preset=smollm2-135m", "--set", "model.init=pretrained"])
+        .refusal(2);
+    assert!(!rates.exists(), "rates were measured for a model without weights");
+}
+
+#[test]
 fn a_tokenizer_of_another_model_is_refused() {
     let place = Place::new(&SMALL);
     let text = place.read("run.toml").replace("\"tokens\"", "\"text\"").replace(".jsonl", "-text.jsonl");

@@ -6,8 +6,9 @@ mod common;
 use common::{Place, SMALL, Shape};
 use serde_json::Value;
 
-/// A model of some layers that is large beside what a process holds anyway.
-const WIDE: Shape = Shape { hidden: 384, steps: 6, batch_sequences: 16, threads: "1", save_every: 3, ..SMALL };
+/// A model of some layers that is large beside what a process holds anyway, and enough sequences for stages to work at the
+/// same time.
+const WIDE: Shape = Shape { hidden: 384, steps: 6, batch_sequences: 6, threads: "1", save_every: 3, ..SMALL };
 
 /// Neither holds the model, and nothing may wait on the host.
 const PAIR: &str = "virtual:a=150MiB@0.4::1gbit,virtual:b=110MiB@0.3::1gbit,host=1MiB";
@@ -58,14 +59,15 @@ fn stages(place: &Place, run: &str) -> Vec<(String, u64)> {
 #[test]
 fn a_stage_that_becomes_slow_gives_layers_to_the_others() {
     let place = place();
-    let words = ["--devices", "virtual:a=170MiB@0.15::0.2gbit,virtual:b=170MiB@0.15::0.2gbit,host=1MiB"];
-    let words = [&words[..], &["--set", "train.steps=26", "--set", "train.save_every=0"]].concat();
-    let words = [&words[..], &["--set", "train.batch_tokens=256"]].concat();
+    let words = ["--devices", "virtual:a=170MiB@0.3::0.4gbit,virtual:b=170MiB@0.3::0.4gbit,host=1MiB"];
+    // As many as are looked at before anything is done, and some more for which that pays.
+    let words = [&words[..], &["--set", "train.steps=24", "--set", "train.save_every=0"]].concat();
+    let words = [&words[..], &["--set", "train.batch_tokens=128"]].concat();
     let result = train(&place, "even", &words);
     assert_eq!((&result["sharing"], &result["retreats"]), (&"layers".into(), &Value::Array(vec![])));
     assert!(place.events("even").iter().all(|event| event["event"] != "warning"), "nothing drifts");
     let layers = |run: &str| stages(&place, run).into_iter().find(|(device, _)| device == "virtual:b").unwrap().1;
-    let result = train(&place, "slow", &[&words[..], &["--inject-slow", "virtual:b:2:3.0"]].concat());
+    let result = train(&place, "slow", &[&words[..], &["--inject-slow", "virtual:b:2:6.0"]].concat());
     assert_eq!(result["status"], "done");
     assert!(layers("slow") < layers("even"), "{:?} {:?}", stages(&place, "even"), stages(&place, "slow"));
     same_experiment(&place, "even", "slow");
@@ -141,23 +143,22 @@ fn what_one_stage_refuses_is_dropped_by_all_and_done_again() {
     let place = place();
     let words = ["--devices", PAIR];
     train(&place, "plain", &words);
-    for (number, at) in [
-        "virtual:a/2:backward:9",
-        "virtual:b/3:forward:4",
-        "virtual:a/2:norm",
-        "virtual:b/3:update:3",
-        "virtual:b/0:load",
-    ]
-    .iter()
-    .enumerate()
-    {
-        let run = format!("run-{number}");
-        let result = train(&place, &run, &[&words[..], &["--inject-oom", at]].concat());
-        let device = at.split('/').next().unwrap();
-        let retreats = result["retreats"].as_array().unwrap();
-        assert!(retreats.iter().any(|retreat| retreat["device"] == device), "{at}: {retreats:?}");
-        same_experiment(&place, "plain", &run);
+    let places = [
+        ("virtual:b", 0, "virtual:b/0:load"),
+        ("virtual:a", 2, "virtual:a/2:backward:9"),
+        ("virtual:b", 3, "virtual:b/3:forward:4"),
+        ("virtual:a", 4, "virtual:a/4:norm"),
+        ("virtual:b", 5, "virtual:b/5:update:3"),
+    ];
+    let injected = places.map(|(.., at)| ["--inject-oom", at]).concat();
+    let result = train(&place, "run", &[&words[..], &injected].concat());
+    assert!(result["not_rehearsed"].as_array().is_none_or(Vec::is_empty), "{result}");
+    let retreats = result["retreats"].as_array().unwrap();
+    for (device, step, at) in places {
+        let here = |retreat: &Value| retreat["device"] == device && retreat["step"] == step;
+        assert!(retreats.iter().any(here), "{at}: {retreats:?}");
     }
+    same_experiment(&place, "plain", "run");
 }
 
 #[test]

@@ -43,13 +43,17 @@ fn the_first_example_of_the_book_is_what_the_program_says() {
 #[test]
 fn all_devices_take_part_or_none() {
     let three = ["--model", "smollm2-135m", "--devices", "rtx3090,rtx3090,rtx3090", "--sequence", "256"];
-    // A step of two sequences is for two devices, and its pipeline for as many stages as micro-batches make worth it.
-    let all = ["--batch-tokens", "512", "--set", "run.team=all"];
-    let output = plan(&[&three[..], &all].concat());
+    let of = |tokens, all: &[&str]| plan(&[&three[..], &["--batch-tokens", tokens], all].concat());
+    let all = ["--set", "run.team=all"];
+    // A step of one sequence is for one device.
+    let output = of("256", &all);
     let told = text(&output.stderr);
     assert_eq!(output.status.code(), Some(2), "{told}");
-    assert!(told.contains("a step has 2 sequences") && told.contains("all 3 devices"), "{told}");
-    assert_eq!(plan(&[&three[..], &all[..2]].concat()).status.code(), Some(0));
+    assert!(told.contains("a step has 1 sequence,") && told.contains("all 3 devices"), "{told}");
+    assert_eq!(of("256", &[]).status.code(), Some(0));
+    // With two of them the third holds what it can.
+    let held = of("512", &all);
+    assert!(text(&held.stdout).contains("and computes no sequences"), "{}", text(&held.stdout));
 }
 
 #[test]

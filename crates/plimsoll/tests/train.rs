@@ -105,6 +105,8 @@ fn a_run_that_is_done_stays_as_it_is_and_takes_more_steps() {
     assert_eq!(place.succeed(&["train", "--resume", "run", "--quiet", "--budget", "1GiB"]).stdout, "");
     let refused = place.refuse(2, &["train", "--resume", "run", "--inject-oom", "24:save"]);
     assert!(refused.contains("is done, after 24 steps"), "{refused}");
+    let shorter = place.refuse(2, &["train", "--resume", "run", "--set", "train.steps=5"]);
+    assert!(shorter.contains("train.steps: the run would end after 5 steps, and has done 24 steps"), "{shorter}");
     assert!(before == place.files("run"), "nothing was changed");
 
     // Twice as many steps: those that were done are not done again, and the length stays with the run.

@@ -7,6 +7,7 @@ What tensors say to each other does not pass through here, nor through Ray: work
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import threading
 import traceback
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO, Any
 
 from plimsoll import _native
@@ -26,6 +27,8 @@ from plimsoll.ray.cluster import Node, connected, nodes
 MIB = 1 << 20
 #: How long a worker may take to start: Ray has to start a process for it.
 START_SECONDS = 60.0
+#: Behind names of workers and of what is kept for them: Ray gives no name again while somebody has a handle, of the dead, too.
+NUMBERS = itertools.count(1)
 
 
 @dataclass
@@ -39,6 +42,8 @@ class Asked:
     node: Node
     #: What Ray keeps for its worker.
     bundle: dict[str, float]
+    #: Where that is, for Ray.
+    place: Any = None
 
 
 class Worker:
@@ -67,9 +72,14 @@ def find(words: list[str], budget_bytes: int | None, there: list[Node], free: Fr
     """What the words of ``run.devices`` mean on these nodes; ``ray`` is all of them. ``budget_bytes`` is the most that a device
     may hold which is named without a load line."""
     asked: list[Asked] = []
+
+    def take(node: Node, name: str, rest: str) -> None:
+        asked.append(_of(node, name, rest, budget_bytes, free, asked))
+
     for word in words:
         if word == "ray":
-            asked += [_of(node, _name(node), "", budget_bytes, free) for node in there]
+            for every in there:
+                take(every, _name(every), "")
             continue
         word = word.removeprefix("ray:")
         name = re.split("[=@]", word)[0]
@@ -79,7 +89,7 @@ def find(words: list[str], budget_bytes: int | None, there: list[Node], free: Fr
         node = named.get(name) or hosts.get(name.partition("/")[0])
         if node is None:
             raise InputError(f"run.devices: no node of the cluster is called {name}", [f"there is: {', '.join(named)}"])
-        asked.append(_of(node, name, word.removeprefix(name), budget_bytes, free))
+        take(node, name, word.removeprefix(name))
     return asked
 
 
@@ -90,16 +100,17 @@ def _name(node: Node) -> str:
     return f"{node['name']}/{'cpu' if node['vram_mib'] is None else 'cuda:0'}"
 
 
-def _of(node: Node, name: str, rest: str, budget_bytes: int | None, free: Free) -> Asked:
-    """A device on a node, with as much of it as is asked for, else as is free; whole MiB."""
+def _of(node: Node, name: str, rest: str, budget_bytes: int | None, free: Free, before: list[Asked]) -> Asked:
+    """A device on a node, with as much of it as is asked for, else as those before it leave free; whole MiB."""
     kind = "vram_mib" if node["vram_mib"] is not None and name == _name(node) else "memory"
     unit = MIB if kind == "vram_mib" else 1
     has = int(free.get(node["id"], {}).get(kind, 0.0)) * unit
+    left = has - int(sum(one.bundle.get(kind, 0.0) for one in before if one.node["id"] == node["id"])) * unit
     value, at, behind = rest.removeprefix("=").partition("@") if rest.startswith("=") else ("", *rest.partition("@")[1:])
-    line = (_native.amount(value, has) if value else min(has, budget_bytes or has)) // MIB
-    if line == 0 or line * MIB > has:
+    line = (_native.amount(value, has) if value else min(left, budget_bytes or left)) // MIB
+    if line == 0 or line * MIB > left:
         hint = "see what runs there: plimsoll cluster"
-        raise DoesNotFit(f"{name}: {line} MiB would be kept, and {has // MIB} MiB are free", [hint])
+        raise DoesNotFit(f"{name}: {line} MiB would be kept, and {left // MIB} MiB are free", [hint])
     return Asked(name, f"={line}MiB{at}{behind}", node, {kind: line * MIB // unit})
 
 
@@ -109,30 +120,21 @@ class Hosting:
     def __init__(self, wanted: dict[str, Any]) -> None:
         import ray
         from ray._private import state  # What is free on each node is public in sum only.
-        from ray.util.placement_group import placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         there = [node for node in nodes() if node["alive"]]
         self.asked = find(wanted["devices"], wanted["budget_bytes"], there, state.available_resources_per_node())
         self.workers: dict[str, Any] = {}
+        #: Devices whose worker is being started anew.
+        self.starting: set[str] = set()
+        self.one_at_a_time = threading.Lock()
         if not self.asked:
             raise InputError("the cluster has no devices")
-        group = placement_group(
-            [one.bundle for one in self.asked],
-            bundle_label_selector=[{"ray.io/node-id": one.node["id"]} for one in self.asked],
-            name=f"plimsoll train ({os.getpid()})",
-        )
-        if not group.wait(START_SECONDS):
+        kept = _keep(self.asked)
+        if kept is None:
             raise DoesNotFit("the cluster does not keep what the run needs", ["see what runs there: plimsoll cluster"])
-        worker = ray.remote(max_restarts=0, max_concurrency=1, concurrency_groups={"aside": 4})(Worker)
-        for number, one in enumerate(self.asked):
-            self.workers[one.name] = worker.options(
-                num_cpus=0,
-                memory=one.bundle.get("memory"),
-                resources={name: amount for name, amount in one.bundle.items() if name != "memory"},
-                name=f"{one.name} of a run ({os.getpid()})",
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
-            ).remote()
+        for one, place in zip(self.asked, kept):
+            one.place = place
+            self.workers[one.name] = _start(one)
         for one in self.asked:
             try:
                 own = ray.get(self.workers[one.name].device.remote(), timeout=START_SECONDS)
@@ -149,12 +151,80 @@ class Hosting:
         return {"devices": [one.name + one.rest for one in self.asked], "ip": ray.util.get_node_ip_address()}
 
     def answer(self, device: str, aside: bool, request: bytes) -> bytes:
-        """Carries a request to a worker, and its answer back."""
+        """Carries a request to a worker, and its answer back. One that is gone is started anew, for whoever asks later."""
         import ray
 
-        method = self.workers[device].answer
-        method = method.options(concurrency_group="aside") if aside else method
-        return bytes(ray.get(method.remote(request)))
+        worker = self.workers[device]
+        method = worker.answer.options(concurrency_group="aside") if aside else worker.answer
+        try:
+            return bytes(ray.get(method.remote(request)))
+        except ray.exceptions.ActorDiedError:
+            with self.one_at_a_time:
+                if worker is self.workers[device] and device not in self.starting:
+                    self.starting.add(device)
+                    threading.Thread(target=self._start_anew, args=(device,), daemon=True).start()
+            raise
+
+    def _start_anew(self, device: str) -> None:
+        """A worker in the place of one that is gone, where its node is there, or has joined again."""
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        (one,) = [one for one in self.asked if one.name == device]
+        worker = None
+        try:
+            there = next((node for node in nodes() if node["alive"] and node["name"] == one.node["name"]), None)
+            if there is None:
+                return
+            if there["id"] != one.node["id"]:
+                # What was kept is gone with the node that it was kept on.
+                again = replace(one, node=there)
+                kept = _keep([again])
+                if kept is None:
+                    return
+                before, one.node, one.place = one.place, there, kept[0]
+                if all(other.place.placement_group.id != before.placement_group.id for other in self.asked):
+                    remove_placement_group(before.placement_group)
+            worker = _start(one)
+            ray.get(worker.device.remote(), timeout=START_SECONDS)
+            self.workers[device], worker = worker, None
+        except Exception as error:  # It is tried again as long as somebody asks.
+            print(f"{device}: {_last_line(error)}", file=sys.stderr)
+        finally:
+            if worker is not None:
+                ray.kill(worker)
+            self.starting.discard(device)
+
+
+def _keep(asked: list[Asked]) -> list[Any] | None:
+    """Has Ray keep the bytes of these devices, all or none: where each worker is placed, and none where there is no room."""
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    group = placement_group(
+        [one.bundle for one in asked],
+        bundle_label_selector=[{"ray.io/node-id": one.node["id"]} for one in asked],
+        name=f"plimsoll train ({os.getpid()}, {next(NUMBERS)})",
+    )
+    if not group.wait(START_SECONDS):
+        remove_placement_group(group)
+        return None
+    return [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number) for number in range(len(asked))]
+
+
+def _start(one: Asked) -> Any:
+    """A worker on a device, in what is kept of it."""
+    import ray
+
+    # That it starts anew is known here, and not behind a handle that waits for it.
+    worker = ray.remote(max_restarts=0, max_concurrency=1, concurrency_groups={"aside": 4})(Worker)
+    return worker.options(
+        num_cpus=0,
+        memory=one.bundle.get("memory"),
+        resources={name: amount for name, amount in one.bundle.items() if name != "memory"},
+        name=f"{one.name} of a run ({os.getpid()}, {next(NUMBERS)})",
+        scheduling_strategy=one.place,
+    ).remote()
 
 
 def _last_line(error: Exception) -> str:

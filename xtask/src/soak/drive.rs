@@ -216,7 +216,7 @@ pub fn trained(
     // Rows are filled up to whole micro-batches: that is the loader's memory, not the step's.
     rows.tokens.reserve(1 << 12);
     let (loss, grown) = heap::grown(|| {
-        let loss = engine.gradients(&mut rows, &input)?;
+        let loss = engine.gradients(&mut rows, &input, 1)?;
         engine.update()?;
         Ok::<_, DeviceError>(loss)
     });

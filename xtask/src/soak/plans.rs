@@ -195,7 +195,7 @@ fn steps(case: &Case, gpu: &Gpu, device: &DeviceSpec, answer: Answer, tally: &mu
         let labelled_tokens = rows.labelled_tokens();
         let input =
             StepInput { step: 1, learning_rate: 1e-3, betas: [0.9, 0.95], clip_norm: case.clip_norm, labelled_tokens };
-        let loss = engine.gradients(&mut rows, &input)?;
+        let loss = engine.gradients(&mut rows, &input, 1)?;
         look();
         engine.update()?;
         tally.check("losses are finite", loss.is_finite(), || format!("{case}: {loss:?}"));

@@ -223,8 +223,13 @@ fn disturbances(asked: &Asked, names: &[String], draw: &mut Draw, tally: &mut Ta
     }
     if names.len() > 1 && draw.chance(0.2) {
         let (device, step, forever) = (device(draw), draw.from(1, STEPS), draw.chance(0.2));
-        injections.push(Injection::Silence { device, step, forever });
+        let opening = draw.chance(0.25);
+        let step = if opening { 0 } else { step };
+        injections.push(Injection::Silence { device, step, opening, forever });
         tally.cover(if forever { "disturbed by silence for good" } else { "disturbed by silence" });
+        if opening {
+            tally.cover("disturbed by silence while a device is opened");
+        }
     }
     if draw.chance(0.25) {
         let (device, step, program) = (device(draw), draw.from(1, STEPS), draw.of(&programs[1..]).map(str::to_owned));
@@ -246,7 +251,7 @@ fn disturbances_beside(device: &str, draw: &mut Draw, tally: &mut Tally) -> Vec<
     let program = Some(draw.of(&["renew", "evaluate"]).to_owned());
     match draw.from(0, 4) {
         0 => vec![Injection::Loss { device, step, program }],
-        1 => vec![Injection::Silence { device, step, forever: draw.chance(0.5) }],
+        1 => vec![Injection::Silence { device, step, opening: false, forever: draw.chance(0.5) }],
         2 => vec![Injection::At { device: Some(device), step, program, op: None }; FOR_EVER],
         3 => vec![Injection::At { device: Some(device), step, program, op: None }],
         _ => vec![],
@@ -257,9 +262,7 @@ fn disturbances_beside(device: &str, draw: &mut Draw, tally: &mut Tally) -> Vec<
 fn under(asked: &Asked, run: &str, what: &[Injection], plain: &Left, tally: &mut Tally) -> anyhow::Result<()> {
     let stopped = asked.train(run, what)?;
     let begun = asked.folder.join(run).join("run.toml").exists();
-    // The process was ended by its watch, since a thread of its hung.
-    let hung = stopped.as_ref().is_some_and(|said| said.contains("what it was doing does not end"));
-    if begun && !hung {
+    if begun {
         ended(asked, run, if stopped.is_some() { RunStatus::Stopped } else { RunStatus::Done }, tally)?;
     }
     if let Some(said) = &stopped {
@@ -273,8 +276,8 @@ fn under(asked: &Asked, run: &str, what: &[Injection], plain: &Left, tally: &mut
     let left = Left::read(&asked.folder.join(run))?;
     asked.same_samples(plain, &left, tally);
     asked.near("of a disturbed team", plain, &left, tally);
-    // An update that was half done, a device that had all there was, a thread that hangs: the state is gone.
-    let gone = ["`update`", "no other device works on this run", "what it was doing does not end"];
+    // An update that was half done, a device that had all there was: the state is gone.
+    let gone = ["`update`", "no other device works on this run"];
     let survives = !stopped.is_some_and(|said| gone.iter().any(|gone| said.contains(gone)));
     let wrong = done_once(&left.events, survives);
     tally.check("no finished step is lost where its state survives", wrong.is_none(), || {

@@ -3,7 +3,7 @@
 use super::case::Draw;
 use super::tally::Tally;
 use anyhow::{Context, ensure};
-use plimsoll_core::{Bytes, DType, Failure};
+use plimsoll_core::{Bytes, DType};
 use plimsoll_device::process;
 use plimsoll_program::models::{ModelConfig, ModelType, RopeScaling};
 use plimsoll_train::run::training::Run;
@@ -13,7 +13,6 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 /// What a run may be off, beside 1 % (DESIGN §3.2).
@@ -194,11 +193,7 @@ fn finish(file: RunFile) -> anyhow::Result<()> {
     let run = Run::new(file)?;
     let plan = run.prepared().planned.plan.clone();
     ensure!(plan.fits, "does not fit: {:?}", plan.needs);
-    let hangs = |failure: &Failure| {
-        eprintln!("{failure}");
-        std::process::exit(failure.exit as i32);
-    };
-    let outcome = run.start(&mut |_| {}, &AtomicBool::new(false), Arc::new(hangs))?;
+    let outcome = run.start(&mut |_| {}, &AtomicBool::new(false))?;
     let (memory, device) = (&outcome.result.memory[0], &plan.devices[0]);
     let figures = Figures {
         recipe: plan.recipe.to_string(),

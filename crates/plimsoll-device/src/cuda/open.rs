@@ -14,7 +14,7 @@ use plimsoll_core::{Algorithms, Bytes, DType, MeasuredBy};
 use plimsoll_program::{Placement, ProgramSet};
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// What every GPU is driven with.
 pub(crate) struct Tools {
@@ -82,6 +82,18 @@ fn free_before(here: &Here, card: &Card) -> Option<Bytes> {
     *known.entry(card.index).or_insert_with(|| here.memory(card).map(|memory| memory.free_bytes))
 }
 
+/// What asks a GPU for a sign of life, from any thread and beside its work, its opening included. One that fell off the bus
+/// answers no more, and a driver that hangs does not come back. Where NVML said nothing of it when it was first asked, it
+/// counts as there.
+pub fn answers(index: u32) -> impl Fn() -> bool + Send + Sync {
+    let told = OnceLock::new();
+    move || {
+        let answers = card(index).is_ok_and(|(here, card)| here.memory(card).is_some());
+        let first = *told.get_or_init(|| answers);
+        answers || !first
+    }
+}
+
 /// A GPU that a run has opened, as it is seen from beside the Programs.
 pub struct OnGpu {
     here: &'static Here,
@@ -105,14 +117,6 @@ impl OnGpu {
             Some((free_before(self.here, self.card)?.saturating_sub(now), MeasuredBy::FreeMemory))
         };
         self.held().map(|held| (held, MeasuredBy::Process)).or_else(less)
-    }
-
-    /// What asks the GPU for a sign of life, from any thread and beside its work, where NVML is here and answers for it.
-    /// One that fell off the bus answers no more, and a driver that hangs does not come back.
-    pub fn answers(&self) -> Option<impl Fn() -> bool + Send + use<>> {
-        let (here, card) = (self.here, self.card);
-        here.memory(card)?;
-        Some(move || here.memory(card).is_some())
     }
 
     /// How warm it is, where NVML says so.

@@ -53,13 +53,14 @@ fn ends(question: &Question) -> (Recipe, Recipe) {
         optimizer: trained,
         gradients: trained,
         weights: if waits { layers } else { 0 },
-        inputs: trained,
+        inputs: if question.only_holds() { 0 } else { trained },
         embedding: waits && embedding,
         head: waits && head,
         update: false,
         file: InFile { optimizer: if has_file { layers } else { 0 }, ..InFile::NOTHING },
     };
-    let level = if question.optimizer.is_some() { RecomputeLevel::Block } else { RecomputeLevel::Nothing };
+    let passes_back = question.optimizer.is_some() && !question.only_holds();
+    let level = if passes_back { RecomputeLevel::Block } else { RecomputeLevel::Nothing };
     let all = Recipe { offload, ..question.uniform(least, level) };
     (question.uniform(most, RecomputeLevel::Nothing), all)
 }

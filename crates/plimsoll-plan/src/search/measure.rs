@@ -29,6 +29,8 @@ pub(crate) struct Candidate {
     pub once: f64,
     /// Of the passes of one micro-batch.
     pub passes: f64,
+    /// Of these, those in which gradients of layers that are whole can already be exchanged.
+    pub hides: f64,
     /// The whole of it, where it has been packed.
     laid: Arc<OnceLock<Arc<Laid>>>,
 }
@@ -61,6 +63,8 @@ pub(super) struct Measured {
     seconds: f64,
     /// The same for a step's last micro-batch.
     last_seconds: f64,
+    /// Of the seconds, those after the first layer's gradients are whole.
+    hides: f64,
 }
 
 /// Measures recipes. What happens once a step depends on what waits and on nothing else of a recipe: it is measured once.
@@ -385,6 +389,7 @@ impl<'q> Measurer<'q> {
                 + passes.last_seconds,
             once: update.seconds,
             passes: passes.seconds,
+            hides: passes.hides,
             laid: Arc::default(),
             recipe,
         }
@@ -419,6 +424,17 @@ impl<'q> Measurer<'q> {
             programs.map(|program| prices.program_seconds(set, program, last)).sum()
         };
         let every = seconds(false);
+        // By what is computed: where copies take longer, they do so all along.
+        let computing = |program: &Program| prices.computing_seconds(set, program);
+        let all: f64 = timed.iter().filter_map(|name| set.program(name)).map(computing).sum();
+        let hides = set.program("backward").filter(|_| timed.contains(&"backward")).map_or(0.0, |program| {
+            let first_layer = program.blocks.iter().position(|block| block.name == "layer");
+            let first_layer = first_layer.unwrap_or(program.blocks.len());
+            let before: f64 = program.blocks[..first_layer].iter().map(|block| prices.block_seconds(set, block)).sum();
+            let first = program.blocks.get(first_layer);
+            let first = first.map_or(0.0, |block| prices.block_seconds(set, block) / f64::from(block.repeat));
+            computing(program) - before - first
+        });
         let [device, host, file] = lower_bounds(set);
         Measured {
             device,
@@ -426,6 +442,7 @@ impl<'q> Measurer<'q> {
             file,
             seconds: every,
             last_seconds: if self.question.share.sharing == Some(Sharing::Batch) { seconds(true) } else { every },
+            hides: if all > 0.0 { every * (hides / all).max(0.0) } else { 0.0 },
         }
     }
 

@@ -37,18 +37,18 @@ impl Dish {
 
     /// Seconds of a step of so many sequences; what is not full costs as much as what is.
     fn seconds(&self, sequences: u64, wait: Wait) -> f64 {
-        let Candidate { once, passes, ref recipe, .. } = self.candidate;
+        let Candidate { once, passes, hides, ref recipe, .. } = self.candidate;
         let count = sequences.div_ceil(u64::from(recipe.micro_batch));
-        if self.single && count > 1 { f64::INFINITY } else { once + count as f64 * passes + wait(passes) }
+        if self.single && count > 1 { f64::INFINITY } else { once + count as f64 * passes + wait(hides) }
     }
 
     /// The most sequences that it does in so many seconds.
     fn most(&self, seconds: f64, wait: Wait) -> u64 {
-        let Candidate { once, passes, ref recipe, .. } = self.candidate;
+        let Candidate { once, passes, hides, ref recipe, .. } = self.candidate;
         let micro_batch = u64::from(recipe.micro_batch);
         let most = if self.single { 1 } else { u64::MAX / micro_batch / 2 };
         // Rounded up, and then no more than what really is in time: both are computed alike.
-        let mut count = (((seconds - once - wait(passes)) / passes).max(0.0).ceil() as u64).min(most);
+        let mut count = (((seconds - once - wait(hides)) / passes).max(0.0).ceil() as u64).min(most);
         while count > 0 && self.seconds(count * micro_batch, wait) > seconds {
             count -= 1;
         }
@@ -56,7 +56,8 @@ impl Dish {
     }
 }
 
-/// Seconds that a device waits for the others' part of a step, by those of its passes over a micro-batch.
+/// Seconds that a device waits for the others' part of a step, by those of its passes over the last micro-batch in which
+/// gradients are already exchanged.
 pub(crate) type Wait<'w> = &'w dyn Fn(f64) -> f64;
 
 impl<'q> Menu<'q> {

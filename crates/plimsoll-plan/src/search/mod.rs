@@ -53,7 +53,8 @@ pub struct Question<'a> {
     pub precision: DType,
     /// Tokens of a sequence.
     pub sequence: u64,
-    /// Sequences of an optimizer step (of an evaluation: at most so many at once).
+    /// Sequences of an optimizer step (of an evaluation: at most so many at once); 0 where the state is shared out and the
+    /// device only holds a part of it.
     pub sequences: u64,
     /// Weights.
     pub source: Source,
@@ -170,7 +171,8 @@ impl Question<'_> {
             precision: self.precision,
             kernels: Kernels::of(self.device),
             sequence: self.sequence,
-            micro_batch: u64::from(recipe.micro_batch),
+            // Who computes none takes part in what one takes.
+            micro_batch: u64::from(recipe.micro_batch.max(1)),
             source: self.source.clone(),
             method: self.lossy.method.clone(),
             base: self.lossy.base,
@@ -180,7 +182,7 @@ impl Question<'_> {
             generation: self.generation,
             files,
         });
-        passes::share::share(whole, &self.share, &recipe.offload, self.micro_batches_of(recipe), config.tied)
+        passes::share::share(whole, &self.share, recipe, self.micro_batches_of(recipe), config.tied)
     }
 
     /// All Programs of a recipe.
@@ -243,6 +245,9 @@ impl Question<'_> {
 
     /// Micro-batches worth trying: those that divide the step, and powers of two.
     fn micro_batches(&self) -> Vec<u32> {
+        if self.only_holds() {
+            return vec![0];
+        }
         if let Some(pinned) = self.pins.micro_batch {
             return vec![pinned];
         }
@@ -250,11 +255,17 @@ impl Question<'_> {
         (1..=most).filter(|b| most.is_multiple_of(*b) || b.is_power_of_two()).collect()
     }
 
+    /// Whether the device computes none of the sequences, and only holds a part of the state.
+    fn only_holds(&self) -> bool {
+        self.share.sharing == Some(Sharing::State) && self.sequences == 0
+    }
+
     /// What each layer makes again, where that is not open.
     fn fixed_levels(&self) -> Option<Vec<RecomputeLevel>> {
-        match self.optimizer {
-            Some(_) => self.pins.recompute.clone(),
-            None => Some(vec![RecomputeLevel::Nothing; self.layers()]),
+        let nothing = || vec![RecomputeLevel::Nothing; self.layers()];
+        match &self.pins.recompute {
+            Some(pinned) if self.optimizer.is_some() => Some(pinned.clone()),
+            _ => (self.optimizer.is_none() || self.only_holds()).then(nothing),
         }
     }
 
@@ -342,6 +353,19 @@ impl Laid {
 /// Finds the fastest plan that fits, with the least loss that is needed; where nothing fits, the leanest, with the
 /// budgets that would do.
 pub fn search(question: &Question) -> Answer {
+    searched(question, |known, refused| {
+        let mut needs = rungs::needs(known, refused);
+        rungs::foresee(known, refused, &mut needs);
+        needs
+    })
+}
+
+/// The same for one of several devices: what it would hold where a refusal's needs are met is for all of them to plan.
+pub(crate) fn search_one_of(question: &Question) -> Answer {
+    searched(question, rungs::needs)
+}
+
+fn searched(question: &Question, needs: impl Fn(&Sets, &Plan) -> Vec<Need>) -> Answer {
     let mut tried = Vec::new();
     let known = Sets::new(question);
     for rungs in rungs::sets(question, &question.lossy.allow) {
@@ -353,7 +377,7 @@ pub fn search(question: &Question) -> Answer {
     let under = rungs::under(question, &leanest.recipe.rungs);
     let mut answer = Arc::unwrap_or_clone(leanest.laid(&under)).answer(&under, tried);
     if !answer.plan.fits {
-        answer.plan.needs = rungs::needs(&known, &answer.plan);
+        answer.plan.needs = needs(&known, &answer.plan);
     }
     answer
 }
@@ -410,10 +434,12 @@ pub(crate) fn plan_like(question: &Question, recipe: &Recipe, like: &Answer) -> 
     Laid { recipe: recipe.clone(), set, layout }.answer(&question, Vec::new())
 }
 
-/// Bytes of a checkpoint's tensors.
-fn checkpoint_bytes(set: &ProgramSet) -> Bytes {
-    let files = set.tensors.iter().filter(|tensor| tensor.space == Space::File);
-    files.filter(|tensor| tensor.name.starts_with("checkpoint:")).map(|tensor| Bytes(tensor.bytes())).sum()
+/// Bytes of a checkpoint's tensors, which several may write: each once.
+pub(crate) fn checkpoint_bytes<'a>(sets: impl IntoIterator<Item = &'a ProgramSet>) -> Bytes {
+    let files = sets.into_iter().flat_map(|set| &set.tensors).filter(|tensor| tensor.space == Space::File);
+    let saved = files.filter(|tensor| tensor.name.starts_with("checkpoint:"));
+    let each: BTreeMap<&str, u64> = saved.map(|tensor| (&*tensor.name, tensor.bytes())).collect();
+    Bytes(each.values().sum())
 }
 
 /// Whether the host adds up what a GPU's kernel adds up in another order: rows of the embedding's gradient. A virtual
@@ -461,7 +487,7 @@ fn write_down(question: &Question, fits: bool, recipe: Recipe, set: &ProgramSet,
             (true, false) => Class::Reordered,
         },
         rungs: recipe.rungs.clone(),
-        checkpoint_bytes: checkpoint_bytes(set),
+        checkpoint_bytes: checkpoint_bytes([set]),
         devices: vec![DevicePlan {
             name: device.name.clone(),
             simulated: device.simulated(),

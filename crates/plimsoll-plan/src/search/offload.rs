@@ -2,7 +2,7 @@
 //! leanest of all.
 
 use super::measure::{Candidate, Measurer};
-use plimsoll_core::{InFile, Offload, RecomputeLevel, Sharing};
+use plimsoll_core::{InFile, Offload, RecomputeLevel, Sharing, Space};
 use std::collections::{HashMap, HashSet};
 
 /// Choices that are measured, at most: the most promising ones.
@@ -46,7 +46,8 @@ fn choices(measurer: &Measurer) -> Vec<Offload> {
             false => list.push(with(0, 0, count)),
         }
     }
-    let inputs = if trained { vec![0, layers.div_ceil(2), layers] } else { vec![0] };
+    let passes_back = trained && !question.only_holds();
+    let inputs = if passes_back { vec![0, layers.div_ceil(2), layers] } else { vec![0] };
     let wider = |base: Offload| {
         // Without any state there: a host that has room for nothing else may have it for them.
         let ends = if !trained || base.optimizer == layers || base.is_nothing() {
@@ -203,7 +204,7 @@ pub(super) fn leanest(measurer: &Measurer, bound: Option<u64>) -> Option<Candida
         let below = |bound| found.laid(measurer.question).layout.device.bytes < bound;
         measurer.packs_on_host(found) && bound.is_none_or(below)
     };
-    least(measurer, &|[device, ..]| device, &beside, bound, &packs).or_else(|| {
+    least(measurer, Space::Device, &beside, bound, &packs).or_else(|| {
         // Nothing within the host's load line: what is refused keeps everything on the device.
         let micro_batch = measurer.question.micro_batches()[0];
         bound.is_none().then(|| measurer.candidate(measurer.made_again(micro_batch, Offload::NOTHING)))
@@ -214,13 +215,13 @@ pub(super) fn leanest(measurer: &Measurer, bound: Option<u64>) -> Option<Candida
 /// less than `bound`.
 pub(super) fn least_beside(measurer: &Measurer, in_file: bool, bound: u64) -> Option<u64> {
     let question = measurer.question;
-    let of = |[_, host, file]: [u64; 3]| if in_file { file } else { host };
+    let space = if in_file { Space::Scratch } else { Space::Host };
     let packed = |found: &Candidate| {
         let laid = found.laid(question);
-        of([0, laid.layout.host.bytes, laid.layout.file.bytes])
+        if in_file { laid.layout.file.bytes } else { laid.layout.host.bytes }
     };
     let packs = |found: &Candidate| question.fits(&found.laid(question).layout) && packed(found) < bound;
-    least(measurer, &of, &|bytes| measurer.holds(bytes), Some(bound), &packs).as_ref().map(packed)
+    least(measurer, space, &|bytes| measurer.holds(bytes), Some(bound), &packs).as_ref().map(packed)
 }
 
 /// Levels that may need the least: every layer computed again, the tightest mixture, and the others alone.
@@ -239,20 +240,31 @@ fn lean_levels(measurer: &Measurer, micro_batch: u32) -> Vec<Vec<RecomputeLevel>
     levels
 }
 
-/// What has the least bytes `of` what it takes, of all that comes `beside` the load lines and, packed, is what was wanted;
+/// The same choice with the update by the host, and with all inputs of layers there as well: it takes no more of the device.
+fn lighter(measurer: &Measurer, choice: Offload) -> [Offload; 2] {
+    let update = Offload { update: choice.optimizer > 0 && !measurer.question.is_own_host(), ..choice };
+    [update, Offload { inputs: measurer.question.layers() as u32, ..update }]
+}
+
+/// What has the least bytes in a space, of all that comes `beside` the load lines and, packed, is what was wanted;
 /// `None` where that is not less than `bound`. Recipes come in the order of their bounds.
 fn least(
     measurer: &Measurer,
-    of: &dyn Fn([u64; 3]) -> u64,
+    space: Space,
     beside: &dyn Fn([u64; 3]) -> bool,
     bound: Option<u64>,
     packs: &dyn Fn(&Candidate) -> bool,
 ) -> Option<Candidate> {
     let question = measurer.question;
+    let of = |[device, host, file]: [u64; 3]| match space {
+        Space::Device => device,
+        Space::Host => host,
+        _ => file,
+    };
     let micro_batch = question.micro_batches()[0];
     let levels = lean_levels(measurer, micro_batch);
     let above: Vec<u64> = levels.iter().map(|levels| measurer.plain_above(micro_batch, levels)).collect();
-    let recipe = |level: usize, offload: Offload| question.recipe(micro_batch, levels[level].clone(), offload);
+    let recipe_of = |level: usize, offload: Offload| question.recipe(micro_batch, levels[level].clone(), offload);
     let bound = bound.unwrap_or(u64::MAX);
     let mut looks: Vec<([u64; 3], Offload, usize)> = Vec::new();
     for choice in choices_of_update(measurer).filter(|choice| waits_within(measurer, *choice)) {
@@ -265,7 +277,7 @@ fn least(
     looks.sort_by_key(|(bytes, choice, level)| (of(*bytes), choice.optimizer, !choice.update, *level));
     // What a choice takes with every layer computed again tells about what it takes with other levels.
     let by_others = |offload: Offload, level: usize| {
-        let [device, host, file] = measurer.known_bytes(&recipe(0, offload))?;
+        let [device, host, file] = measurer.known_bytes(&recipe_of(0, offload))?;
         let unsure = above[0] / 4;
         Some([(device + above[level]).saturating_sub(above[0] + unsure), host.saturating_sub(unsure), file])
     };
@@ -276,10 +288,15 @@ fn least(
             if of(bytes) >= least {
                 break;
             }
-            let recipe = recipe(level, offload);
+            let recipe = recipe_of(level, offload);
             let too_much = |bytes: [u64; 3]| of(bytes) >= least || !beside(bytes);
             let known = measurer.known_bytes(&recipe).or_else(|| by_others(offload, level));
             if known.is_some_and(too_much) || too_large.contains(&recipe) {
+                continue;
+            }
+            let lighter = lighter(measurer, offload).into_iter().filter(|lighter| *lighter != offload);
+            let mut lighter = lighter.filter_map(|lighter| measurer.known_bytes(&recipe_of(level, lighter)));
+            if space == Space::Device && lighter.any(|bytes| of(bytes) >= least) {
                 continue;
             }
             let candidate = measurer.candidate(recipe);

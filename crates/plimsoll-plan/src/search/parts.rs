@@ -88,8 +88,8 @@ impl Rank {
         let measurer = Measurer::new(question);
         let stays = measurer.persistent(Offload::NOTHING).device;
         let of = |level| {
-            let pinned = question.pins.recompute.as_ref().map(|levels| levels[..layers as usize].to_vec());
-            let levels = pinned.unwrap_or_else(|| vec![level; layers as usize]);
+            let fixed = question.fixed_levels().map(|levels| levels[..layers as usize].to_vec());
+            let levels = fixed.unwrap_or_else(|| vec![level; layers as usize]);
             measurer.candidate(question.recipe(micro_batch, levels, Offload::NOTHING))
         };
         let found = [RecomputeLevel::Nothing, RecomputeLevel::Block].map(of);

@@ -209,12 +209,18 @@ pub(super) fn needs(known: &Sets, refused: &Plan) -> Vec<Need> {
             needs.push(need);
         }
     }
-    // What a search finds under the line: where less loss is enough, it is that.
+    needs
+}
+
+/// Writes down what is held where the present load line is enough, as a search finds it: where less loss is enough, it is
+/// that.
+pub(super) fn foresee(known: &Sets, refused: &Plan, needs: &mut [Need]) {
+    let (question, line) = (known.question, refused.devices[0].budget_bytes);
     let enough = |need: &Need| of_rungs(need) && need.budget_bytes <= line;
     let less = |needs: &[Need], index: usize| {
         (1..index).find(|&less| enough(&needs[less]) && covers(&needs[index].allow, &needs[less].allow))
     };
-    let first = |&index: &usize| enough(&needs[index]) && less(&needs, index).is_none();
+    let first = |&index: &usize| enough(&needs[index]) && less(needs, index).is_none();
     let firsts: Vec<usize> = (1..needs.len()).filter(first).collect();
     let peaks =
         side_by_side(&firsts, |&index| sets(question, &needs[index].allow).iter().find_map(|rungs| known.peak(rungs)));
@@ -222,11 +228,10 @@ pub(super) fn needs(known: &Sets, refused: &Plan) -> Vec<Need> {
         needs[index].peak_bytes = peak;
     }
     for index in 1..needs.len() {
-        if let Some(less) = less(&needs, index) {
+        if let Some(less) = less(needs, index) {
             needs[index].peak_bytes = needs[less].peak_bytes;
         }
     }
-    needs
 }
 
 /// What a refusal asks about.

@@ -82,7 +82,10 @@ pub fn alternatives(team: &TeamQuestion, plan: &Plan) -> Vec<Alternative> {
         }
         ways.extend(split);
     }
-    let state = State::new(team, &plan.rungs).fastest().filter(|_| plan.sharing != Some(Sharing::State));
+    let state = State::new(team, &plan.rungs);
+    let fastest = state.fastest();
+    let otherwise = fastest.as_ref().and_then(|way| state.otherwise(way));
+    let state = fastest.filter(|_| plan.sharing != Some(Sharing::State)).into_iter().chain(otherwise);
     let layers = Layers::new(team, &plan.rungs).fastest().filter(|_| plan.sharing != Some(Sharing::Layers));
     let ways = ways.iter().map(|split| crew.way(split, team.host)).chain(state).chain(layers);
     let mut list: Vec<Alternative> = ways.map(|way| written(team, &way)).collect();

@@ -4,13 +4,16 @@
 use super::exchange::Exchange;
 use super::{
     Given, ShareOut, TeamAnswer, TeamQuestion, Way, alone, alternatives, cannot_hold, circles, named, slower_with,
+    with_budget,
 };
-use crate::search::{Candidate, Menu, Question, search};
+use crate::search::{Candidate, Menu, Question, can_hold, search};
 use plimsoll_core::{Bytes, DeviceSpec, LeftOut, Recipe, Rung, Sharing, Worth};
 use plimsoll_program::Share;
 
 /// Times that the host is shared out anew.
 const TRIES: usize = 40;
+/// The least of the host that a device needs is found to so many binary places of what there is.
+const HALVINGS: u32 = 10;
 
 /// The devices of a team with what each can do. Devices that are alike have one menu.
 pub(super) struct Crew<'q> {
@@ -101,13 +104,13 @@ impl<'q> Crew<'q> {
 
     /// Seconds of a step in which a device does so many sequences.
     fn seconds(&self, device: usize, sequences: u64, exchange: &Exchange) -> f64 {
-        let best = self.menu(device).best(sequences, &|passes| exchange.beyond(passes));
+        let best = self.menu(device).best(sequences, &|hides| exchange.beyond(hides));
         best.map_or(f64::INFINITY, |(_, seconds)| seconds)
     }
 
     fn split_under(&self, devices: &[usize], exchange: &Exchange) -> Option<Split> {
         let seconds_of = |device: usize, sequences: u64| self.seconds(device, sequences, exchange);
-        let wait = |passes: f64| exchange.beyond(passes);
+        let wait = |hides: f64| exchange.beyond(hides);
         let most = |device: usize, seconds: f64| self.menu(device).most(seconds, &wait).min(self.total);
         // The least time in which all of it is done; the one that does it alone in the shortest has time enough.
         let alone = devices.iter().map(|&device| seconds_of(device, self.total)).fold(f64::INFINITY, f64::min);
@@ -179,7 +182,7 @@ impl<'q> Crew<'q> {
     pub fn found(&self, split: &Split) -> Vec<&Candidate> {
         let exchange = self.exchange(&split.devices);
         let of = |(&device, &own): (&usize, &u64)| {
-            let best = self.menu(device).best(own, &|passes| exchange.beyond(passes));
+            let best = self.menu(device).best(own, &|hides| exchange.beyond(hides));
             best.expect("a share has a recipe").0
         };
         split.devices.iter().zip(&split.sequences).map(of).collect()
@@ -205,7 +208,7 @@ impl<'q> Crew<'q> {
     pub fn look_near(&mut self, split: &Split) {
         let exchange = self.exchange(&split.devices);
         for (&device, &own) in split.devices.iter().zip(&split.sequences) {
-            self.menus[self.kind[device]].look_near(own, &|passes| exchange.beyond(passes));
+            self.menus[self.kind[device]].look_near(own, &|hides| exchange.beyond(hides));
         }
     }
 
@@ -228,7 +231,7 @@ impl<'q> Crew<'q> {
         for (&device, speed) in able.iter().zip(&speeds) {
             let ideal = self.total as f64 * speed / all;
             for share in [ideal.floor() as u64, ideal.ceil() as u64] {
-                self.menus[self.kind[device]].look_at_divisors(share, &|passes| exchange.beyond(passes));
+                self.menus[self.kind[device]].look_at_divisors(share, &|hides| exchange.beyond(hides));
             }
         }
     }
@@ -271,13 +274,43 @@ pub(super) fn with_hosts<T>(team: &TeamQuestion, rungs: &[Rung], then: impl Fn(B
         if all_wanted <= team.host {
             return then(batch);
         }
-        let of = |bytes: Bytes| Bytes((team.host.0 as f64 * (bytes.0 as f64 / all_wanted.0 as f64)) as u64);
         hosts = vec![Bytes(team.host.0 / team.devices.len() as u64); team.devices.len()];
-        for (&device, &bytes) in split.devices.iter().zip(&wanted) {
-            hosts[device] = of(bytes);
+        for (&device, bytes) in split.devices.iter().zip(parts_of_host(team, &questions, &split.devices, &wanted)) {
+            hosts[device] = bytes;
         }
     }
     None
+}
+
+/// The host in parts for some devices that want more of it together than there is: in proportion to what each wants, or,
+/// where one could not hold the model with that, to what each wants beyond the least that it needs.
+fn parts_of_host(team: &TeamQuestion, questions: &[Question], devices: &[usize], wanted: &[Bytes]) -> Vec<Bytes> {
+    let holds = |device: usize, host: Bytes| {
+        let question = &questions[device];
+        can_hold(&Question { host: with_budget(question.host, host), ..question.clone() })
+    };
+    let beyond = |least: &[Bytes]| {
+        let more = |at: usize| wanted[at].saturating_sub(least[at]).0 as f64;
+        let left = team.host.saturating_sub(least.iter().copied().sum()).0 as f64;
+        let all = (0..wanted.len()).map(more).sum::<f64>().max(1.0);
+        let part = |at: usize| least[at] + Bytes((left * more(at) / all) as u64);
+        (0..wanted.len()).map(part).collect::<Vec<_>>()
+    };
+    let parts = beyond(&vec![Bytes::ZERO; devices.len()]);
+    if devices.iter().zip(&parts).all(|(&device, part)| holds(device, *part)) {
+        return parts;
+    }
+    // Packed, it is a little more than what was wanted by its bounds.
+    let least = |&device: &usize| {
+        let (mut low, mut high) = (0, team.host.0);
+        while high - low > (team.host.0 >> HALVINGS).max(1) {
+            let middle = low + (high - low) / 2;
+            if holds(device, Bytes(middle)) { high = middle } else { low = middle + 1 }
+        }
+        Bytes(if holds(device, Bytes::ZERO) { 0 } else { high })
+    };
+    let least: Vec<Bytes> = devices.iter().map(least).collect();
+    if least.iter().copied().sum::<Bytes>() > team.host { parts } else { beyond(&least) }
 }
 
 impl Batch<'_, '_> {
@@ -311,9 +344,8 @@ impl Batch<'_, '_> {
         }
         let mut left_out = self.left_out(&way);
         for part in packed.parts.iter().filter(|part| part.device != device) {
-            let name = &team.devices[part.device].device.name;
-            let why = slower_with(team, name, answer.plan.predicted.step_seconds, seconds);
-            if let Some(known) = left_out.iter_mut().find(|out| out.device == *name) {
+            let why = slower_with(team, part.device, answer.plan.predicted.step_seconds, seconds);
+            if let Some(known) = left_out.iter_mut().find(|out| out.number == part.device) {
                 *known = why;
             }
         }
@@ -340,13 +372,12 @@ impl ShareOut for Batch<'_, '_> {
             let mut devices = taken.clone();
             devices.push(device);
             devices.sort_unstable();
-            let name = &team.devices[device].device.name;
             match crew.split(&devices) {
-                Some(with) => slower_with(team, name, way.seconds, with.seconds),
-                None => named(name, "no sequence of a step is left for it".to_owned()),
+                Some(with) => slower_with(team, device, way.seconds, with.seconds),
+                None => named(team, device, "no sequence of a step is left for it".to_owned()),
             }
         };
-        slow.into_iter().map(why).chain(cannot_hold(team, &unable, rungs)).collect()
+        slow.into_iter().map(why).chain(cannot_hold(team, &unable, rungs, &[])).collect()
     }
 
     fn worth(&self, way: &Way) -> Option<Worth> {
@@ -468,6 +499,60 @@ mod tests {
                     prop_assert!(other.seconds >= best.seconds, "{best:?}, {other:?}");
                 }
             }
+        }
+    }
+
+    #[test]
+    fn what_is_listed_of_an_exchange_is_what_is_packed() {
+        // Half of a pass is the loss of a large vocabulary, beside which nothing can be exchanged yet.
+        let config = preset("smollm2-135m").expect("listed");
+        let devices = [device(1.0, Bytes::gib(8), 100.0), device(0.5, Bytes::gib(8), 100.0)];
+        let questions: Vec<Question> = devices.iter().map(|device| question(&config, device, 16)).collect();
+        let mut crew = Crew::new(&questions, 16);
+        crew.look_near_plain();
+        let split = crew.even(&[0, 1]).expect("both can hold it");
+        let shares = shares(&split.sequences);
+        let seconds = |(rank, found): (usize, &&Candidate)| {
+            let question = questions[rank].clone().of_share(&shares[rank], split.sequences[rank]);
+            let set = question.computing(&found.recipe);
+            let count = split.sequences[rank].div_ceil(u64::from(found.recipe.micro_batch));
+            question.prices().schedule_seconds(&set, &shares[rank].schedule(count as u32).calls)
+        };
+        let packed = crew.found(&split).iter().enumerate().map(seconds).fold(0.0, f64::max);
+        assert!((split.seconds / packed - 1.0).abs() < 0.01, "{} listed, {packed} packed", split.seconds);
+    }
+
+    /// The least of the host beside which a device holds the model.
+    fn least_host(question: &Question, most: Bytes) -> Option<Bytes> {
+        let holds =
+            |mib: u64| can_hold(&Question { host: with_budget(question.host, Bytes::mib(mib)), ..question.clone() });
+        let (mut low, mut high) = (0, most.0 >> 20);
+        if !holds(high) {
+            return None;
+        }
+        while low < high {
+            let middle = low + (high - low) / 2;
+            if holds(middle) { high = middle } else { low = middle + 1 }
+        }
+        Some(Bytes::mib(high))
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(6))]
+        #[test]
+        fn all_take_part_where_the_host_has_what_each_needs(lines in prop::collection::vec(60u64..500, 2..4)) {
+            let config = ModelConfig { layers: 2, vocab: 4096, ..preset("smollm2-135m").expect("listed") };
+            let devices: Vec<DeviceSpec> = lines.iter().map(|line| device(0.5, Bytes::mib(*line), 1000.0)).collect();
+            let most = Bytes::gib(1);
+            let host = HostSpec { budget: most, ..HostSpec::NONE };
+            let questions: Vec<Question> =
+                devices.iter().map(|device| Question { host, ..question(&config, device, 16) }).collect();
+            let needed: Option<Vec<Bytes>> = questions.iter().map(|question| least_host(question, most)).collect();
+            let Some(needed) = needed else { return Ok(()) };
+            let host = needed.into_iter().sum::<Bytes>() + Bytes::mib(4);
+            let team = TeamQuestion { devices: questions, host, all: true, only: None, evaluations: None };
+            let taken = with_hosts(&team, &[], |batch| batch.choose().map(|split| split.devices.len()));
+            prop_assert_eq!(taken, Some(lines.len()), "{:?} beside {}", lines, host);
         }
     }
 }

@@ -37,7 +37,7 @@ pub(super) fn with(team: &TeamQuestion, mut answer: TeamAnswer) -> TeamAnswer {
     let fastest = made.min_by(|(_, one), (_, other)| one.seconds.total_cmp(&other.seconds));
     if let Some((part, evaluates)) = fastest {
         let mut left_out = answer.plan.left_out.iter_mut();
-        if let Some(out) = left_out.find(|out| out.device == evaluates.device.name) {
+        if let Some(out) = left_out.find(|out| out.number == part.device) {
             (out.evaluates, answer.evaluator) = (Some(evaluates), Some(part));
         }
     }
@@ -107,7 +107,7 @@ fn times(parts: &[Part], part: &Part, rows: Option<u64>) -> f64 {
         Some(Sharing::Layers) => all,
         _ => (u128::from(all) * u128::from(part.sequences)).div_ceil(u128::from(total)) as u64,
     };
-    let times = own.div_ceil(u64::from(part.answer.plan.recipe.micro_batch)) as f64;
+    let times = part.answer.plan.recipe.micro_batches(own) as f64;
     if rows.is_some() { times } else { times / all as f64 }
 }
 

@@ -13,9 +13,6 @@ pub(super) struct Exchange {
     last: f64,
 }
 
-/// The backward pass is this part of both.
-const BACKWARD: f64 = 2.0 / 3.0;
-
 impl Exchange {
     /// Between the devices of these questions. Each reads its own part of everybody's sum, and then everybody's parts:
     /// twice all bytes but its own. The slowest link sets the pace.
@@ -37,8 +34,9 @@ impl Exchange {
         })
     }
 
-    /// What is not over when the last micro-batch's backward pass is: layers are sent while those below them are computed.
-    pub fn beyond(&self, passes_seconds: f64) -> f64 {
-        self.last.max(self.all - BACKWARD * passes_seconds)
+    /// What is not over when the last micro-batch's backward pass is: layers are sent while those below them are computed,
+    /// which takes so many seconds.
+    pub fn beyond(&self, hides_seconds: f64) -> f64 {
+        self.last.max(self.all - hides_seconds)
     }
 }

@@ -1,7 +1,7 @@
 //! Other settings of a team that somebody is told of: what would use a device that is left out, and what would let all take
 //! part where one cannot. The team is planned under each before it is named, so that it is true when it is typed.
 
-use super::{Only, TeamAnswer, TeamQuestion, batch, fitting};
+use super::{Only, TeamAnswer, TeamQuestion, batch, fitting, slows};
 use crate::paper;
 use crate::request::DevicesRequest;
 use crate::search::{Question, can_hold, leanest, plan_of, search, sets, under};
@@ -15,8 +15,8 @@ const WAVER: Bytes = Bytes::mib(1);
 /// What is other than in a question.
 #[derive(Clone, Debug, Default)]
 struct Change {
-    /// Load lines of devices of these names.
-    lines: BTreeMap<String, Bytes>,
+    /// Load lines of devices, by their numbers.
+    lines: BTreeMap<usize, Bytes>,
     /// Lossy rungs that are allowed, too.
     allow: Vec<Rung>,
     /// Whether every device has to take part.
@@ -26,11 +26,11 @@ struct Change {
 impl Change {
     /// The team under it, where that fits.
     fn planned(&self, team: &TeamQuestion) -> Option<TeamAnswer> {
-        let line = |question: &Question| {
-            let line = self.lines.get(&question.device.name).copied();
+        let line = |(number, question): (usize, &Question)| {
+            let line = self.lines.get(&number).copied();
             DeviceSpec { budget: line.unwrap_or(question.device.budget), ..question.device.clone() }
         };
-        let specs: Vec<DeviceSpec> = team.devices.iter().map(line).collect();
+        let specs: Vec<DeviceSpec> = team.devices.iter().enumerate().map(line).collect();
         let of = |(question, device)| {
             let Question { mut lossy, .. } = Question::clone(question);
             lossy.allow.extend(self.allow.iter().filter(|rung| !question.lossy.allow.contains(rung)));
@@ -43,7 +43,7 @@ impl Change {
     }
 
     /// As settings behind the command whose devices were asked for in these words.
-    fn words(&self, request: &DevicesRequest) -> String {
+    fn words(&self, team: &TeamQuestion, request: &DevicesRequest) -> String {
         let mut words = Vec::new();
         if !self.allow.is_empty() {
             let names: Vec<String> = self.allow.iter().map(Rung::to_string).collect();
@@ -51,9 +51,9 @@ impl Change {
         }
         if !self.lines.is_empty() {
             let mut request = request.clone();
-            for device in &mut request.devices {
-                if let Some(line) = self.lines.get(&device.name()) {
-                    device.give(Budget::Amount(*line));
+            for (&number, line) in &self.lines {
+                if let Some(at) = asked(team, &request, number) {
+                    request.devices[at].give(Budget::Amount(*line));
                 }
             }
             words.push(format!("--devices {request}"));
@@ -68,25 +68,41 @@ impl Change {
 /// Says of each device that is left out of a plan what would use it, where something does. `request` is what the devices were
 /// asked for with.
 pub fn say_what_would_use(team: &TeamQuestion, request: &DevicesRequest, plan: &mut Plan) {
-    let taken = |name: &str, plan: &Plan| plan.devices.iter().filter(|device| device.name == name).count();
-    let mut known: Vec<(usize, Option<Change>)> = Vec::new();
-    for number in 0..if plan.fits { plan.left_out.len() } else { 0 } {
-        let name = plan.left_out[number].device.clone();
-        let Some(device) = team.devices.iter().position(|question| question.device.name == name) else { continue };
-        let uses = |change: &Change| {
-            let answer = change.planned(team);
-            answer.is_some_and(|answer| taken(&name, &answer.plan) > taken(&name, plan))
+    let without = plan.predicted.tokens_per_second;
+    let mut known: Vec<(usize, Option<(Change, f64)>)> = Vec::new();
+    let out: Vec<usize> = plan.left_out.iter().map(|out| out.number).collect();
+    for (at, &device) in out.iter().enumerate().filter(|_| plan.fits) {
+        let alike = |other: usize| team.first_alike(other) == team.first_alike(device);
+        // Of those that are alike, whichever takes part.
+        let before = (0..team.devices.len()).filter(|number| alike(*number) && !out.contains(number)).count();
+        let uses = |change: Change| {
+            let answer = change.planned(team)?;
+            let taken = answer.parts.iter().filter(|part| alike(part.device)).count();
+            (taken > before).then_some((change, answer.plan.predicted.tokens_per_second))
         };
-        let like = known.iter().find(|(other, _)| team.first_alike(*other) == team.first_alike(device));
+        let like = known.iter().find(|(other, _)| alike(*other));
         // Those that are alike are told alike, but for their names.
         let found = match like {
-            Some((_, Some(change))) if change.lines.is_empty() => Some(change.clone()),
+            Some((_, Some((change, with)))) if change.lines.is_empty() => Some((change.clone(), *with)),
             Some((_, None)) => None,
-            _ => changes(team, request, device, &plan.rungs).into_iter().find(uses),
+            _ => changes(team, request, device, &plan.rungs).into_iter().find_map(uses),
         };
-        plan.left_out[number].used_by = found.as_ref().map(|change| change.words(request));
+        let left_out = &mut plan.left_out[at];
+        left_out.used_by = found.as_ref().map(|(change, _)| change.words(team, request));
+        // What was an estimate until now.
+        if let (Some(estimated), Some((_, with))) = (&mut left_out.tokens_per_second, &found) {
+            (*estimated, left_out.why) = (*with, slows(with / without));
+        }
         known.push((device, found));
     }
+}
+
+/// Where in a request a device of a team is asked for: of several with one name, which are on paper, the first is the first.
+fn asked(team: &TeamQuestion, request: &DevicesRequest, number: usize) -> Option<usize> {
+    let name = &team.devices[number].device.name;
+    let before = team.devices[..number].iter().filter(|question| question.device.name == *name).count();
+    let named = request.devices.iter().enumerate().filter(|(_, asked)| asked.name() == *name);
+    named.map(|(at, _)| at).nth(before)
 }
 
 /// What may use a device, what costs least first.
@@ -97,7 +113,7 @@ fn changes(team: &TeamQuestion, request: &DevicesRequest, device: usize, rungs: 
     if can_hold(&under(&question, rungs)) {
         return vec![all];
     }
-    let named = request.devices.iter().find(|asked| asked.name() == name);
+    let named = asked(team, request, device).map(|at| &request.devices[at]);
     let has_own = named.is_some_and(|asked| asked.budget().is_some());
     // What was not given a line has all that is free.
     let may_have_more = match question.device.kind {
@@ -106,7 +122,7 @@ fn changes(team: &TeamQuestion, request: &DevicesRequest, device: usize, rungs: 
     };
     let needed = may_have_more.then(|| line_of(&under(&question, rungs))).flatten();
     let needed = needed.filter(|line| paper::usable(&name).is_none_or(|has| *line <= has));
-    let line = |line: Bytes| Change { lines: BTreeMap::from([(name.clone(), line)]), ..Change::default() };
+    let line = |line: Bytes| Change { lines: BTreeMap::from([(device, line)]), ..Change::default() };
     let mut changes: Vec<Change> = needed.map(line).into_iter().collect();
     changes.push(all.clone());
     changes.extend(needed.map(|needed| Change { all: true, ..line(needed) }));
@@ -147,15 +163,23 @@ pub(super) fn for_all(team: &TeamQuestion, refused: &Plan) -> Vec<Need> {
                 *line = (*line).max(Bytes::mib(smallest.0.div_ceil(1 << 20)) + WAVER);
             }
         }
-        let change = Change { lines, allow: need.allow.clone(), all: true };
         // No more is written down than a device on paper has.
         let has = |(name, line): (&String, &Bytes)| paper::usable(name).is_none_or(|has| *line <= has);
-        if !change.lines.iter().all(has) {
+        if !lines.iter().all(has) {
             return None;
         }
-        change.planned(&batch)?;
-        let mut others = change.lines;
-        let budget_bytes = others.remove(&first.name).unwrap_or(first.budget_bytes);
+        // All of a name that have less are given it: nobody's line is lowered.
+        let raised = |(number, question): (usize, &Question)| {
+            let line = lines.get(&question.device.name).filter(|line| **line > question.device.budget)?;
+            Some((number, *line))
+        };
+        let raised = team.devices.iter().enumerate().filter_map(raised).collect();
+        Change { lines: raised, allow: need.allow.clone(), all: true }.planned(&batch)?;
+        let mut others = lines;
+        let budget_bytes = others.get(&first.name).copied().unwrap_or(first.budget_bytes);
+        if team.devices.iter().filter(|question| question.device.name == first.name).count() == 1 {
+            others.remove(&first.name);
+        }
         Some(Need { others, budget_bytes, peak_bytes: None, ..need.clone() })
     };
     let here = |need: &&Need| need.host_bytes.is_none() && need.file_bytes.is_none();

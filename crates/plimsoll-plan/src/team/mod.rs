@@ -15,7 +15,9 @@ mod layers;
 mod state;
 mod whole;
 
-use crate::search::{Answer, Pins, Question, can_hold, leanest, plan_like, plan_of, search, sets, under};
+use crate::search::{
+    Answer, Pins, Question, can_hold, leanest, plan_like, plan_of, search, search_one_of, sets, side_by_side, under,
+};
 pub use alternatives::{alternatives, ladders};
 pub use evaluator::evaluating;
 pub use hints::say_what_would_use;
@@ -76,6 +78,10 @@ trait ShareOut {
     fn left_out(&self, way: &Way) -> Vec<LeftOut>;
     /// What the devices do beside what they do alone, where they can.
     fn worth(&self, way: &Way) -> Option<Worth>;
+    /// Why those that compute nothing do not, by ranks.
+    fn why_holds(&self, way: &Way) -> Vec<Option<String>> {
+        vec![None; way.ranks.len()]
+    }
 }
 
 /// What is asked of the planner about a team.
@@ -151,6 +157,12 @@ impl<'a> TeamQuestion<'a> {
         self.only.as_ref().is_none_or(|only| only.sharing() == sharing)
     }
 
+    /// What a device does by itself.
+    fn alone(&self, device: usize) -> Answer {
+        let question = &self.devices[device];
+        if self.devices.len() == 1 { search(question) } else { search_one_of(question) }
+    }
+
     /// Sequences of a step, of all devices together.
     fn total(&self) -> u64 {
         self.devices.first().map_or(0, |question| question.sequences)
@@ -220,21 +232,24 @@ fn shared_out(team: &TeamQuestion) -> TeamAnswer {
         return answer;
     }
     // Where all have to take part, one of them does not fit. Where none fits, what is missing is worked out for one.
-    let lacks = |device: &usize| {
-        let question = &team.devices[*device];
-        leanest(question, &question.lossy.allow).device.saturating_sub(question.device.arena_budget().0)
-    };
     let refused = match team.all {
         true => fastest_alone(team, true),
         false => {
-            let device = team.kinds().into_iter().min_by_key(lacks).expect("a team has a device");
-            (device, search(&team.devices[device]))
+            let kinds = team.kinds();
+            let lacks = side_by_side(&kinds, |&device| {
+                let question = &team.devices[device];
+                leanest(question, &question.lossy.allow).device.saturating_sub(question.device.arena_budget().0)
+            });
+            let least = (0..kinds.len()).min_by_key(|&kind| lacks[kind]).expect("a team has a device");
+            (kinds[least], team.alone(kinds[least]))
         }
     };
     let mut refused = refused;
     if team.all && !refused.1.plan.fits {
         refused.1.plan.needs = hints::for_all(team, &refused.1.plan);
     }
+    // With one of these all are planned for, and how much this one then holds is not known.
+    refused.1.plan.needs.iter_mut().for_each(|need| need.peak_bytes = None);
     if !refused.1.plan.fits
         && let Some(need) = with_more_of_the_host(team, &refused.1.plan)
     {
@@ -245,7 +260,7 @@ fn shared_out(team: &TeamQuestion) -> TeamAnswer {
         }
     }
     let others: Vec<usize> = (0..team.devices.len()).filter(|&device| device != refused.0 && !team.all).collect();
-    let left_out = cannot_hold(team, &others, &[]);
+    let left_out = cannot_hold(team, &others, &[], &first.lossy.allow);
     alone(team, refused, left_out)
 }
 
@@ -268,9 +283,9 @@ fn without_the_others(team: &TeamQuestion, rungs: &[Rung]) -> Option<TeamAnswer>
     let (able, unable): (Vec<usize>, Vec<usize>) = others.partition(|&device| able(&team.first_alike(device)));
     let beside = |&device: &usize| {
         let why = "there is no room for it and for what it wants of the host beside the faster one";
-        named(&team.devices[device].device.name, why.to_owned())
+        named(team, device, why.to_owned())
     };
-    let left_out = able.iter().map(beside).chain(cannot_hold(team, &unable, rungs)).collect();
+    let left_out = able.iter().map(beside).chain(cannot_hold(team, &unable, rungs, &[])).collect();
     Some(alone(team, best, left_out))
 }
 
@@ -291,7 +306,7 @@ fn best_alone(
         false => plan.devices[0].peak_bytes.saturating_sub(plan.devices[0].budget_bytes).0 as f64,
     };
     let rank = |answer: &Answer| (refused_first && answer.plan.fits, order(&answer.plan));
-    let answers = devices.map(|device| (device, search(&team.devices[device])));
+    let answers = devices.map(|device| (device, team.alone(device)));
     let ranked = answers.map(|(device, answer)| (rank(&answer), (device, answer)));
     let best = ranked.min_by(|(a, _), (b, _)| a.0.cmp(&b.0).then(a.1.total_cmp(&b.1)));
     best.map(|(_, best)| best)
@@ -360,10 +375,10 @@ fn with_more_of_the_host(team: &TeamQuestion, refused: &Plan) -> Option<Need> {
         // The state in parts takes longer to look at: where it is no less, that is not done.
         let layers = layers.map(|least| (least, Sharing::Layers)).into_iter();
         let ways = layers.chain(state.map(|least| (least, Sharing::State)));
-        let mut found: Option<(Bytes, TeamAnswer)> = None;
+        let mut found: Option<Bytes> = None;
         for (least, sharing) in ways {
             for more in MORE.map(|more| Bytes::mib((least.0 as f64 * more) as u64 >> 20)) {
-                let known = found.as_ref().map(|(host, _)| *host).into_iter().chain(alone).min();
+                let known = found.into_iter().chain(alone).min();
                 if more <= team.host || known.is_some_and(|known| more >= known) {
                     continue;
                 }
@@ -377,18 +392,16 @@ fn with_more_of_the_host(team: &TeamQuestion, refused: &Plan) -> Option<Need> {
                     }
                     _ => packed(&team, &rungs, &mut State::new(&team, &rungs)),
                 };
-                if let Some(answer) = answer {
-                    found = Some((more, answer));
+                if answer.is_some() {
+                    found = Some(more);
                     break;
                 }
             }
         }
-        if let Some((host, answer)) = found {
-            let device = refused.devices.first()?;
-            let peak = answer.plan.devices.iter().find(|of| of.name == device.name).map(|of| of.peak_bytes);
-            let (budget_bytes, host_bytes) = (device.budget_bytes, Some(host));
+        if found.is_some() {
+            let (budget_bytes, host_bytes) = (refused.devices.first()?.budget_bytes, found);
             let others = BTreeMap::new();
-            return Some(Need { allow: rungs, budget_bytes, host_bytes, file_bytes: None, peak_bytes: peak, others });
+            return Some(Need { allow: rungs, budget_bytes, host_bytes, file_bytes: None, peak_bytes: None, others });
         }
     }
     None
@@ -429,6 +442,7 @@ fn packed(team: &TeamQuestion, rungs: &[Rung], ways: &mut dyn ShareOut) -> Optio
             if plan.fits {
                 plan.left_out = ways.left_out(&way);
                 plan.worth = ways.worth(&way);
+                plan.team.iter_mut().zip(ways.why_holds(&way)).for_each(|(member, why)| member.why = why);
                 return Some(TeamAnswer { parts, plan, evaluator: None });
             }
             // Packed, they want more of the host than there is.
@@ -464,57 +478,57 @@ fn circles(devices: &[usize], link: impl Fn(usize) -> Link) -> Vec<Vec<usize>> {
 }
 
 /// A device that takes no part, and why.
-fn named(device: &str, why: String) -> LeftOut {
-    LeftOut { device: device.to_owned(), why, used_by: None, tokens_per_second: None, evaluates: None }
+fn named(team: &TeamQuestion, number: usize, why: String) -> LeftOut {
+    let device = team.devices[number].device.name.clone();
+    LeftOut { device, number, why, used_by: None, tokens_per_second: None, evaluates: None }
 }
 
 /// Who takes no part in a way whose state or layers are shared out: with it the others are slower, as `with` finds, or it
 /// cannot take part at all.
 fn out_of_way(team: &TeamQuestion, way: &Way, unable: &str, with: impl Fn(&[usize]) -> Option<Way>) -> Vec<LeftOut> {
-    let taken: Vec<usize> = way.ranks.iter().map(|given| given.device).collect();
+    let taken = way.devices();
     let out = (0..team.devices.len()).filter(|device| !taken.contains(device));
     let why = |device: usize| {
-        let name = &team.devices[device].device.name;
         let mut devices = taken.clone();
         devices.push(device);
         devices.sort_unstable();
         match with(&devices) {
-            Some(with) => slower_with(team, name, way.seconds, with.seconds),
-            None => named(name, unable.to_owned()),
+            Some(with) => slower_with(team, device, way.seconds, with.seconds),
+            None => named(team, device, unable.to_owned()),
         }
     };
     out.map(why).collect()
 }
 
 /// A device with which a step would take longer than without it.
-fn slower_with(team: &TeamQuestion, device: &str, without: f64, with: f64) -> LeftOut {
-    let share = 100.0 * without / with;
-    LeftOut {
-        tokens_per_second: Some(team.tokens() / with),
-        ..named(device, format!("it would slow the team: to {share:.1} % of the tokens a second, predicted"))
-    }
+fn slower_with(team: &TeamQuestion, device: usize, without: f64, with: f64) -> LeftOut {
+    LeftOut { tokens_per_second: Some(team.tokens() / with), ..named(team, device, slows(without / with)) }
 }
 
-/// Devices that cannot hold the model under some rungs.
-fn cannot_hold(team: &TeamQuestion, devices: &[usize], rungs: &[Rung]) -> Vec<LeftOut> {
-    let mut known: Vec<(usize, LeftOut)> = Vec::new();
-    for &device in devices {
-        let like = known.iter().find(|(other, _)| team.first_alike(*other) == team.first_alike(device));
-        let why = like.map_or_else(|| lacks(team, device, rungs), |(_, why)| why.clone());
-        known.push((device, LeftOut { device: team.devices[device].device.name.clone(), ..why }));
-    }
-    known.into_iter().map(|(_, why)| why).collect()
+/// Why a device is left out with which a team does such a part of what it does without it.
+fn slows(part: f64) -> String {
+    format!("it would slow the team: to {:.1} % of the tokens a second, predicted", 100.0 * part)
+}
+
+/// Devices that cannot hold the model under some rungs, nor with any of those that are allowed, too.
+fn cannot_hold(team: &TeamQuestion, devices: &[usize], rungs: &[Rung], allow: &[Rung]) -> Vec<LeftOut> {
+    let mut kinds: Vec<usize> = devices.iter().map(|&device| team.first_alike(device)).collect();
+    kinds.sort_unstable();
+    kinds.dedup();
+    let why = side_by_side(&kinds, |&kind| lacks(team, kind, rungs, allow));
+    let of = |&device: &usize| {
+        let kind = kinds.binary_search(&team.first_alike(device)).expect("every device is of a kind");
+        named(team, device, why[kind].clone())
+    };
+    devices.iter().map(of).collect()
 }
 
 /// What a device lacks to hold the model by itself.
-fn lacks(team: &TeamQuestion, device: usize, rungs: &[Rung]) -> LeftOut {
+fn lacks(team: &TeamQuestion, device: usize, rungs: &[Rung], allow: &[Rung]) -> String {
     let question = team.of(device, &Share::ALONE, 1, team.host);
-    let smallest = leanest(&under(&question, rungs), &[]);
+    let smallest = leanest(&under(&question, rungs), allow);
     let peak = Bytes(smallest.device) + question.device.charges;
-    named(
-        &question.device.name,
-        format!("its smallest recipe holds {peak}, and its load line is {}", question.device.budget),
-    )
+    format!("its smallest recipe holds {peak}, and its load line is {}", question.device.budget)
 }
 
 /// The plan of given shares and recipes, whatever the load lines say: for a resumed run. Members are found by their
@@ -573,8 +587,9 @@ fn given(team: &TeamQuestion, members: &[Member], plan: impl Fn(&Question, &Reci
         parts.push(Part { device, share, sequences: member.sequences, answer });
     }
     let mut plan = whole::plan(team, &mut parts);
+    plan.team.iter_mut().zip(members).for_each(|(member, before)| member.why.clone_from(&before.why));
     let others = (0..team.devices.len()).filter(|device| parts.iter().all(|part| part.device != *device));
-    let unused = |device: usize| named(&team.devices[device].device.name, "it has no part in this plan".to_owned());
+    let unused = |device: usize| named(team, device, "it has no part in this plan".to_owned());
     plan.left_out = others.map(unused).collect();
     evaluator::with(team, TeamAnswer { parts, plan, evaluator: None })
 }
@@ -583,7 +598,7 @@ fn given(team: &TeamQuestion, members: &[Member], plan: impl Fn(&Question, &Reci
 fn shares_of(members: &[Member]) -> Vec<Share> {
     let sequences: Vec<u64> = members.iter().map(|member| member.sequences).collect();
     let parts: Option<Vec<u64>> = members.iter().map(|member| member.state).collect();
-    let of = |member: &Member| member.sequences.div_ceil(u64::from(member.recipe.micro_batch));
+    let of = |member: &Member| member.recipe.micro_batches(member.sequences);
     let ends: Option<Vec<u64>> = members.iter().map(|member| member.layers.map(|[_, end]| end)).collect();
     if let Some(ends) = ends.filter(|ends| ends.len() > 1) {
         return layers::shares(&[vec![0], ends].concat());

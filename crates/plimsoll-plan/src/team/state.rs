@@ -1,7 +1,8 @@
 //! Weights, gradients and the optimizer's state stand in parts on all devices, as large as each one's memory allows, and
 //! every device computes some of the sequences of every micro-batch, as many as its speed allows. What a layer needs is
 //! gathered for each pass over it, so nobody has to hold the model, and everybody waits for everybody, layer by layer: all
-//! have the same number of micro-batches.
+//! have the same number of micro-batches. Who would be in the way of the others even with one sequence can do without any: it
+//! holds a part of the state, and computes nothing but the update of that.
 //!
 //! How many micro-batches there are is tried, fewest first: each takes the exchange once more, and what is large has to be
 //! computed again. A sketch of each is made from what a rank takes and holds where nothing is computed again, and where
@@ -12,7 +13,7 @@ use crate::search::{Candidate, InParts, Question, Rank, computing_seconds, faste
 use plimsoll_core::{Bytes, DeviceSpec, Rung, Sharing, Worth};
 use plimsoll_program::Share;
 use std::cell::{OnceCell, RefCell};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 /// All of the state, in the parts of a share.
 const WHOLE: u64 = 1024;
@@ -28,6 +29,8 @@ const ROOM: f64 = 1.002;
 const AGAIN: u32 = 4;
 /// And are taken where they take no more than this part of the time.
 const CLEARLY: f64 = 0.995;
+/// Why a device that could take part computes nothing.
+const UNABLE: &str = "it has no recipe with a sequence of each micro-batch";
 /// Times that the parts of a sketch are drawn anew because a rank has no recipe for its own.
 const TRIES: usize = 4;
 
@@ -68,25 +71,34 @@ impl<'t, 'q> State<'t, 'q> {
 
     /// No sharing of state does more tokens a second: everybody computes all the time, and nothing twice.
     pub fn at_most(&self) -> f64 {
+        self.at_most_of(0..self.team.devices.len())
+    }
+
+    /// The same where these compute.
+    fn at_most_of(&self, devices: impl Iterator<Item = usize>) -> f64 {
         let of = |device: usize| {
             let sizes = (0..32).map(|power| 1u64 << power).take_while(|&size| size <= self.team.total());
             let pinned = self.team.devices[device].pins.micro_batch.map(u64::from);
             let rate = |size: u64| size as f64 / self.computing(device, size);
             sizes.filter(|size| pinned.is_none_or(|pin| pin == *size)).chain(pinned).map(rate).fold(0.0, f64::max)
         };
-        let sequences: f64 = (0..self.team.devices.len()).map(of).sum();
+        let sequences: f64 = devices.map(of).sum();
         sequences * self.team.tokens() / self.team.total() as f64
     }
 
     /// About the least of the host that would do: everybody computes one sequence at once, and all again.
     pub fn least_host(&self) -> Option<Bytes> {
         let devices: Vec<usize> = (0..self.team.devices.len()).collect();
-        let sketch = self.sketch(&devices, devices.len() as u64, &vec![0; devices.len()])?;
+        let all = Ranks::computing(devices);
+        let sketch = self.sketch(&all, all.devices.len() as u64, &vec![0; all.devices.len()])?;
         Some(Bytes(sketch.waits as u64))
     }
 
     /// Seconds in which a device computes a micro-batch: between sizes that are powers of two, in proportion.
     fn computing(&self, device: usize, micro_batch: u64) -> f64 {
+        if micro_batch == 0 {
+            return 0.0;
+        }
         let kind = self.team.first_alike(device);
         let exactly = |size: u64| {
             let key = (kind, size as u32);
@@ -153,15 +165,17 @@ impl<'t, 'q> State<'t, 'q> {
         *self.in_parts.get_or_init(|| InParts::of(&under(&self.team.devices[0], self.rungs)))
     }
 
-    /// So many sequences of a micro-batch, each to whom it makes the least slow; nobody gets more than it can hold.
-    fn micro_batches(&self, devices: &[usize], sequences: u64, caps: &[u64]) -> Option<Vec<u64>> {
-        let mut own = vec![1; devices.len()];
-        if sequences < own.len() as u64 || caps.contains(&0) {
+    /// So many sequences of a micro-batch, each to whom it makes the least slow, and one at least to who computes; nobody gets
+    /// more than it can hold.
+    fn micro_batches(&self, Ranks { devices, holds }: &Ranks, sequences: u64, caps: &[u64]) -> Option<Vec<u64>> {
+        let mut own: Vec<u64> = holds.iter().map(|&holds| u64::from(!holds)).collect();
+        let least: u64 = own.iter().sum();
+        if sequences < least || own.iter().zip(caps).any(|(own, cap)| own > cap) {
             return None;
         }
-        for _ in own.len() as u64..sequences {
+        for _ in least..sequences {
             let after = |rank: &usize| self.computing(devices[*rank], own[*rank] + 1);
-            let free = (0..devices.len()).filter(|&rank| own[rank] < caps[rank]);
+            let free = (0..devices.len()).filter(|&rank| !holds[rank] && own[rank] < caps[rank]);
             let rank = free.min_by(|a, b| after(a).total_cmp(&after(b)))?;
             own[rank] += 1;
         }
@@ -169,8 +183,9 @@ impl<'t, 'q> State<'t, 'q> {
     }
 
     /// What such a number of micro-batches comes to, by what ranks take and hold; `tight` bytes of each are not used.
-    fn sketch(&self, devices: &[usize], at_once: u64, tight: &[u64]) -> Option<Sketch> {
-        if self.team.total() < devices.len() as u64 {
+    fn sketch(&self, ranks: &Ranks, at_once: u64, tight: &[u64]) -> Option<Sketch> {
+        let Ranks { devices, holds } = ranks;
+        if self.team.total() < ranks.computes() {
             return None;
         }
         let budget = |rank: usize| {
@@ -187,22 +202,22 @@ impl<'t, 'q> State<'t, 'q> {
         let mut caps = vec![u64::MAX; devices.len()];
         for _ in 0..TRIES {
             let micro_batches = match pinned {
-                Some(pin) => vec![pin; devices.len()],
-                None => self.micro_batches(devices, at_once, &caps)?,
+                Some(pin) => holds.iter().map(|&holds| if holds { 0 } else { pin }).collect(),
+                None => self.micro_batches(ranks, at_once, &caps)?,
             };
-            let ranks: Vec<Rank> =
+            let taken: Vec<Rank> =
                 devices.iter().zip(&micro_batches).map(|(&device, &own)| self.rank(device, own, devices)).collect();
-            let over = (0..devices.len()).filter(|&rank| ranks[rank].beside[1] > beside(rank)).collect::<Vec<_>>();
+            let over = (0..devices.len()).filter(|&rank| taken[rank].beside[1] > beside(rank)).collect::<Vec<_>>();
             if over.is_empty() {
                 let count = self.team.total().div_ceil(micro_batches.iter().sum());
                 let budgets = (0..devices.len()).map(budget).collect::<Vec<_>>();
-                return self.filled(devices, count, micro_batches, &ranks, &budgets);
+                return self.filled(devices, count, micro_batches, &taken, &budgets);
             }
-            if pinned.is_some() {
+            if pinned.is_some() || over.iter().any(|&rank| holds[rank]) {
                 return None;
             }
             for rank in over {
-                let fits = micro_batches[rank] as u128 * u128::from(beside(rank)) / u128::from(ranks[rank].beside[1]);
+                let fits = micro_batches[rank] as u128 * u128::from(beside(rank)) / u128::from(taken[rank].beside[1]);
                 caps[rank] = (fits as u64).min(micro_batches[rank] - 1);
             }
         }
@@ -303,14 +318,14 @@ impl<'t, 'q> State<'t, 'q> {
     }
 
     /// Sketches of numbers of micro-batches that are worth trying, fastest first.
-    fn sketches(&self, devices: &[usize]) -> Vec<Sketch> {
-        let (total, ranks) = (self.team.total(), devices.len() as u64);
+    fn sketches(&self, ranks: &Ranks) -> Vec<Sketch> {
+        let (total, least) = (self.team.total(), ranks.computes());
         let mut at_once: Vec<u64> = match self.team.devices[0].pins.micro_batch {
-            Some(pin) => vec![u64::from(pin) * ranks],
+            Some(pin) => vec![u64::from(pin) * least],
             None => {
                 let counts = (0..32).flat_map(|power| [1 << power, 3 << power]).take_while(|&count| count <= 2 * total);
-                // At last as few at once as there are devices.
-                counts.map(|count| total.div_ceil(count)).filter(|&at_once| at_once >= ranks).chain([ranks]).collect()
+                // At last as few at once as there are devices that compute.
+                counts.map(|count| total.div_ceil(count)).filter(|&at_once| at_once >= least).chain([least]).collect()
             }
         };
         at_once.sort_unstable_by(|a, b| b.cmp(a));
@@ -318,7 +333,7 @@ impl<'t, 'q> State<'t, 'q> {
         let mut found: Vec<Sketch> = Vec::new();
         let (mut best, mut worse) = (f64::INFINITY, 0);
         for at_once in at_once {
-            let Some(sketch) = self.sketch(devices, at_once, &vec![0; devices.len()]) else { continue };
+            let Some(sketch) = self.sketch(ranks, at_once, &vec![0; ranks.devices.len()]) else { continue };
             worse = if sketch.seconds < best { 0 } else { worse + 1 };
             best = best.min(sketch.seconds);
             found.push(sketch);
@@ -331,18 +346,19 @@ impl<'t, 'q> State<'t, 'q> {
     }
 
     /// The fastest way for some devices, all of which take part.
-    fn way(&self, devices: &[usize]) -> Option<Way> {
-        let sketches = self.sketches(devices);
+    fn way(&self, ranks: &Ranks) -> Option<Way> {
+        let sketches = self.sketches(ranks);
         let fastest = sketches.first()?.seconds;
         let near = sketches.iter().take(LOOKS).take_while(|sketch| sketch.seconds <= NEAR * fastest);
-        let found: Vec<Option<Way>> = near.map(|sketch| self.searched(devices, sketch)).collect();
+        let found: Vec<Option<Way>> = near.map(|sketch| self.searched(ranks, sketch)).collect();
         let looked = found.len();
         let best = found.into_iter().flatten().min_by(|a, b| a.seconds.total_cmp(&b.seconds));
-        best.or_else(|| sketches.iter().skip(looked).find_map(|sketch| self.searched(devices, sketch)))
+        best.or_else(|| sketches.iter().skip(looked).find_map(|sketch| self.searched(ranks, sketch)))
     }
 
     /// A sketch with the recipe of each rank, if all have one.
-    fn searched(&self, devices: &[usize], sketch: &Sketch) -> Option<Way> {
+    fn searched(&self, ranks: &Ranks, sketch: &Sketch) -> Option<Way> {
+        let devices = &ranks.devices;
         let specs: Vec<DeviceSpec> = devices.iter().map(|&device| self.spec(device, devices)).collect();
         let mut tight = vec![0; devices.len()];
         let mut sketch = sketch.clone();
@@ -382,7 +398,7 @@ impl<'t, 'q> State<'t, 'q> {
             for rank in without {
                 tight[rank] += specs[rank].arena_budget().0 / 48;
             }
-            sketch = self.sketch(devices, sketch.micro_batches.iter().sum(), &tight)?;
+            sketch = self.sketch(ranks, sketch.micro_batches.iter().sum(), &tight)?;
         }
         None
     }
@@ -407,35 +423,98 @@ impl<'t, 'q> State<'t, 'q> {
         shares.into_iter().enumerate().map(of).collect()
     }
 
-    /// Whom a team might be faster without: who has one sequence of each micro-batch and is still the slowest; where all
-    /// together have no way, the slowest.
-    fn slows(&self, devices: &[usize], way: Option<&Way>) -> Vec<usize> {
+    /// Whom a team might be faster without, or without its sequences: who has one of each micro-batch and is still the
+    /// slowest; where all together have no way, the slowest that computes. Of those that are alike the first.
+    fn slows(&self, ranks: &Ranks, way: Option<&Way>) -> Vec<usize> {
         let Some(way) = way else {
             let slower = |a: &usize, b: &usize| self.computing(*a, 1).total_cmp(&self.computing(*b, 1));
-            return devices.iter().copied().max_by(slower).into_iter().collect();
+            return ranks.that_compute().max_by(slower).into_iter().collect();
         };
         let seconds = |given: &Given| self.computing(given.device, u64::from(given.recipe.micro_batch));
         let slowest = way.ranks.iter().map(seconds).fold(0.0, f64::max);
         let slows = |given: &&Given| given.recipe.micro_batch == 1 && seconds(given) >= slowest;
-        way.ranks.iter().filter(slows).map(|given| given.device).collect()
+        let mut seen = HashSet::new();
+        let first = |device: &usize| seen.insert((self.team.first_alike(*device), self.held_back[*device]));
+        way.ranks.iter().filter(slows).map(|given| given.device).filter(first).collect()
     }
 
-    /// The fastest way for some devices, or for fewer of them where each that is left out was in the way of the others.
-    fn way_without_the_slow(&self, mut devices: Vec<usize>) -> Option<Way> {
-        let mut best = self.way(&devices);
-        while devices.len() > 2 {
-            let fewer = self.slows(&devices, best.as_ref()).into_iter().filter_map(|out| {
-                let devices: Vec<usize> = devices.iter().copied().filter(|&device| device != out).collect();
-                self.way(&devices).map(|way| (devices, way))
+    /// The fastest way for some devices. Who is in the way of the others may only hold a part of the state; or is not there,
+    /// where devices `may_leave`.
+    fn way_without_the_slow(&self, devices: Vec<usize>, may_leave: bool) -> Option<Way> {
+        let mut ranks = Ranks::computing(devices);
+        let mut best = self.way(&ranks);
+        loop {
+            let seconds = best.as_ref().map_or(f64::INFINITY, |best| best.seconds);
+            let others = self.slows(&ranks, best.as_ref()).into_iter().flat_map(|slow| {
+                let without = (may_leave && ranks.devices.len() > 2).then(|| ranks.without(slow));
+                without.into_iter().chain([ranks.holding(slow)])
             });
-            match fewer.min_by(|a, b| a.1.seconds.total_cmp(&b.1.seconds)) {
-                Some((left, way)) if best.as_ref().is_none_or(|best| way.seconds < best.seconds) => {
-                    (devices, best) = (left, Some(way));
-                }
-                _ => break,
+            // Not even if those that compute did nothing else.
+            let could = |ranks: &Ranks| self.team.tokens() / self.at_most_of(ranks.that_compute()) < seconds;
+            let others = others.filter(|ranks| ranks.computes() > 0 && could(ranks));
+            let ways = others.filter_map(|ranks| self.way(&ranks).map(|way| (ranks, way)));
+            match ways.min_by(|a, b| a.1.seconds.total_cmp(&b.1.seconds)) {
+                Some((other, way)) if way.seconds < seconds => (ranks, best) = (other, Some(way)),
+                _ => break best,
             }
         }
-        best
+    }
+
+    /// Beside a way in which somebody only holds a part of the state, that in which all compute; else that in which who is in
+    /// the way of the others only holds.
+    pub fn otherwise(&self, way: &Way) -> Option<Way> {
+        let all = Ranks::computing(way.devices());
+        if way.ranks.iter().any(|given| given.sequences == 0) {
+            return self.way(&all);
+        }
+        let holding = self.slows(&all, Some(way)).into_iter().map(|slow| all.holding(slow));
+        let ways = holding.filter(|ranks| ranks.computes() > 0).filter_map(|ranks| self.way(&ranks));
+        ways.min_by(|a, b| a.seconds.total_cmp(&b.seconds))
+    }
+}
+
+/// Who takes part, in the order of ranks.
+#[derive(Clone, Debug)]
+struct Ranks {
+    devices: Vec<usize>,
+    /// Which of them only hold a part of the state, and compute nothing.
+    holds: Vec<bool>,
+}
+
+impl Ranks {
+    fn computing(devices: Vec<usize>) -> Ranks {
+        Ranks { holds: vec![false; devices.len()], devices }
+    }
+
+    /// Some devices, of which those that only hold in a way do so.
+    fn as_in(way: &Way, devices: &[usize]) -> Ranks {
+        let holds = |device: &usize| way.ranks.iter().any(|given| given.device == *device && given.sequences == 0);
+        Ranks { devices: devices.to_vec(), holds: devices.iter().map(holds).collect() }
+    }
+
+    fn that_compute(&self) -> impl Iterator<Item = usize> {
+        self.devices.iter().zip(&self.holds).filter(|(_, holds)| !**holds).map(|(device, _)| *device)
+    }
+
+    /// How many compute.
+    fn computes(&self) -> u64 {
+        self.that_compute().count() as u64
+    }
+
+    fn without(&self, out: usize) -> Ranks {
+        let left = self.devices.iter().zip(&self.holds).filter(|(device, _)| **device != out);
+        let (devices, holds) = left.unzip();
+        Ranks { devices, holds }
+    }
+
+    fn holding(&self, device: usize) -> Ranks {
+        let holds = self.devices.iter().zip(&self.holds).map(|(&other, &holds)| holds || other == device);
+        Ranks { holds: holds.collect(), devices: self.devices.clone() }
+    }
+
+    fn computing_too(&self, device: usize) -> Ranks {
+        let holds = self.devices.iter().zip(&self.holds).map(|(&other, &holds)| holds && other != device);
+        Ranks { holds: holds.collect(), devices: self.devices.clone() }
     }
 }
 
@@ -443,14 +522,14 @@ impl ShareOut for State<'_, '_> {
     fn fastest(&self) -> Option<Way> {
         let mut devices: Vec<usize> = (0..self.team.devices.len()).collect();
         if self.team.all || self.kept().is_some() {
-            return if devices.len() < 2 { None } else { self.way(&devices) };
+            return if devices.len() < 2 { None } else { self.way_without_the_slow(devices, false) };
         }
-        // Everybody has a sequence of each micro-batch.
+        // Who could have no sequence of any micro-batch is not looked at.
         devices.sort_by(|&a, &b| self.computing(a, 1).total_cmp(&self.computing(b, 1)));
         let of_circle = |mut circle: Vec<usize>| {
             circle.truncate(self.team.total() as usize);
             circle.sort_unstable();
-            self.way_without_the_slow(circle)
+            self.way_without_the_slow(circle, true)
         };
         let circles = circles(&devices, |device| self.team.devices[device].device.team_link);
         let ways = circles.into_iter().filter(|circle| circle.len() > 1).filter_map(of_circle);
@@ -464,7 +543,21 @@ impl ShareOut for State<'_, '_> {
     }
 
     fn left_out(&self, way: &Way) -> Vec<LeftOut> {
-        out_of_way(self.team, way, "it has no recipe with a sequence of each micro-batch", |devices| self.way(devices))
+        out_of_way(self.team, way, UNABLE, |devices| self.way(&Ranks::as_in(way, devices)))
+    }
+
+    fn why_holds(&self, way: &Way) -> Vec<Option<String>> {
+        let ranks = Ranks::as_in(way, &way.devices());
+        let why = |given: &Given| {
+            (given.sequences == 0).then(|| match self.way(&ranks.computing_too(given.device)) {
+                Some(with) => format!(
+                    "with some of its own it would slow the team to {:.1} % of the tokens a second, predicted",
+                    100.0 * way.seconds / with.seconds
+                ),
+                None => UNABLE.to_owned(),
+            })
+        };
+        way.ranks.iter().map(why).collect()
     }
 
     fn worth(&self, _: &Way) -> Option<Worth> {

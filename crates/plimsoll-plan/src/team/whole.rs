@@ -3,6 +3,7 @@
 use super::layers::{StageSeconds, step_seconds};
 use super::{Part, TeamQuestion, slowest};
 use crate::price::Prices;
+use crate::search::checkpoint_bytes;
 use plimsoll_core::{Bytes, Class, DevicePlan, Link, Member, Plan, Predicted, Sharing};
 
 /// A link over which everything is there at once.
@@ -41,6 +42,7 @@ pub(super) fn plan(team: &TeamQuestion, parts: &mut [Part]) -> Plan {
             [own.start, own.end]
         }),
         state: part.share.own_part(),
+        why: None,
         algorithms: None,
         busy_seconds: *busy,
         idle_seconds: step_seconds - busy,
@@ -53,6 +55,11 @@ pub(super) fn plan(team: &TeamQuestion, parts: &mut [Part]) -> Plan {
         sharing,
         team: if many { parts.iter().zip(&busy).map(member).collect() } else { vec![] },
         link_seconds: many.then_some((step_seconds - unlinked).max(0.0)),
+        // Every stage saves what is its own.
+        checkpoint_bytes: match sharing {
+            Some(Sharing::Layers) => checkpoint_bytes(parts.iter().map(|part| &part.answer.set)),
+            _ => first.checkpoint_bytes,
+        },
         host: host(team, parts),
         predicted: Predicted { step_seconds, tokens_per_second: team.tokens() / step_seconds },
         ..first.clone()

@@ -227,7 +227,7 @@ impl From<DataError> for Failure {
             }
             DataError::Kind { .. } => Some("data files end in .jsonl or, in the text format, .txt".to_owned()),
             DataError::Io { source, .. } if source.kind() == io::ErrorKind::StorageFull => Some(
-                "the token cache takes 4 bytes a token, 8 with labels; free some space, or name another folder with PLIMSOLL_CACHE"
+                "free some space there, or name another folder: run.dir for a run; PLIMSOLL_CACHE for tokens, 4 bytes each, 8 with labels"
                     .to_owned(),
             ),
             DataError::CacheFolder { .. } => {

@@ -59,6 +59,7 @@ pub use loader::{Loader, Step};
 pub(crate) use order::mix;
 pub use order::{Batches, Order};
 pub use rows::{Dataset, IGNORED, Rows};
+pub(crate) use source::files;
 pub use tokenizer::{Tokenizer, end_token};
 
 pub use crate::run_file::{Format, Long};

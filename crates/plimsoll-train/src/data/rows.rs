@@ -39,7 +39,7 @@ impl Dataset {
         if !(1..=SEQUENCE_MAX).contains(&sequence) {
             return Err(DataError::Sequence { sequence, limit: SEQUENCE_MAX });
         }
-        let files = source::files(spec)?;
+        let files = source::files(&spec.patterns, spec.format)?;
         let cache = TokenCache::open(spec, &files, tokenizer, cache_folder, threads, progress)?;
         let counts = &cache.counts;
         if counts.documents == 0 {

@@ -1,8 +1,8 @@
 //! The user's files: globs to files, files to documents. Memory is bounded by the longest line and
 //! by [`PIECE_BYTES`]; nothing here knows tokenizers, rows or the cache.
 
+use super::Format;
 use super::error::{DataError, Place};
-use super::{DataSpec, Format};
 use plimsoll_core::Bytes;
 use serde::Deserialize;
 use std::borrow::Cow;
@@ -45,10 +45,13 @@ pub(super) enum Found<'a> {
     Nothing,
 }
 
-/// The files that `spec` names: patterns in order, a glob's files alphabetically, each file once.
-pub(super) fn files(spec: &DataSpec) -> Result<Vec<PathBuf>, DataError> {
+/// The files that patterns name: these in order, a glob's files alphabetically, each file once.
+///
+/// # Errors
+/// There are none, or some are not of the format.
+pub(crate) fn files(patterns: &[String], format: Format) -> Result<Vec<PathBuf>, DataError> {
     let mut files: Vec<PathBuf> = Vec::new();
-    for pattern in &spec.patterns {
+    for pattern in patterns {
         // A file whose name happens to hold brackets is meant as it stands.
         let found = if Path::new(pattern).exists() {
             vec![PathBuf::from(pattern)]
@@ -61,7 +64,7 @@ pub(super) fn files(spec: &DataSpec) -> Result<Vec<PathBuf>, DataError> {
             return Err(DataError::NoFiles { pattern: pattern.clone() });
         }
         for file in found {
-            kind(&file, spec.format)?;
+            kind(&file, format)?;
             if !files.contains(&file) {
                 files.push(file);
             }

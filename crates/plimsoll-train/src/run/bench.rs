@@ -223,7 +223,7 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
         let start = Instant::now();
         let labelled_tokens = rows.labelled_tokens();
         let input = StepInput { step: number, learning_rate: 3e-4, betas, clip_norm: 1.0, labelled_tokens };
-        engine.gradients(&mut rows, &input)?;
+        engine.gradients(&mut rows, &input, 1)?;
         engine.update()?;
         if (shape.warmup + 1..=timed).contains(&number) {
             seconds.push(start.elapsed().as_secs_f64());

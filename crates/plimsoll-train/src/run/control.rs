@@ -153,7 +153,14 @@ fn serve(caller: &UnixStream, wishes: &Sender<Wish>) -> io::Result<()> {
 pub fn ask(run_dir: &Path, device: Option<&str>, budget: Budget) -> Result<Moved, Failure> {
     let path = socket(run_dir);
     let nobody = |error: io::Error| {
-        Failure::input(format!("{}: no run is under way here ({error})", run_dir.display()))
+        use io::ErrorKind::{ConnectionRefused, NotFound};
+        let why = match error.kind() {
+            NotFound if !run_dir.is_dir() => ": there is no such folder".to_owned(),
+            // No socket, or one that a killed run has left.
+            NotFound | ConnectionRefused => String::new(),
+            _ => format!(" ({error})"),
+        };
+        Failure::input(format!("{}: no run is under way here{why}", run_dir.display()))
             .hint("name the folder of a run that `plimsoll train` works on now (run.dir)")
     };
     let mut stream = UnixStream::connect(&path).map_err(nobody)?;
@@ -191,7 +198,9 @@ mod tests {
     #[test]
     fn a_folder_without_a_run_and_words_that_mean_nothing_are_told() {
         let folder = tempfile::tempdir().unwrap();
-        assert!(ask(folder.path(), None, Budget::DEVICE).unwrap_err().message.contains("no run is under way here"));
+        let told = |folder: &Path| ask(folder, None, Budget::DEVICE).unwrap_err().message;
+        assert!(told(folder.path()).ends_with("no run is under way here"));
+        assert!(told(&folder.path().join("nope")).ends_with("no run is under way here: there is no such folder"));
         let _control = Control::listen(folder.path()).unwrap();
         let mut stream = UnixStream::connect(socket(folder.path())).unwrap();
         stream.write_all(b"{\"budget\": \"six\"}\n").unwrap();

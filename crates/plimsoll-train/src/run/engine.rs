@@ -1,7 +1,7 @@
 //! One device with the Programs of a run: steps, evaluations, tokens. No files, no clock, no order.
 
+use super::abreast::Gone;
 use super::far::device::{FarDevice, Line};
-use super::heartbeat::Heart;
 use super::open::open;
 use super::rehearsal::Rehearsal;
 use super::spaces::stored;
@@ -17,7 +17,7 @@ use plimsoll_device::process;
 use plimsoll_device::transport::Seat;
 use plimsoll_plan::search::Answer;
 use plimsoll_program::scalars::{METRIC_COUNT, METRICS, Metric, SCALAR_COUNT, SCALARS, Scalar};
-use plimsoll_program::{ProgramSet, Schedule, TensorId, schedule};
+use plimsoll_program::{Program, ProgramSet, Schedule, TensorId, schedule};
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -82,7 +82,7 @@ impl Evaluated {
     }
 }
 
-/// What the host fills for a micro-batch; a stage of a pipeline needs some of it.
+/// What the host fills for a micro-batch; a stage of a pipeline needs some of it, who computes nothing none.
 struct Inputs {
     tokens: Option<Input>,
     labels: Option<Input>,
@@ -99,11 +99,11 @@ struct Input {
 }
 
 /// What a pass of generation is given and gives: of the stages of a pipeline only the first takes tokens, and only the last
-/// has logits.
+/// has logits; who computes nothing has none of it.
 #[derive(Clone, Copy)]
 struct Generating {
     tokens: Option<TensorId>,
-    positions: TensorId,
+    positions: Option<TensorId>,
     logits: Option<TensorId>,
     /// Tokens at once.
     room: usize,
@@ -128,30 +128,56 @@ struct Names {
 }
 
 impl Names {
+    /// Of no Programs.
+    fn none() -> Names {
+        Names {
+            scalars: TensorId(0),
+            metrics: TensorId(0),
+            train: None,
+            in_flight: 1,
+            evaluate: None,
+            prefill: None,
+            decode: None,
+            capacity: 0,
+            lengths: HashMap::new(),
+            files: HashMap::new(),
+        }
+    }
+
     fn of(set: &ProgramSet) -> Names {
         let find = |name: &str| set.find(name).unwrap_or_else(|| panic!("the programs have no `{name}`"));
-        let input = |name: &str| set.find(name).map(|tensor| Input { tensor, slots: set.tensor(tensor).slots });
-        let inputs = |prefix: &str| Inputs {
-            tokens: input(&format!("{prefix}.tokens")),
-            labels: input(&format!("{prefix}.labels")),
-            positions: input(&format!("{prefix}.positions")),
-            document_start: input(&format!("{prefix}.document_start")),
-            weights: input(&format!("{prefix}.token_weights")),
+        let named = |list: &[TensorId], name: &str| set.find(name).filter(|tensor| list.contains(tensor));
+        let inputs = |program: &Program, prefix: &str| {
+            let input = |name: &str| {
+                let tensor = named(&program.inputs, &format!("{prefix}.{name}"))?;
+                Some(Input { tensor, slots: set.tensor(tensor).slots })
+            };
+            Inputs {
+                tokens: input("tokens"),
+                labels: input("labels"),
+                positions: input("positions"),
+                document_start: input("document_start"),
+                weights: input("token_weights"),
+            }
         };
         let generation = |name: &str| {
-            set.program(name).map(|_| {
-                let positions = find(&format!("{name}.positions"));
-                let (tokens, logits) = (set.find(&format!("{name}.tokens")), set.find(&format!("{name}.logits")));
-                Generating { tokens, positions, logits, room: set.tensor(positions).elements() as usize }
+            set.program(name).map(|program| Generating {
+                tokens: named(&program.inputs, &format!("{name}.tokens")),
+                positions: named(&program.inputs, &format!("{name}.positions")),
+                logits: named(&program.outputs, &format!("{name}.logits")),
+                room: set.tensor(find(&format!("{name}.positions"))).elements() as usize,
             })
         };
+        let train = set.program("forward").map(|program| inputs(program, "train"));
         Names {
             scalars: find(SCALARS),
             metrics: find(METRICS),
-            train: set.program("forward").map(|_| inputs("train")),
             // Positions are read by every backward pass.
-            in_flight: input("train.positions").map_or(1, |input| input.slots),
-            evaluate: set.program("evaluate").map(|_| (inputs("evaluate"), set.find("evaluate.correct"))),
+            in_flight: train.as_ref().and_then(|train| train.positions).map_or(1, |input| input.slots),
+            train,
+            evaluate: set
+                .program("evaluate")
+                .map(|program| (inputs(program, "evaluate"), named(&program.outputs, "evaluate.correct"))),
             prefill: generation("prefill"),
             decode: generation("decode"),
             capacity: set.find("cache_keys").map_or(0, |keys| set.tensor(keys).shape[0] as usize),
@@ -174,7 +200,7 @@ pub struct Engine {
     names: Names,
     observer: Box<dyn Observer>,
     rehearsal: Rehearsal,
-    /// The first op of the update that has not been done: above 1 while a step is half taken.
+    /// The first op of the update that has not been done: above 1 from then on that a step is half taken until the next.
     update_from: u32,
     /// Whether it works in a team.
     seated: bool,
@@ -182,6 +208,9 @@ pub struct Engine {
     held_up: f64,
     computed: Option<Computed>,
 }
+
+/// No op of the update is left.
+const UPDATED: u32 = u32::MAX;
 
 /// What a device of a team computed in a step before the update: what it waited for is left out.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -241,26 +270,6 @@ impl Engine {
         self.far.as_ref()
     }
 
-    /// Begins to give signs of life for the device of this name, who may be silent for so long.
-    pub(super) fn heart(&self, device: &str, silence: Duration) -> Option<Heart> {
-        let heart = match (self.gpu().and_then(OnGpu::answers), self.far.clone()) {
-            (Some(answers), _) => Heart::start(device, silence, answers),
-            (None, Some(line)) => Heart::start(device, silence, move || line.answers()),
-            // The processor answers for as long as threads run.
-            (None, None) => Heart::start(device, silence, || true),
-        };
-        // Who waits for its answers is let go when it is missed.
-        if let (Some(line), Some(heart)) = (&self.far, &heart) {
-            line.watched_by(heart.pulse());
-        }
-        heart
-    }
-
-    /// It has a seat in a team, which its process was told.
-    pub fn is_seated(&mut self) {
-        self.seated = true;
-    }
-
     /// The GPU, where it is one of this process's.
     pub fn gpu(&self) -> Option<&OnGpu> {
         self.gpu.as_ref()
@@ -291,11 +300,27 @@ impl Engine {
         sequence: u64,
         vocab: u64,
     ) -> Engine {
+        Engine::around(device, Names::of(set), precision, recipe, [sequence, vocab])
+    }
+
+    /// Stands for the device of this name while that is elsewhere, see [`Gone`].
+    pub(super) fn gone(device: &str) -> Engine {
+        Engine::around(Gone::of(device), Names::none(), DType::F32, Recipe::on_device(1, vec![]), [0, 0])
+    }
+
+    /// An engine that has done nothing yet.
+    fn around(
+        device: Box<dyn Device>,
+        names: Names,
+        precision: DType,
+        recipe: Recipe,
+        [sequence, vocab]: [u64; 2],
+    ) -> Engine {
         Engine {
             precision,
             sequence: sequence as usize,
             vocab: vocab as usize,
-            names: Names::of(set),
+            names,
             recipe,
             device,
             gpu: None,
@@ -315,6 +340,7 @@ impl Engine {
     /// # Errors
     /// What the device refuses.
     pub fn adopt(&mut self, answer: Answer) -> Result<(), DeviceError> {
+        self.rehearsal.check_presence("re-plan")?;
         if self.rehearsal.refuses_replan() {
             return Err(DeviceError::Refused { program: "re-plan".into(), tick: 1, op: "move" });
         }
@@ -324,12 +350,12 @@ impl Engine {
         Ok(())
     }
 
-    /// Takes a seat in a team.
+    /// Takes a seat in a team; one that lives elsewhere has got it in its process, and is given none.
     ///
     /// # Errors
     /// A device that cannot work in one.
-    pub fn join(&mut self, seat: Seat) -> Result<(), DeviceError> {
-        self.device.join(seat)?;
+    pub fn sit(&mut self, seat: Option<Seat>) -> Result<(), DeviceError> {
+        seat.map_or(Ok(()), |seat| self.device.join(seat))?;
         self.seated = true;
         Ok(())
     }
@@ -457,20 +483,26 @@ impl Engine {
         }
     }
 
-    /// Fills up with empty rows to whole micro-batches, and says how many there are. Rows that were filled up before,
-    /// for another micro-batch, are filled up further: empty rows count nothing.
-    fn fill_up(&self, rows: &mut Rows) -> usize {
+    /// Fills up with empty rows to whole micro-batches, and to so many at least, and says how many there are. Rows that were
+    /// filled up before, for another micro-batch, are filled up further: empty rows count nothing.
+    fn fill_up(&self, rows: &mut Rows, at_least: usize) -> usize {
         let size = self.recipe.micro_batch as usize;
-        while !rows.len().is_multiple_of(size) {
+        if size == 0 {
+            assert!(rows.is_empty(), "who computes nothing is given nothing");
+            return at_least;
+        }
+        while rows.len() < at_least * size || !rows.len().is_multiple_of(size) {
             rows.push_empty();
         }
         rows.len() / size
     }
 
-    /// Gradients of all rows of a step, and the clip factor. The weights stay as they are: a step that
-    /// fails, or is not finite, can be dropped and done again.
-    pub fn gradients(&mut self, rows: &mut Rows, input: &StepInput) -> Result<StepLoss, DeviceError> {
+    /// Gradients of all rows of a step, and the clip factor, in at least so many micro-batches: the others of a team wait for
+    /// what this device adds to theirs, be it nothing. The weights stay as they are: a step that fails, or is not finite, can
+    /// be dropped and done again.
+    pub fn gradients(&mut self, rows: &mut Rows, input: &StepInput, at_least: u64) -> Result<StepLoss, DeviceError> {
         // A step whose rows have no label at all changes nothing but the averages.
+        self.update_from = 1;
         let inverse_tokens = if input.labelled_tokens == 0 { 0.0 } else { 1.0 / input.labelled_tokens as f64 };
         let corrections = input.betas.map(|beta| 1.0 - beta.powf(input.step as f64));
         self.set_scalars(&[
@@ -485,11 +517,7 @@ impl Engine {
         let before = self.spent()?;
         self.run("begin")?;
         let values = self.recipe.micro_batch as usize * self.sequence;
-        if rows.is_empty() {
-            // The others of a team wait for what this device adds to theirs, be it nothing.
-            rows.push_empty();
-        }
-        let count = self.fill_up(rows);
+        let count = self.fill_up(rows, at_least.max(1) as usize);
         let schedule = Schedule::one_forward_one_backward(self.names.in_flight, 0, count as u32);
         for schedule::Call { program, micro_batch, last } in &schedule.calls {
             match program.as_str() {
@@ -523,27 +551,31 @@ impl Engine {
         Ok(self.device.computed().map(|seconds| seconds + self.held_up))
     }
 
-    /// The weights change. Refused in the middle, it has changed some tensors whole and left the others as they were:
-    /// called again, it goes on with those.
+    /// The weights change, once for all gradients. Refused in the middle, it has changed some tensors whole and left the others
+    /// as they were: called again, it goes on with those.
     pub fn update(&mut self) -> Result<(), DeviceError> {
+        if self.update_from == UPDATED {
+            return Ok(());
+        }
         let result = self.call(Call { from: self.update_from, ..Call::of("update") }, &mut NoFiles);
         self.update_from = match &result {
+            Ok(()) => UPDATED,
             Err(DeviceError::Refused { tick, .. }) => *tick,
-            _ => 1,
+            Err(_) => 1,
         };
         result
     }
 
-    /// Ops of the present update that are done, where it was refused in its middle.
+    /// Ops of the present update that are done; more than there are where it is over.
     pub fn updated(&self) -> u64 {
         u64::from(self.update_from - 1)
     }
 
-    /// Loss and hits of some rows.
+    /// Loss and hits of some rows, in a micro-batch at least.
     pub fn evaluate(&mut self, rows: &mut Rows) -> Result<Evaluated, DeviceError> {
         let mut sum = Evaluated::default();
         let values = self.recipe.micro_batch as usize * self.sequence;
-        for micro_batch in 0..self.fill_up(rows) {
+        for micro_batch in 0..self.fill_up(rows, 1) {
             let range = micro_batch * values..(micro_batch + 1) * values;
             let zeros = [0; 8 * METRIC_COUNT as usize];
             self.device.write(self.names.metrics, 0, &zeros);
@@ -552,7 +584,7 @@ impl Engine {
             Engine::feed(&mut *self.device, self.precision, inputs, rows, range.clone(), 0);
             self.run("evaluate")?;
             self.device.settle()?;
-            // The other stages of a pipeline only pass on what they are given.
+            // The other stages of a pipeline only pass on what they are given, and some only hold what others need.
             let Some(correct) = correct else { continue };
             let mut hits = vec![0i32; values];
             self.device.read(correct, 0, bytemuck::cast_slice_mut(&mut hits));
@@ -566,7 +598,7 @@ impl Engine {
     }
 
     /// Puts tokens behind the `length` tokens that the cache holds, and gives the logits of the one
-    /// that follows the last; none on a stage of a pipeline that is not the last.
+    /// that follows the last; none on a stage of a pipeline that is not the last, or where nothing is computed.
     pub fn extend(&mut self, tokens: &[i32], mut length: usize) -> Result<Vec<f64>, DeviceError> {
         let mut rest = tokens;
         let mut logits_of = None;
@@ -585,7 +617,9 @@ impl Engine {
             if let Some(tokens) = tokens {
                 self.device.write(tokens, 0, cast_slice(&padded));
             }
-            self.device.write(positions, 0, cast_slice(&places));
+            if let Some(positions) = positions {
+                self.device.write(positions, 0, cast_slice(&places));
+            }
             self.run(program)?;
             length += count;
             rest = &rest[count..];

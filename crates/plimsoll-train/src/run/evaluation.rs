@@ -5,7 +5,7 @@
 
 use super::control::Moved;
 use super::engine::{Engine, Evaluated};
-use super::evaluator::{Evaluator, Found, Life};
+use super::evaluator::{Evaluator, Found};
 use super::events::EventLog;
 use super::handover::{Giving, Stand};
 use super::open::made_with;
@@ -15,11 +15,13 @@ use super::training::Trainer;
 use super::trouble::{Halt, Trouble};
 use crate::data::{Dataset, Rows};
 use crate::resolve::evaluations;
-use plimsoll_core::{Budget, Bytes, DeviceSpec, EvalResult, Evaluates, Event, Failure, LostDevice, Member, Sharing};
+use plimsoll_core::{
+    Budget, Bytes, DeviceSpec, EvalResult, Evaluates, Event, Failure, LostDevice, Member, Sharing, micro_batches,
+};
 use plimsoll_device::process;
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// Refusals of weights after which a device is not asked to take them any more.
 const TRIES: u32 = 6;
@@ -30,12 +32,12 @@ pub struct Cut {
     /// Which.
     pub rows: Range<u64>,
     /// At once.
-    pub at_once: u64,
+    pub at_once: u32,
 }
 
 impl Cut {
     fn times(&self) -> u64 {
-        (self.rows.end - self.rows.start).div_ceil(self.at_once)
+        micro_batches(self.rows.end - self.rows.start, self.at_once)
     }
 }
 
@@ -45,13 +47,11 @@ impl Cut {
 /// Data that cannot be read, and what the device fails with.
 pub fn evaluate(engine: &mut Engine, data: &Dataset, cut: &Cut, at_least: u64) -> Result<Evaluated, Trouble> {
     let Cut { rows: all, at_once } = cut;
-    let mut rows = Rows::new(u64::from(engine.recipe().micro_batch).max(*at_once), data.sequence());
+    let at_once = u64::from(*at_once);
+    let mut rows = Rows::new(u64::from(engine.recipe().micro_batch).max(at_once), data.sequence());
     let mut sum = Evaluated::default();
     for first in (0..cut.times().max(at_least)).map(|time| (all.start + time * at_once).min(all.end)) {
         data.read(first..(first + at_once).min(all.end), &mut rows)?;
-        if rows.is_empty() {
-            rows.push_empty();
-        }
         sum.add(engine.evaluate(&mut rows)?);
     }
     Ok(sum)
@@ -66,7 +66,7 @@ impl Team {
             let first = worker.share.first_sequence;
             let all = total == worker.sequences || worker.share.sharing == Some(Sharing::Layers);
             let rows = if all { 0..rows } else { at(first)..at(first + worker.sequences) };
-            Cut { rows, at_once: u64::from(worker.plan.recipe.micro_batch) }
+            Cut { rows, at_once: worker.plan.recipe.micro_batch }
         };
         self.workers().iter().map(cut).collect()
     }
@@ -84,11 +84,11 @@ impl Team {
     ///
     /// # Errors
     /// Data that cannot be read, and what a device fails with.
-    pub fn evaluate(&mut self, data: &Dataset) -> Result<Evaluated, Trouble> {
+    pub fn evaluate(&mut self, data: &Arc<Dataset>) -> Result<Evaluated, Trouble> {
         let cuts = self.cuts(data.rows());
         let together = if self.holds_parts() { cuts.iter().map(Cut::times).max().unwrap_or(0) } else { 0 };
-        let parts =
-            self.all(|worker| evaluate(&mut worker.engine, data, &cuts[worker.share.rank as usize], together))?;
+        let data = Arc::clone(data);
+        let parts = self.all(move |rank, engine| evaluate(engine, &data, &cuts[rank], together))?;
         let mut sum = Evaluated::default();
         parts.into_iter().for_each(|part| sum.add(part));
         Ok(sum)
@@ -102,22 +102,31 @@ impl Trainer {
         let name = part.device.name.clone();
         let planned = self.plan.left_out.iter_mut().find(|out| out.device == name);
         let Some(evaluates) = planned.and_then(|out| out.evaluates.clone()) else { return Ok(()) };
-        let life =
-            Life { silence: Duration::from_secs_f64(self.run.run.heartbeat_seconds), hangs: Arc::clone(&self.hangs) };
         let rehearsed = (&self.rehearsed[..], self.team.len() as u64);
-        match Evaluator::open(&self.run, &self.resolved, (part, evaluates), data, rehearsed, &life) {
+        let opened = match Evaluator::open(&self.run, &self.resolved, (part, evaluates), data, rehearsed) {
             Ok(evaluator) => {
                 self.team.stands_beside(evaluator.arenas(), Bytes::ZERO);
+                let ready = evaluator.is_ready();
                 self.evaluator = Some(evaluator);
-                Ok(())
+                ready
             }
-            Err(Trouble::Lost { why, .. }) => {
-                self.evaluates_no_more(&name);
-                self.evaluator_is_lost(name, why, log)
+            Err(trouble) => Err(trouble),
+        };
+        match opened {
+            Ok(refused) => {
+                let told = |refused| format!("{name}: {refused}; the weights are read again");
+                refused.into_iter().try_for_each(|refused| log.emit(Event::Warning { message: told(refused) }))
             }
             Err(trouble) => {
+                self.dismiss()?;
                 self.evaluates_no_more(&name);
-                log.emit(Event::Warning { message: format!("{name}: {}; the team evaluates itself", trouble.what()) })
+                match trouble {
+                    Trouble::Lost { why, .. } => self.evaluator_is_lost(name, why, log),
+                    other => {
+                        let message = format!("{name}: {}; the team evaluates itself", other.what());
+                        log.emit(Event::Warning { message })
+                    }
+                }
             }
         }
     }
@@ -125,7 +134,7 @@ impl Trainer {
     /// The device beside the team is gone, which is told like any other loss.
     fn evaluator_is_lost(&mut self, device: String, why: String, log: &mut EventLog) -> Result<(), Failure> {
         let (step, left, back_to) = (self.info.step, self.team.names(), None);
-        self.lost.push(LostDevice { device: device.clone(), step, back_to });
+        self.lost.push(LostDevice { device: device.clone(), step, back_to, back_after: None });
         log.emit(Event::Lost { step, device, why, left, back_to })
     }
 
@@ -271,7 +280,7 @@ impl Trainer {
         if evaluator.leave() {
             self.team.stands_beside(Bytes::ZERO, Bytes::ZERO);
         }
-        let _ = process::reset_peak();
+        self.team.reset_peak();
         self.evaluates_no_more(&device);
         self.write_plan()?;
         Ok(Some(device))
@@ -342,6 +351,7 @@ impl Trainer {
             sequences: worker.sequences,
             layers: None,
             state: None,
+            why: None,
             algorithms: None,
             busy_seconds: 0.0,
             idle_seconds: 0.0,

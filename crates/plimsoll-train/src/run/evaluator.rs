@@ -6,8 +6,8 @@
 use super::engine::{Engine, Evaluated};
 use super::evaluation::{Cut, evaluate};
 use super::handover::{Handover, Stand, Taking};
-use super::heartbeat::{Hangs, Heart, Pulse, Watch, silent};
-use super::open::open_engine;
+use super::heartbeat::{Heart, Pulse, Watch, silent};
+use super::open::{Opened, open_part};
 use super::pace::quantile;
 use super::prepare::{Part, load_weights};
 use super::rehearsal::{Asked, Rehearsal};
@@ -16,14 +16,14 @@ use crate::data::Dataset;
 use crate::resolve::Resolved;
 use crate::run_file::RunFile;
 use plimsoll_core::{
-    Bytes, DeviceMemory, DevicePlan, DeviceSpec, Evaluates, EvaluatorResult, MeasuredBy, Recipe, Space,
+    Bytes, DeviceMemory, DevicePlan, DeviceSpec, Evaluates, EvaluatorResult, Failure, MeasuredBy, Recipe, Space,
 };
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::thread::{self, JoinHandle};
+use std::thread;
 use std::time::{Duration, Instant};
 
-/// Refusals of an evaluation after which it is given up.
+/// Refusals of an evaluation, or of the weights that are never trained, after which it is given up.
 const TRIES: usize = 6;
 /// How often who waits looks whether the device is still there.
 const LOOK: Duration = Duration::from_millis(50);
@@ -54,8 +54,11 @@ pub struct Evaluator {
     plan: DevicePlan,
     evaluates: Evaluates,
     orders: Sender<Order>,
+    /// What the weights that are never trained came to, and then what it finds.
+    ready: Receiver<Result<Vec<String>, Trouble>>,
     found: Receiver<(u64, Found)>,
-    thread: JoinHandle<Engine>,
+    /// Its end.
+    ends: Receiver<Engine>,
     heart: Option<Heart>,
     _watch: Option<Watch>,
     silence: Duration,
@@ -69,55 +72,51 @@ pub struct Evaluator {
     given: Vec<f64>,
 }
 
-/// What a run knows of its devices' lives.
-pub struct Life {
-    /// After so long without a sign of life a device is lost.
-    pub silence: Duration,
-    /// What is done where a device hangs.
-    pub hangs: Hangs,
-}
-
 impl Evaluator {
-    /// Opens a device with what it is to do, and with the weights that are never trained.
+    /// Opens a device with what it is to do; weights that are never trained are on their way to it then, see
+    /// [`Evaluator::is_ready`]. After `silence` without a sign of life it is lost.
     ///
     /// # Errors
-    /// What the device refuses, or a model that cannot be read.
+    /// What the device refuses.
     pub fn open(
         run: &RunFile,
         resolved: &Resolved,
-        (mut part, evaluates): (Part, Evaluates),
+        (part, evaluates): (Part, Evaluates),
         data: Arc<Dataset>,
         (asked, rank): (&[Arc<Asked>], u64),
-        life: &Life,
     ) -> Result<Evaluator, Trouble> {
-        let (mut engine, plan, _) = open_engine(run, resolved, &mut part, true)?;
-        let device = part.device.clone();
-        let heart = engine.heart(&device.name, life.silence);
-        let pulse = heart.as_ref().map(Heart::pulse);
-        let watched = pulse.iter().map(|pulse| (0, device.name.clone(), Arc::clone(pulse))).collect();
-        // Who waits for it looks by itself; nobody waits for its thread.
-        let watch = Watch::start(watched, |_, _| {}, life.silence, Arc::clone(&life.hangs));
+        let silence = Duration::from_secs_f64(run.run.heartbeat_seconds);
+        let Opened { part, mut engine, plan, heart, watch, .. } = open_part(run, resolved, part, asked, true)?;
+        let (device, pulse) = (part.device, heart.as_ref().map(Heart::pulse));
         engine.rehearse(Rehearsal::new(asked, run.train.seed, rank, &device.name, pulse));
-        load_weights(&mut engine, &resolved.model, run)?;
         let memory = engine.device().memory();
         let on_device = if device.in_process() { memory.bytes(Space::Device) } else { Bytes::ZERO };
         let on_host = if device.host().is_none() { memory.bytes(Space::Host) } else { Bytes::ZERO };
         let arenas = on_device + on_host;
         let ((orders, asked), (says, found)) = (channel(), channel());
-        let thread = thread::Builder::new()
-            .name(format!("plimsoll-evaluates-{}", device.name))
-            .spawn(move || work(engine, &data, &asked, &says))
-            .map_err(|error| plimsoll_core::Failure::input(format!("the system refuses a thread: {error}")))?;
+        let ((readies, ready), (end, ends)) = (channel(), channel());
+        let (run, model) = (run.clone(), Arc::clone(&resolved.model));
+        let works = move || {
+            let loaded = insist(|| load_weights(&mut engine, &model, &run)).map(|((), refused)| refused);
+            if readies.send(loaded).is_ok() {
+                work(&mut engine, &data, &asked, &says);
+            }
+            // Nobody waits for one that was missed.
+            let _ = end.send(engine);
+        };
+        let thread = thread::Builder::new().name(format!("plimsoll-evaluates-{}", device.name)).spawn(works);
+        thread.map_err(|error| Failure::input(format!("the system refuses a thread: {error}")))?;
         Ok(Evaluator {
             device,
             plan: plan.devices[0].clone(),
             evaluates,
             orders,
+            ready,
             found,
-            thread,
+            ends,
             heart,
             _watch: watch,
-            silence: life.silence,
+            silence,
             arenas,
             number: 0,
             pending: None,
@@ -171,6 +170,36 @@ impl Evaluator {
         self.evaluates.saves(0.0) > 0.0
     }
 
+    /// Waits until it has the weights that are never trained, and says what it refused on the way.
+    ///
+    /// # Errors
+    /// Why it cannot have them.
+    pub fn is_ready(&self) -> Result<Vec<String>, Trouble> {
+        self.said(&self.ready).unwrap_or_else(|| Err(self.lost()))
+    }
+
+    /// What its thread says next; nothing where it is missed, or gone.
+    fn said<T>(&self, of: &Receiver<T>) -> Option<T> {
+        loop {
+            match of.recv_timeout(LOOK) {
+                Ok(said) => return Some(said),
+                Err(RecvTimeoutError::Timeout) if !self.is_missed() => {}
+                Err(_) => return None,
+            }
+        }
+    }
+
+    fn is_missed(&self) -> bool {
+        self.pulse().is_some_and(|pulse| pulse.is_lost())
+    }
+
+    /// Why nothing comes of it any more.
+    fn lost(&self) -> Trouble {
+        let name = &self.device.name;
+        let why = if self.is_missed() { silent(name, self.silence) } else { format!("a fault of {name}'s own") };
+        Trouble::Lost { rank: 0, why }
+    }
+
     /// Begins an evaluation of these rows after a step; the weights are to be given.
     pub fn begin(&mut self, step: u64, cuts: Vec<Cut>) -> Arc<Handover> {
         let weights = Handover::new(self.pulse());
@@ -222,21 +251,21 @@ impl Evaluator {
     }
 
     fn next(&mut self, patience: Duration) -> Option<Found> {
-        let lost = |step: u64, why: String| {
-            let sum = Err(Trouble::Lost { rank: 0, why });
+        let step = self.pending?;
+        let lost = |evaluator: &Evaluator| {
+            let sum = Err(evaluator.lost());
             Found { step, sum, seconds: 0.0, refused: vec![] }
         };
-        let step = self.pending?;
-        if self.pulse().is_some_and(|pulse| pulse.is_lost()) {
+        if self.is_missed() {
             self.pending = None;
-            return Some(lost(step, silent(&self.device.name, self.silence)));
+            return Some(lost(self));
         }
         let found = match self.found.recv_timeout(patience) {
             // Of an order that was taken back.
             Ok((number, Found { sum: Ok(_) | Err(Trouble::Refused { .. }), .. })) if number != self.number => None,
             Ok((_, found)) => Some(found),
             Err(RecvTimeoutError::Timeout) => None,
-            Err(RecvTimeoutError::Disconnected) => Some(lost(step, format!("a fault of {}'s own", self.device.name))),
+            Err(RecvTimeoutError::Disconnected) => Some(lost(self)),
         }?;
         self.pending = None;
         if found.sum.is_ok() {
@@ -293,21 +322,20 @@ impl Evaluator {
     }
 
     /// The end of its thread; who is silent, or is still at work, is not waited for.
-    fn ended(self) -> Option<Engine> {
-        let Evaluator { orders, thread, heart, pending, .. } = self;
-        let silent = heart.is_some_and(|heart| heart.pulse().is_lost());
-        if silent || pending.is_some() {
+    fn ended(mut self) -> Option<Engine> {
+        let orders = std::mem::replace(&mut self.orders, channel().0);
+        if self.is_missed() || self.pending.is_some() {
             // It keeps what it holds: nobody knows when it would give that back.
             std::mem::forget(orders);
             return None;
         }
         drop(orders);
-        thread.join().ok()
+        self.said(&self.ends)
     }
 }
 
 /// What its thread does, until nobody can ask for anything more.
-fn work(mut engine: Engine, data: &Dataset, orders: &Receiver<Order>, says: &Sender<(u64, Found)>) -> Engine {
+fn work(engine: &mut Engine, data: &Dataset, orders: &Receiver<Order>, says: &Sender<(u64, Found)>) {
     for Order { number, step, cuts, weights } in orders {
         engine.at_step(step);
         let mut taking = Taking(&weights);
@@ -317,26 +345,39 @@ fn work(mut engine: Engine, data: &Dataset, orders: &Receiver<Order>, says: &Sen
         if weights.settled() == Stand::Dropped {
             continue;
         }
-        let (start, mut refused) = (Instant::now(), Vec::new());
-        let sum = match taken {
+        let start = Instant::now();
+        let found = match taken {
             Err(error) => Err(Trouble::from(error)),
-            Ok(()) => loop {
-                match of_all(&mut engine, data, &cuts) {
-                    Err(Trouble::Refused { error, .. }) if refused.len() < TRIES => refused.push(error.to_string()),
-                    Err(Trouble::Refused { error, .. }) => {
-                        let why = format!("{error}; {TRIES} tries made no progress");
-                        break Err(Trouble::Lost { rank: 0, why });
-                    }
-                    other => break other,
-                }
-            },
+            Ok(()) => insist(|| of_all(engine, data, &cuts)),
+        };
+        let (sum, refused) = match found {
+            Ok((sum, refused)) => (Ok(sum), refused),
+            Err(trouble) => (Err(trouble), vec![]),
         };
         let seconds = start.elapsed().as_secs_f64();
         if says.send((number, Found { step, sum, seconds, refused })).is_err() {
             break;
         }
     }
-    engine
+}
+
+/// Does some work as it is until the device refuses it no more, and gives what it refused on the way.
+///
+/// # Errors
+/// What else happens to it; it is of no use where it refuses for ever.
+fn insist<T>(mut work: impl FnMut() -> Result<T, Trouble>) -> Result<(T, Vec<String>), Trouble> {
+    let mut refused = Vec::new();
+    loop {
+        match work() {
+            Ok(done) => return Ok((done, refused)),
+            Err(Trouble::Refused { error, .. }) if refused.len() < TRIES => refused.push(error.to_string()),
+            Err(Trouble::Refused { error, .. }) => {
+                let why = format!("{error}; {TRIES} tries made no progress");
+                return Err(Trouble::Lost { rank: 0, why });
+            }
+            Err(other) => return Err(other),
+        }
+    }
 }
 
 fn of_all(engine: &mut Engine, data: &Dataset, cuts: &[Cut]) -> Result<Evaluated, Trouble> {

@@ -1,11 +1,10 @@
 //! Signs of life: each device of a team has a thread that asks it for one again and again, however long its work takes, and
 //! a watch that counts how often none came. So a slow step is never a failure, and a device that is silent for too long is
-//! lost to the team: those who wait for it are told so.
+//! lost to the team: those who wait for it are told so, and nobody waits for its thread (`abreast`).
 //!
 //! What is counted are the watch's own looks, not seconds of a clock: a process that was stopped for a while, or a machine
 //! that slept, has not missed any.
 
-use plimsoll_core::Failure;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread;
@@ -29,8 +28,6 @@ struct State {
     stopped: bool,
     /// The team goes on without it.
     lost: bool,
-    /// Its thread is inside some work.
-    at_work: bool,
     /// Somebody would miss it.
     watched: bool,
 }
@@ -52,17 +49,12 @@ impl Pulse {
         self.state().lost
     }
 
-    /// Its thread begins some work, or is back from it.
-    pub fn at_work(&self, at_work: bool) {
-        self.state().at_work = at_work;
-    }
-
     /// A rehearsal: from now on there is no beat, and the device's thread comes back when it has been missed, or never.
     /// Whether that was so: a device that works alone is missed by nobody.
     pub fn stop(&self, for_good: bool) -> bool {
         let mut state = self.state();
         state.stopped = state.watched;
-        while state.watched && (for_good || !state.lost) {
+        while state.stopped && (for_good || state.watched && !state.lost) {
             state = self.changed.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner());
         }
         state.stopped
@@ -75,30 +67,20 @@ impl Pulse {
 
     fn watched(&self, watched: bool) {
         self.state().watched = watched;
+        self.changed.notify_all();
     }
 
-    /// A look of the watch.
-    fn look(&self) -> Seen {
+    /// A look of the watch. Whether it has been silent for too long from now on.
+    fn look(&self) -> bool {
         let mut state = self.state();
         state.missed += 1;
-        match (state.lost, state.missed) {
-            (false, missed) if missed > LOOKS => {
-                (state.lost, state.missed) = (true, 0);
-                self.changed.notify_all();
-                Seen::Lost
-            }
-            (true, missed) if missed > LOOKS && state.at_work => Seen::Stuck,
-            _ => Seen::Nothing,
+        let lost = !state.lost && state.missed > LOOKS;
+        if lost {
+            state.lost = true;
+            self.changed.notify_all();
         }
+        lost
     }
-}
-
-enum Seen {
-    Nothing,
-    /// It is silent for too long, from now on.
-    Lost,
-    /// And its thread, which others have to wait for, has not come back in as long a time again.
-    Stuck,
 }
 
 /// The thread that asks a device for signs of life.
@@ -136,10 +118,6 @@ impl Heart {
     }
 }
 
-/// What is done where a device hangs and the run cannot come back to say so, because its own thread waits for it: called
-/// from beside the run, to say why and to end the process. Files are whole at every moment.
-pub type Hangs = Arc<dyn Fn(&Failure) + Send + Sync>;
-
 /// The thread that misses signs of life.
 #[derive(Debug)]
 pub struct Watch {
@@ -155,24 +133,18 @@ impl Drop for Watch {
 
 impl Watch {
     /// Watches some devices, by name and rank. Who is silent for longer than `silence` is lost, which `lost` tells all who
-    /// wait for it; where its thread does not come back then, it `hangs`, and the others cannot go on beside it. Nothing
-    /// where the system gives no thread: then nobody is missed.
+    /// wait for it. Nothing where the system gives no thread: then nobody is missed.
     pub fn start(
         team: Vec<(u32, String, Arc<Pulse>)>,
         lost: impl Fn(u32, &str) + Send + 'static,
         silence: Duration,
-        hangs: Hangs,
     ) -> Option<Watch> {
         let (end, ended) = channel::<()>();
         let all: Vec<Arc<Pulse>> = team.iter().map(|(_, _, pulse)| Arc::clone(pulse)).collect();
         let looks = move || {
             while ended.recv_timeout(silence / LOOKS) == Err(RecvTimeoutError::Timeout) {
-                for (rank, device, pulse) in &team {
-                    match pulse.look() {
-                        Seen::Nothing => {}
-                        Seen::Lost => lost(*rank, &silent(device, silence)),
-                        Seen::Stuck => return hangs(&stuck(device, silence)),
-                    }
+                for (rank, device, _) in team.iter().filter(|(_, _, pulse)| pulse.look()) {
+                    lost(*rank, &silent(device, silence));
                 }
             }
         };
@@ -187,11 +159,6 @@ pub fn silent(device: &str, silence: Duration) -> String {
     format!("{device} gave no sign of life for {} s", silence.as_secs())
 }
 
-fn stuck(device: &str, silence: Duration) -> Failure {
-    Failure::stopped(format!("{}, and what it was doing does not end", silent(device, silence)))
-        .hint("start the run again with --resume: it goes on from its newest checkpoint")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -201,19 +168,15 @@ mod tests {
     fn looks_are_missed_beats_and_lost_is_for_good() {
         let pulse = Pulse::default();
         for _ in 0..3 * LOOKS {
-            assert!(matches!(pulse.look(), Seen::Nothing), "a device that beats between looks");
+            assert!(!pulse.look(), "a device that beats between looks");
             pulse.beat();
         }
-        for _ in 0..LOOKS {
-            assert!(matches!(pulse.look(), Seen::Nothing));
-        }
-        assert!(matches!(pulse.look(), Seen::Lost) && pulse.is_lost());
+        assert!((0..LOOKS).all(|_| !pulse.look()));
+        assert!(pulse.look() && pulse.is_lost());
         pulse.beat();
         assert!(pulse.is_lost());
-        // It is nobody's trouble that a device which does nothing is silent.
-        assert!((0..3 * LOOKS).all(|_| matches!(pulse.look(), Seen::Nothing)));
-        pulse.at_work(true);
-        assert!(matches!(pulse.look(), Seen::Stuck));
+        // It is told once.
+        assert!((0..3 * LOOKS).all(|_| !pulse.look()));
     }
 
     #[test]
@@ -227,17 +190,15 @@ mod tests {
         ];
         let of = |(rank, heart): (u32, &Heart)| (rank, rank.to_string(), heart.pulse());
         let team = (0..).zip(&hearts).map(of).collect();
-        let (hangs, hung) = channel();
-        let hangs = Arc::new(move |failure: &Failure| drop(hangs.send(failure.message.clone())));
-        let _watch = Watch::start(team, |_, _| {}, silence, hangs).expect("a thread");
+        let (tells, told) = channel();
+        let lost = move |rank: u32, why: &str| drop(tells.send((rank, why.to_owned())));
+        let _watch = Watch::start(team, lost, silence).expect("a thread");
         answers.store(false, Ordering::Relaxed);
         let pulse = hearts[1].pulse();
         // Comes back when it has been missed; a test that hung here would say so by its time limit.
         assert!(pulse.stop(false) && pulse.is_lost());
-        // It does nothing, so nobody waits for it; then it begins something and does not come back.
-        assert!(hung.try_recv().is_err());
-        pulse.at_work(true);
-        assert!(hung.recv().expect("the watch is there").contains("does not end"));
+        let (rank, why) = told.recv().expect("the watch is there");
+        assert!(rank == 1 && why.starts_with("1 gave no sign of life"), "{why}");
     }
 
     #[test]

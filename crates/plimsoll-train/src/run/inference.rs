@@ -69,7 +69,7 @@ impl Evaluation {
             let (longest, _) = dataset(&file, &model, &file.data.eval, 1)?.longest_document();
             file.data.sequence = most.min((longest.max(2) - 1).try_into().unwrap_or(most));
         }
-        let mut resolved = Resolved::to_run(&file, Work::Evaluate)?;
+        let mut resolved = Resolved::to_run(&file, model, Work::Evaluate)?;
         let data = dataset(&file, &resolved.model, &file.data.eval, resolved.device.threads as usize)?;
         let sequence = u64::from(file.data.sequence);
         file.train.batch_tokens = sequence * data.rows().clamp(1, AT_ONCE);
@@ -97,7 +97,7 @@ impl Evaluation {
     /// A model or data that cannot be read after all.
     pub fn run(self) -> Result<Loss, Failure> {
         let mut engine = open(&self.file, &self.resolved, self.answer)?;
-        let cut = Cut { rows: 0..self.data.rows(), at_once: u64::from(engine.recipe().micro_batch) };
+        let cut = Cut { rows: 0..self.data.rows(), at_once: engine.recipe().micro_batch };
         let sum: Evaluated = evaluate(&mut engine, &self.data, &cut, 0)?;
         Ok(Loss { loss: sum.loss(), perplexity: sum.loss().exp(), tokens: sum.tokens })
     }
@@ -123,8 +123,9 @@ impl Continuation {
     pub fn new(mut file: RunFile, prompt: &str, most: usize) -> Result<Continuation, Failure> {
         file.data.sequence = 1;
         file.train.batch_tokens = 1;
-        let mut resolved = Resolved::to_run(&file, Work::Evaluate)?;
-        resolved.model.check_weights(&file)?;
+        let model = Model::open(&file)?;
+        model.check_weights(&file)?;
+        let mut resolved = Resolved::to_run(&file, model, Work::Evaluate)?;
         let path = resolved.model.tokenizer().ok_or_else(|| {
             Failure::input(format!("{} has no tokenizer.json", file.model_name()))
                 .hint("put the model's tokenizer beside its weights")

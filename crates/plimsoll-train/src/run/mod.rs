@@ -1,9 +1,11 @@
 //! A run: from a resolved run file to a trained model. `prepare` opens and plans, `training` is the loop, `team` is the
-//! devices that work on it, `engine` does the work of one, `evaluation` says who evaluates what: the team, or an `evaluator`
+//! devices that work on it, `abreast` what they do at the same time, `engine` does the work of one, `evaluation` says who evaluates what: the team, or an `evaluator`
 //! beside it, to which the weights are `handover`ed. `checkpoint` is what a run goes on from, `retreat` is what it does when
 //! memory is refused or the load line moves, `pressure` is how it notices others, `cooling` lets a warm device rest, `far` is devices in
 //! other processes, `pace` is what steps took, `sharing` shares the work anew when a device is gone or `drift`s from its plan.
 
+mod abreast;
+mod absent;
 pub mod bench;
 pub mod checkpoint;
 pub mod control;

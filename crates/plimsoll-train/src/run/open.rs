@@ -1,11 +1,14 @@
-//! Opening the devices of a plan: which executor runs what a [`DeviceSpec`] describes, and what becomes of a plan where a
-//! device turns out to be otherwise.
+//! Opening the devices of a plan: which executor runs what a [`DeviceSpec`] describes, what tells meanwhile whether it is
+//! there, and what becomes of a plan where a device turns out to be otherwise.
 
+use super::abreast::{Behind, Came, Hand, Task, abreast};
 use super::engine::Engine;
 use super::events::EventLog;
-use super::heartbeat::Hangs;
+use super::far::device::Line;
+use super::heartbeat::{Heart, Pulse, Watch, silent};
 use super::prepare::{Part, Planned, rounded};
-use super::retreat::{Line, charged_programs};
+use super::rehearsal::{Asked, Rehearsal};
+use super::retreat::{self, charged_programs};
 use super::team::{Team, Worker};
 use super::trouble::Trouble;
 use crate::resolve::Resolved;
@@ -14,15 +17,17 @@ use plimsoll_core::{Algorithms, Budget, Bytes, DType, DeviceKind, DeviceSpec, Ev
 use plimsoll_device::cpu::executor;
 use plimsoll_device::cuda;
 use plimsoll_device::cuda::open::{OnGpu, Wish};
-use plimsoll_device::device::{Device, DeviceError};
+use plimsoll_device::device::{Device, DeviceError, NoFiles};
 use plimsoll_device::probe::Memory;
+use plimsoll_device::transport::{Transport, memory};
 use plimsoll_device::virtual_device::{self, Virtual};
 use plimsoll_plan::price::Prices;
 use plimsoll_plan::search::{Answer, plan_of, search};
-use plimsoll_plan::team::evaluating;
+use plimsoll_plan::team::{evaluating, same_count};
 use plimsoll_program::{Op, Placement, ProgramSet};
 use std::path::Path;
 use std::sync::Arc;
+use std::thread;
 use std::time::Duration;
 
 /// Opens a device with the Programs of a plan; of a GPU comes what is seen of it beside them. `algorithms` are those that
@@ -55,10 +60,26 @@ pub fn open(
     }
 }
 
-fn wish<'a>(spec: &DeviceSpec, precision: DType, algorithms: Option<&'a Algorithms>) -> Wish<'a> {
+/// What asks a device for a sign of life, from before it is opened on and beside all its work, however long that takes: a GPU
+/// by itself, one that is far through its process, which does the same there.
+pub(super) fn signs_of_life(spec: &DeviceSpec, line: Option<Arc<Line>>) -> Arc<dyn Fn() -> bool + Send + Sync> {
+    match (line, spec.kind) {
+        (Some(line), _) => Arc::new(move || line.answers()),
+        (None, DeviceKind::Cuda) => Arc::new(cuda::open::answers(number_of(spec))),
+        // The processor answers for as long as threads run.
+        _ => Arc::new(|| true),
+    }
+}
+
+/// The driver's number of a GPU.
+fn number_of(spec: &DeviceSpec) -> u32 {
     let index = spec.name.strip_prefix("cuda:").and_then(|index| index.parse().ok());
+    index.expect("GPUs are named by the driver's numbers")
+}
+
+fn wish<'a>(spec: &DeviceSpec, precision: DType, algorithms: Option<&'a Algorithms>) -> Wish<'a> {
     Wish {
-        index: index.expect("GPUs are named by the driver's numbers"),
+        index: number_of(spec),
         threads: spec.threads as usize,
         precision,
         algorithms,
@@ -118,19 +139,32 @@ fn processor(spec: &DeviceSpec, scratch: Option<&Path>) -> Virtual {
 /// What a GPU holds beside the arena wavers: a plan that was made with a little less is made again.
 const PLANS_MAX: u32 = 3;
 
-/// Opens the devices of a plan.
+/// Opens the devices of a plan; `behind` is what those before them have left. Gives what all go by, which is the plan of a
+/// device alone.
+///
+/// # Errors
+/// What the machine refuses, and who is lost.
 pub(super) fn open_team(
     run: &RunFile,
     resolved: &Resolved,
     planned: Planned,
-    hangs: &Hangs,
+    asked: &[Arc<Asked>],
+    behind: &Behind,
+    under_way: bool,
     log: &mut EventLog,
-) -> Result<(Team, Plan), Failure> {
-    let Planned { mut plan, mut parts, .. } = planned;
-    let mut workers = Vec::new();
-    for part in &mut parts {
-        let worker = open_worker(run, resolved, part)?;
-        if let (Some(before), Some(now)) = (&part.algorithms, &worker.plan.algorithms)
+) -> Result<(Team, Plan), Trouble> {
+    let Planned { mut plan, parts, .. } = planned;
+    // Who is open already is missed until it is let go, where another one fails.
+    let (mut watches, mut workers) = (Vec::new(), Vec::new());
+    for (rank, part) in parts.into_iter().enumerate() {
+        let before = part.algorithms.clone();
+        let (worker, watch) = open_worker(run, resolved, part, asked).map_err(|trouble| match trouble {
+            // The others were at work until now, and can go on.
+            trouble if under_way => Trouble::Lost { rank, why: trouble.what() },
+            trouble => trouble.of_rank(rank),
+        })?;
+        watches.push(watch);
+        if let (Some(before), Some(now)) = (before, &worker.plan.algorithms)
             && worker.engine.chose_anew()
         {
             let message = format!(
@@ -141,8 +175,9 @@ pub(super) fn open_team(
         }
         workers.push(worker);
     }
-    let silence = Duration::from_secs_f64(run.run.heartbeat_seconds);
-    let team = Team::new(workers, run.elsewhere.clone(), silence, Arc::clone(hangs))?;
+    drop(watches);
+    let mut team = Team::new(workers, run.elsewhere.clone(), silence(run), behind.clone())?;
+    team.rehearse(asked, run.train.seed);
     if let [only] = team.workers() {
         let Plan { of, learned, disturbed, left_out, .. } = plan;
         plan = Plan { of, learned, disturbed, left_out, ..only.plan.clone() };
@@ -150,13 +185,24 @@ pub(super) fn open_team(
     Ok((team, plan))
 }
 
-/// Opens the device of a part, with its load line.
-fn open_worker(run: &RunFile, resolved: &Resolved, part: &mut Part) -> Result<Worker, Failure> {
+/// After so long without a sign of life a device is lost.
+fn silence(run: &RunFile) -> Duration {
+    Duration::from_secs_f64(run.run.heartbeat_seconds)
+}
+
+/// Opens the device of a part, with its load line; see [`Opened::watch`].
+fn open_worker(
+    run: &RunFile,
+    resolved: &Resolved,
+    part: Part,
+    asked: &[Arc<Asked>],
+) -> Result<(Worker, Option<Watch>), Trouble> {
     let made_with = made_with(run, resolved, &part.device);
     let made = || made_with.map_or_else(|| budget(run, resolved, &part.device), Budget::Amount);
     let budget = run.moved.get(&part.device.name).copied().unwrap_or_else(made);
-    let (engine, plan, programs) = open_engine(run, resolved, part, false)?;
-    Ok(Worker::new(part, engine, plan.clone(), Line::new(budget, made_with, &plan, programs)))
+    let Opened { part, engine, plan, programs, heart, watch } = open_part(run, resolved, part, asked, false)?;
+    let line = retreat::Line::new(budget, made_with, &plan, programs);
+    Ok((Worker::new(&part, engine, plan, line, heart), watch))
 }
 
 /// What the run file allows a device.
@@ -175,18 +221,78 @@ pub(super) fn made_with(run: &RunFile, resolved: &Resolved, device: &DeviceSpec)
     (device.kind == DeviceKind::Virtual).then(made_with)
 }
 
-/// Opens the device of a part, one that `evaluates` alone perhaps; gives its plan, and the charges of its Programs. Where a GPU
-/// turns out to hold more beside the arena than was planned with, no arena was taken yet: its part is planned once more, so
-/// that the load line holds.
+/// A device that has been opened.
+pub(super) struct Opened {
+    /// What it does, as it was planned with at last.
+    pub part: Part,
+    /// The device with its Programs.
+    pub engine: Engine,
+    /// Its plan.
+    pub plan: Plan,
+    /// The charges of its Programs.
+    pub programs: Bytes,
+    /// Its signs of life, which it gives from before its opening on.
+    pub heart: Option<Heart>,
+    /// Who misses it, until others do.
+    pub watch: Option<Watch>,
+}
+
+/// Opens the device of a part, one that `evaluates` alone perhaps, on a thread that owns it meanwhile. However long that takes,
+/// it is there for as long as it gives signs of life; one that does not is left behind, with what it may have taken by then.
 ///
 /// # Errors
-/// What the machine refuses, or what does not fit any more.
-pub(super) fn open_engine(
+/// What the machine refuses, what does not fit any more, and a device that is lost.
+pub(super) fn open_part(
+    run: &RunFile,
+    resolved: &Resolved,
+    mut part: Part,
+    asked: &[Arc<Asked>],
+    evaluates: bool,
+) -> Result<Opened, Trouble> {
+    let (name, silence) = (part.device.name.clone(), silence(run));
+    let line = part.device.host().map(|_| run.elsewhere.line(&name)).transpose()?;
+    let signs = signs_of_life(&part.device, line.clone());
+    let heart = Heart::start(&name, silence, move || signs());
+    let pulse = heart.as_ref().map(Heart::pulse);
+    if let (Some(line), Some(pulse)) = (&line, &pulse) {
+        // Who waits for its answers is let go when it is missed.
+        line.watched_by(Arc::clone(pulse));
+    }
+    let watched = pulse.iter().map(|pulse| (0, name.clone(), Arc::clone(pulse))).collect();
+    // Who waits for it looks by itself.
+    let watch = Watch::start(watched, |_, _| {}, silence);
+    let (run, resolved, asked, beats) = (run.clone(), resolved.clone(), asked.to_vec(), pulse.clone());
+    let task: Task<_> = Box::new(move |engine, _| {
+        let plan;
+        let programs;
+        (*engine, plan, programs) = open_engine(&run, &resolved, &mut part, line, &asked, beats, evaluates)?;
+        Ok((part, plan, programs))
+    });
+    let hand = Hand { rank: 0, engine: Engine::gone(&name), pulse: pulse.clone(), task };
+    let nobody_else: Arc<dyn Transport> = memory::Memory::between(1);
+    let came = abreast(vec![hand], &nobody_else, &mut NoFiles).pop();
+    if pulse.is_some_and(|pulse| pulse.is_lost()) {
+        // One that is back by now may not come back from being closed.
+        thread::spawn(move || drop(came));
+        return Err(Trouble::Lost { rank: 0, why: silent(&name, silence) });
+    }
+    let Some((_, Came::Back(engine, opened))) = came else { unreachable!("who is not missed is waited for") };
+    let (part, plan, programs) = opened?;
+    Ok(Opened { part, engine: *engine, plan, programs, heart, watch })
+}
+
+/// Opens the device of a part; gives its plan, and the charges of its Programs. Where a GPU turns out to hold more beside the
+/// arena than was planned with, no arena was taken yet: its part is planned once more, so that the load line holds.
+fn open_engine(
     run: &RunFile,
     resolved: &Resolved,
     part: &mut Part,
+    far: Option<Arc<Line>>,
+    asked: &[Arc<Asked>],
+    pulse: Option<Arc<Pulse>>,
     evaluates: bool,
 ) -> Result<(Engine, Plan, Bytes), Trouble> {
+    Rehearsal::opening(asked, &part.device.name, pulse)?;
     let (precision, sequence) = (run.arithmetic(part.device.kind), u64::from(run.data.sequence));
     let vocab = resolved.model.config.vocab;
     let made_with = made_with(run, resolved, &part.device);
@@ -194,7 +300,6 @@ pub(super) fn open_engine(
     let mut all = std::iter::once(&resolved.device).chain(&resolved.others);
     let rates = all.find(|device| device.name == part.device.name).map_or(&part.device.rates, |device| &device.rates);
     let rates = rates.clone();
-    let far = part.device.host().map(|_| run.elsewhere.line(&part.device.name)).transpose()?;
     let mut plans = 1;
     loop {
         let (answer, plan) = (part.answer.clone(), part.answer.plan.clone());
@@ -206,8 +311,8 @@ pub(super) fn open_engine(
         };
         let opened = match &far {
             Some(line) => {
-                let (line, silence) = (Arc::clone(line), Duration::from_secs_f64(run.run.heartbeat_seconds));
-                Engine::open_far(line, answer, precision, spec, algorithms, silence, sequence, vocab)
+                let line = Arc::clone(line);
+                Engine::open_far(line, answer, precision, spec, algorithms, silence(run), sequence, vocab)
             }
             None => Engine::open(answer, precision, spec, algorithms, run.scratch(), sequence, vocab),
         };
@@ -225,7 +330,8 @@ pub(super) fn open_engine(
         let question = if evaluates { evaluating(&question) } else { question };
         let mut answer = plan_of(&question, &plan.recipe);
         if !answer.plan.fits && !evaluates {
-            answer = search(&question);
+            // The others go on in the same number of micro-batches.
+            answer = search(&same_count(question, &plan.recipe));
         }
         if !answer.plan.fits {
             let message = format!("{} holds {held} beside the arena, more than was planned for", part.device.name);

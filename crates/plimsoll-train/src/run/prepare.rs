@@ -11,7 +11,7 @@ use crate::resolve::{
     Model, Resolved, Work, disturbed, evaluations, host, learned, plan_of_what, question, staging, team_question,
     write_example,
 };
-use crate::run_file::{LoraSection, RunFile};
+use crate::run_file::{LoraSection, RunFile, TeamOf};
 use plimsoll_core::{Algorithms, Bytes, DeviceKind, DeviceSpec, Failure, Member, Plan, Recipe, Sharing};
 use plimsoll_device::transport::wire;
 use plimsoll_device::{calibration, process};
@@ -36,7 +36,8 @@ const PROCESS_BYTES: Bytes = Bytes::mib(20);
 /// file are in memory, and counters that the kernel brings up to date late. Measured: 0.3 MiB.
 const WAVER_BYTES: Bytes = Bytes::mib(2);
 
-/// So much more may the next process hold when what it was told to be enough is tried.
+/// So much more may a process hold than the one that said what would be enough: what is near to be charged with a step less
+/// is, where it would not fit otherwise. `HEAP_BYTES` has room for that.
 const NEAR_BYTES: Bytes = Bytes::mib(1);
 
 /// Charges are rounded up to a multiple of this.
@@ -145,6 +146,16 @@ impl Planned {
         Planned { plan, parts: vec![Part { device, share, sequences, answer, algorithms }], evaluator: None }
     }
 
+    /// A device that was planned with less than its load line has this one.
+    pub(super) fn has_line(&mut self, name: &str, budget: Bytes) {
+        for part in self.parts.iter_mut().chain(&mut self.evaluator).filter(|part| part.device.name == name) {
+            part.device.budget = budget;
+            part.answer.plan.devices[0].budget_bytes = budget;
+        }
+        let devices = self.plan.devices.iter_mut().filter(|device| device.name == name);
+        devices.for_each(|device| device.budget_bytes = budget);
+    }
+
     /// All that devices are opened for.
     fn all(&mut self) -> impl Iterator<Item = &mut Part> {
         self.parts.iter_mut().chain(&mut self.evaluator)
@@ -173,9 +184,14 @@ pub struct Prepared {
 /// What is wrong with the run file, the model or the data. A plan that does not fit is none.
 pub fn prepare(mut run: RunFile, known: Option<&Known>) -> Result<Prepared, Failure> {
     write_example(&mut run)?;
-    let mut resolved = Resolved::to_run(&run, Work::Train)?;
+    // What needs no rates is said before any are measured.
+    let model = Model::open(&run)?;
+    model.check_weights(&run)?;
+    for patterns in [&run.data.train, &run.data.eval].into_iter().filter(|patterns| !patterns.is_empty()) {
+        data::files(patterns, run.data.format)?;
+    }
+    let mut resolved = Resolved::to_run(&run, model, Work::Train)?;
     run.decide_precision(resolved.device.kind);
-    resolved.model.check_weights(&run)?;
     let open = |patterns: &[String]| dataset(&run, &resolved.model, patterns, resolved.device.threads as usize);
     let before = charges(run.batch_sequences(), u64::from(run.data.sequence));
     let train = open(&run.data.train)?;
@@ -204,7 +220,7 @@ pub fn prepare(mut run: RunFile, known: Option<&Known>) -> Result<Prepared, Fail
 fn planned_alone(resolved: &mut Resolved, run: &RunFile, known: Option<&Known>) -> Result<Answer, Failure> {
     settle_charges(&mut resolved.device, run.batch_sequences(), u64::from(run.data.sequence));
     let measured = resolved.device.charges;
-    let wary = charges_with(NEAR_BYTES, run.batch_sequences(), u64::from(run.data.sequence));
+    let near = charges_less(NEAR_BYTES, run.batch_sequences(), u64::from(run.data.sequence));
     let before = known.map(|known| known.charges_bytes).filter(|&before| measured <= before + WAVER_BYTES);
     match known {
         // Nobody has measured that GPU here, but the run itself has.
@@ -215,7 +231,8 @@ fn planned_alone(resolved: &mut Resolved, run: &RunFile, known: Option<&Known>) 
     }
     let ask = |resolved: &Resolved| -> Result<Answer, Failure> {
         let question = resolved.question(run, Work::Train)?;
-        let again = known.map(|known| &known.recipe).filter(|recipe| is_of(recipe, None, run, &resolved.model));
+        let again = known.map(|known| &known.recipe).filter(|recipe| recipe.micro_batch > 0);
+        let again = again.filter(|recipe| is_of(recipe, None, run, &resolved.model));
         let again = again.map(|recipe| plan_of(&question, recipe)).filter(|answer| answer.plan.fits);
         Ok(again.unwrap_or_else(|| search(&question)))
     };
@@ -223,24 +240,33 @@ fn planned_alone(resolved: &mut Resolved, run: &RunFile, known: Option<&Known>) 
     if settle_gpu(&mut resolved.device, &answer, run.scratch())? {
         answer = ask(resolved)?;
     }
-    let of_process = resolved.device.kind != DeviceKind::Cuda && before.is_none();
-    if of_process && answer.plan.fits {
-        resolved.device.charges = measured;
-        let mut found = Some(answer);
-        let device = std::slice::from_mut(&mut resolved.device);
-        answer = with_programs(device, |devices| {
-            let search = || Ok::<_, Failure>(search(&question(run, &resolved.model, &devices[0], Work::Train)?));
-            let answer = found.take().map_or_else(search, Ok)?;
-            let programs = answer.plan.fits.then(|| programs_bytes([&answer.set]));
-            Ok((answer, programs))
-        })?;
+    if resolved.device.kind == DeviceKind::Cuda || before.is_some() {
+        return Ok(answer);
     }
-    if !answer.plan.fits && of_process && wary > resolved.device.charges {
-        // What a refusal names as enough has to be enough for the next process, which may be charged a step more.
-        resolved.device.charges = wary;
-        answer = search(&resolved.question(run, Work::Train)?);
+    let answer = with_own_programs(resolved, run, answer)?;
+    if answer.plan.fits || near >= measured {
+        return Ok(answer);
     }
+    let refused = resolved.device.charges;
+    resolved.device.charges = near;
+    let found = ask(resolved)?;
+    let found = with_own_programs(resolved, run, found)?;
+    if found.plan.fits {
+        return Ok(found);
+    }
+    resolved.device.charges = refused;
     Ok(answer)
+}
+
+/// The same plan with its Programs charged, or another that they leave room for.
+fn with_own_programs(resolved: &mut Resolved, run: &RunFile, answer: Answer) -> Result<Answer, Failure> {
+    let mut found = Some(answer);
+    with_programs(std::slice::from_mut(&mut resolved.device), |devices| {
+        let search = || Ok::<_, Failure>(search(&question(run, &resolved.model, &devices[0], Work::Train)?));
+        let answer = found.take().map_or_else(search, Ok)?;
+        let programs = answer.plan.fits.then(|| programs_bytes([&answer.set]));
+        Ok((answer, programs))
+    })
 }
 
 /// Plans with Programs charged: those of thousands of ops are a part of what the process holds. `plan` says what they
@@ -267,6 +293,42 @@ pub(crate) fn with_programs<A>(
     }
 }
 
+/// What the fastest of several devices of this process does by itself, where they have no plan together because each was
+/// charged with what a team takes: one that works alone has only what the process holds, `alone`. `plan` gives a plan that one
+/// device does alone, with its name, the seconds of a step, and what its Programs take. Devices are then as they were planned.
+///
+/// # Errors
+/// Those of `plan`.
+pub(crate) fn one_of<A>(
+    devices: &mut Vec<DeviceSpec>,
+    alone: &[Bytes],
+    mut plan: impl FnMut(&[DeviceSpec]) -> Result<Option<(A, String, f64, Bytes)>, Failure>,
+) -> Result<Option<A>, Failure> {
+    let mut best: Option<(A, f64, Vec<DeviceSpec>)> = None;
+    let less = |&number: &usize| devices[number].in_process() && alone[number] < devices[number].charges;
+    for number in (0..devices.len()).filter(less).collect::<Vec<_>>() {
+        let mut one = devices.clone();
+        one[number].charges = alone[number];
+        while let Some((answer, name, seconds, programs)) = plan(&one)? {
+            if name != one[number].name {
+                break;
+            }
+            if alone[number] + programs > one[number].charges {
+                one[number].charges = alone[number] + programs;
+                continue;
+            }
+            if best.as_ref().is_none_or(|(_, least, _)| seconds < *least) {
+                best = Some((answer, seconds, one.clone()));
+            }
+            break;
+        }
+    }
+    Ok(best.map(|(answer, _, planned)| {
+        *devices = planned;
+        answer
+    }))
+}
+
 /// Gives each of several devices of this process a copy of its own rows, and a thread.
 pub(crate) fn charge_own_rows(device: &mut DeviceSpec, run: &RunFile) {
     if device.in_process() {
@@ -285,8 +347,9 @@ fn planned_team(
     devices.extend(resolved.others.iter().cloned());
     for device in &mut devices {
         settle_charges(device, run.batch_sequences(), u64::from(run.data.sequence));
-        charge_own_rows(device, run);
     }
+    let alone: Vec<Bytes> = devices.iter().map(|device| device.charges).collect();
+    devices.iter_mut().for_each(|device| charge_own_rows(device, run));
     // Who meets others over wires holds what is on its way.
     if devices.iter().any(|device| device.host().is_some()) {
         let by_processor = devices.iter_mut().filter(|device| device.kind != DeviceKind::Cuda);
@@ -313,6 +376,17 @@ fn planned_team(
         // The Programs of all devices are in this process.
         let programs = programs_bytes(planned.all().map(|part| &part.answer.set));
         if !settled && (before.is_some() || !planned.plan.fits || programs <= counted) {
+            if !planned.plan.fits && run.run.team != TeamOf::All {
+                let by_one = one_of(&mut devices, &alone, |devices| {
+                    let only = Some(Only::Sharing(Sharing::Batch));
+                    let planned = share_among(run, &resolved.model, devices, host, None, only, None)?;
+                    let [part] = &planned.parts[..] else { return Ok(None) };
+                    let (name, seconds) = (part.device.name.clone(), planned.plan.predicted.step_seconds);
+                    let programs = programs_bytes([&part.answer.set]);
+                    Ok(planned.plan.fits.then_some((planned, name, seconds, programs)))
+                })?;
+                planned = by_one.unwrap_or(planned);
+            }
             // Who goes on has the team that it had.
             if known.is_none() {
                 let team = team_of(run, &resolved.model, &devices, host)?;
@@ -376,15 +450,16 @@ fn adapter_section(adapter: &AdapterDir) -> LoraSection {
     LoraSection { rank: adapter.rank as u32, alpha: adapter.alpha, dropout: 0.0, targets }
 }
 
-/// Whether a recipe, of a stage of a pipeline perhaps, can be one of this run: its file may have been changed since.
+/// Whether a recipe, of a stage of a pipeline perhaps, or of a device that computes no sequences, can be one of this run: its
+/// file may have been changed since.
 fn is_of(recipe: &Recipe, layers: Option<[u64; 2]>, run: &RunFile, model: &Model) -> bool {
     let [first, end] = layers.unwrap_or([0, model.config.layers]);
     let all = &run.recipe.recompute;
     let pinned = all.get(first as usize..end as usize).unwrap_or(all);
     let as_pinned = |level| pinned.is_empty() || pinned.len() == 1 && pinned[0] == level;
-    (1..=run.batch_sequences()).contains(&u64::from(recipe.micro_batch))
+    u64::from(recipe.micro_batch) <= run.batch_sequences()
         && recipe.recompute.len() as u64 == end.saturating_sub(first)
-        && run.recipe.micro_batch.is_none_or(|pin| pin == recipe.micro_batch)
+        && run.recipe.micro_batch.is_none_or(|pin| pin == recipe.micro_batch || recipe.micro_batch == 0)
         && run.train.rungs.as_ref().is_none_or(|rungs| *rungs == recipe.rungs)
         && (pinned == recipe.recompute || recipe.recompute.iter().all(|&level| as_pinned(level)))
 }
@@ -448,14 +523,14 @@ pub fn rounded(charges: Bytes) -> Bytes {
 /// `PROCESS_BYTES`, and rounded up beyond, so that the same run has the same plan, what was planned to fit fits when it
 /// is run, and a budget that was named as enough is enough.
 pub fn charges(rows: u64, sequence: u64) -> Bytes {
-    charges_with(Bytes::ZERO, rows, sequence)
+    charges_less(Bytes::ZERO, rows, sequence)
 }
 
-/// The same of a process that holds `more`.
-fn charges_with(more: Bytes, rows: u64, sequence: u64) -> Bytes {
+/// The same of a process that holds so much less.
+fn charges_less(less: Bytes, rows: u64, sequence: u64) -> Bytes {
     process::give_back();
-    let held = process::resident().unwrap_or(Bytes::mib(16)) + HEAP_BYTES + more;
-    rounded(held).max(PROCESS_BYTES) + Loader::bytes(rows, sequence)
+    let held = process::resident().unwrap_or(Bytes::mib(16)) + HEAP_BYTES;
+    rounded(held.saturating_sub(less)).max(PROCESS_BYTES) + Loader::bytes(rows, sequence)
 }
 
 /// Where tokens are kept between runs: where `PLIMSOLL_TOKENS` says, beside the calibration, or in the system's folder for

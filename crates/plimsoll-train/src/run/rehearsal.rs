@@ -13,7 +13,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Programs in which a device can be told to refuse, as they are written on the command line.
-pub const PROGRAMS: [&str; 15] = [
+pub const PROGRAMS: [&str; 16] = [
+    OPEN,
     "load",
     "fresh",
     "begin",
@@ -34,11 +35,14 @@ pub const PROGRAMS: [&str; 15] = [
 /// The move to another plan: refused as a whole, wherever it is tried.
 const REPLAN: &str = "re-plan";
 
+/// The moment in which a device is opened: it is lost or silent there, never refused.
+pub(super) const OPEN: &str = "open";
+
 /// Programs that run at the start, which is step 0, and never again.
 const AT_THE_START: [&str; 3] = ["load", "fresh", "restore"];
 
 /// Programs that a device runs which evaluates beside the others.
-const BESIDE: [&str; 3] = ["load", "renew", "evaluate"];
+const BESIDE: [&str; 4] = [OPEN, "load", "renew", "evaluate"];
 
 /// Where the device shall refuse.
 #[derive(Clone, Debug, PartialEq)]
@@ -77,12 +81,14 @@ pub enum Injection {
         /// As above.
         program: Option<String>,
     },
-    /// `--inject-silence DEVICE:STEP[:forever]`: from there on the device gives no sign of life.
+    /// `--inject-silence DEVICE:STEP[:open][:forever]`: from there on the device gives no sign of life.
     Silence {
         /// The device.
         device: String,
         /// As above.
         step: u64,
+        /// Whether it falls silent while it is opened: else when it has something to run.
+        opening: bool,
         /// Whether its thread never comes back, too: else it does as soon as it is missed.
         forever: bool,
     },
@@ -112,14 +118,15 @@ impl Injection {
     /// Something else than a device and a step.
     pub fn silence(text: &str) -> Result<Injection, Failure> {
         let wrong = || {
-            Failure::input(format!("--inject-silence `{text}`: expected DEVICE:STEP[:forever]"))
-                .hint("such as virtual:b:12, or virtual:b:12:forever")
+            Failure::input(format!("--inject-silence `{text}`: expected DEVICE:STEP[:open][:forever]"))
+                .hint("such as virtual:b:12, virtual:b:12:forever, or virtual:b:0:open")
         };
         let (place, forever) = text.strip_suffix(":forever").map_or((text, false), |place| (place, true));
+        let (place, opening) = place.strip_suffix(":open").map_or((place, false), |place| (place, true));
         let (device, step) = place.rsplit_once(':').ok_or_else(wrong)?;
         let step = step.parse().map_err(|_| wrong())?;
         let sound = !device.is_empty();
-        sound.then(|| Injection::Silence { device: device.to_owned(), step, forever }).ok_or_else(wrong)
+        sound.then(|| Injection::Silence { device: device.to_owned(), step, opening, forever }).ok_or_else(wrong)
     }
 
     /// Reads what stands behind `--inject-loss`.
@@ -201,8 +208,9 @@ impl fmt::Display for Injection {
             Injection::Random { share } => write!(f, "--inject-oom random:{share}"),
             Injection::Slow { device, step, factor } => write!(f, "--inject-slow {device}:{step}:{factor}"),
             Injection::Loss { device, step, program } => write!(f, "--inject-loss {device}:{step}{}", behind(program)),
-            Injection::Silence { device, step, forever } => {
-                write!(f, "--inject-silence {device}:{step}{}", if *forever { ":forever" } else { "" })
+            Injection::Silence { device, step, opening, forever } => {
+                let (opening, forever) = (if *opening { ":open" } else { "" }, if *forever { ":forever" } else { "" });
+                write!(f, "--inject-silence {device}:{step}{opening}{forever}")
             }
         }
     }
@@ -230,14 +238,16 @@ impl Injection {
         let (device, step, program) = match self {
             Injection::Random { .. } => return Ok(()),
             Injection::At { device, step, program, .. } => (device.as_ref(), *step, program.as_deref()),
-            Injection::Silence { device, .. }
-                if run.devices.len() == 1 && run.evaluator.is_none_or(|(name, _)| name != device) =>
+            // One that is opened, or lives elsewhere, is missed by the run.
+            Injection::Silence { device, opening: false, .. }
+                if run.devices.len() == 1
+                    && run.evaluator.is_none_or(|(name, _)| name != device)
+                    && !device.contains('/') =>
             {
                 return Err(wrong("a device that works alone is missed by nobody".to_owned()));
             }
-            Injection::Slow { device, step, .. } | Injection::Silence { device, step, .. } => {
-                (Some(device), *step, None)
-            }
+            Injection::Slow { device, step, .. } => (Some(device), *step, None),
+            Injection::Silence { device, step, opening, .. } => (Some(device), *step, opening.then_some(OPEN)),
             Injection::Loss { device, step, program } => (Some(device), *step, program.as_deref()),
         };
         let all = || run.devices.iter().chain(&run.evaluator);
@@ -264,6 +274,9 @@ impl Injection {
             return self.check_beside(set);
         }
         let Some(program) = program else { return Ok(()) };
+        if program == OPEN {
+            return self.check_open();
+        }
         if program == REPLAN {
             return match self {
                 Injection::At { op: Some(_), .. } => {
@@ -296,16 +309,33 @@ impl Injection {
         Ok(())
     }
 
+    fn check_open(&self) -> Result<(), Failure> {
+        match self {
+            Injection::Loss { step: 0, .. } | Injection::Silence { step: 0, .. } => Ok(()),
+            Injection::Loss { .. } | Injection::Silence { .. } => {
+                Err(Failure::input(format!("{self}: devices are opened in step 0, the start")).hint("name step 0"))
+            }
+            _ => Err(Failure::input(format!(
+                "{self}: a device is never refused while it is opened, only lost or silent"
+            ))
+            .hint("such as --inject-loss virtual:b:0:open")),
+        }
+    }
+
     /// The same of a device that evaluates beside the others, under the one recipe that it has.
     fn check_beside(&self, set: &ProgramSet) -> Result<(), Failure> {
         let wrong = |what: String| Failure::input(format!("{self}: a device that only evaluates {what}"));
         let (step, program, op) = match self {
             Injection::Slow { .. } => return Err(wrong("has no passes to slow down".to_owned())),
+            Injection::Silence { opening: true, .. } => return self.check_open(),
             Injection::Random { .. } | Injection::Silence { .. } => return Ok(()),
             Injection::At { step, program, op, .. } => (Some(*step), program, op.as_ref()),
             Injection::Loss { program, .. } => (None, program, None),
         };
         let Some(program) = program.as_deref() else { return Ok(()) };
+        if program == OPEN {
+            return self.check_open();
+        }
         if !BESIDE.contains(&program) {
             return Err(wrong(format!("runs no `{program}`")).hint(format!("it runs {}", BESIDE.join(", "))));
         }
@@ -375,9 +405,17 @@ pub struct Rehearsal {
     device: String,
     lost_at: Option<(Arc<Asked>, u64, Option<String>)>,
     slow_from: Option<(Arc<Asked>, u64, f64)>,
-    silent_from: Option<(Arc<Asked>, u64, bool)>,
+    silent_from: Option<(Arc<Asked>, Silence)>,
     /// Its signs of life, where others would miss it.
     pulse: Option<Arc<Pulse>>,
+}
+
+/// From where on a device is silent, see [`Injection::Silence`].
+#[derive(Debug)]
+struct Silence {
+    step: u64,
+    opening: bool,
+    forever: bool,
 }
 
 /// A place in a run.
@@ -419,9 +457,10 @@ impl Rehearsal {
                         rehearsal.lost_at = Some((this, *step, program.clone()));
                     }
                 }
-                Injection::Silence { device: of, step, forever } => {
+                Injection::Silence { device: of, step, opening, forever } => {
                     if of == device {
-                        rehearsal.silent_from = Some((this, *step, *forever));
+                        let silence = Silence { step: *step, opening: *opening, forever: *forever };
+                        rehearsal.silent_from = Some((this, silence));
                     }
                 }
             }
@@ -434,22 +473,33 @@ impl Rehearsal {
     /// # Errors
     /// It is.
     pub fn check_presence(&self, program: &str) -> Result<(), DeviceError> {
-        let silent = self.silent_from.as_ref().filter(|(_, step, _)| self.step >= *step);
-        if let (Some((asked, _, forever)), Some(pulse)) = (silent, &self.pulse)
+        let here = |silence: &Silence| self.step >= silence.step && silence.opening == (program == OPEN);
+        let silent = self.silent_from.as_ref().filter(|(_, silence)| here(silence));
+        if let (Some((asked, silence)), Some(pulse)) = (silent, &self.pulse)
             && pulse.is_watched()
         {
             // Before it does: it may never come back to say so.
             asked.happens();
-            if pulse.stop(*forever) {
+            if pulse.stop(silence.forever) {
                 return Err(DeviceError::Lost { device: self.device.clone() });
             }
         }
-        let here = |(_, step, of): &&(Arc<Asked>, u64, Option<String>)| {
-            self.step > *step || self.step == *step && of.as_deref().is_none_or(|of| of == program)
+        let here = |(asked, step, of): &&(Arc<Asked>, u64, Option<String>)| {
+            asked.has_happened()
+                || self.step > *step
+                || self.step == *step && of.as_deref().is_none_or(|of| of == program)
         };
         let Some((asked, ..)) = self.lost_at.as_ref().filter(here) else { return Ok(()) };
         asked.happens();
         Err(DeviceError::Lost { device: self.device.clone() })
+    }
+
+    /// What happens to a device of this name while it is opened.
+    ///
+    /// # Errors
+    /// It is gone.
+    pub(super) fn opening(all: &[Arc<Asked>], device: &str, pulse: Option<Arc<Pulse>>) -> Result<(), DeviceError> {
+        Rehearsal::new(all, 0, 0, device, pulse).check_presence(OPEN)
     }
 
     /// From now on this step is being done.

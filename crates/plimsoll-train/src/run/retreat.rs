@@ -156,8 +156,8 @@ impl Trainer {
         let lower = match self.under(rank, below, line.host, true) {
             Some(answer) => match self.adopt(rank, answer) {
                 Ok(left) => Some(left),
-                // It stays as it was, and this counts as one more refusal.
-                Err(Trouble::Refused { .. }) => None,
+                // It stays as it was, and this counts as one more refusal; who is lost is found to be when it is to work.
+                Err(Trouble::Refused { .. } | Trouble::Lost { .. }) => None,
                 Err(other) => return Err(other.into()),
             },
             None => None,
@@ -201,6 +201,11 @@ impl Trainer {
         let times = self.refused.entry(name).or_default();
         *times += 1;
         (*times > TRIES).then(|| format!("{of}{refused}; {TRIES} tries made no progress"))
+    }
+
+    /// Whether a device has refused so often.
+    pub(super) fn is_of_no_use(&self, device: &str) -> bool {
+        self.refused.get(device).is_some_and(|times| *times > TRIES)
     }
 
     /// A device refuses for ever: the others go on as without one that is lost. One that is alone stops the run. Its weights
@@ -286,12 +291,12 @@ impl Trainer {
         answer.plan.devices[0].budget_bytes = worker.line.bytes;
         answer.plan.host.budget_bytes = worker.line.host;
         let (plan, computing) = (answer.plan.clone(), Computing::of(&worker.device, &answer));
-        worker.engine.adopt(answer).map_err(|error| Trouble::from(error).of_rank(rank))?;
-        worker.goes_by(plan, computing);
+        self.team.one(rank, move |engine| Ok(engine.adopt(answer)?))?;
+        self.team.worker(rank).goes_by(plan, computing);
         // What planning took goes back, too: others may need it.
         process::give_back();
         // On the way there were arenas of both.
-        let _ = process::reset_peak();
+        self.team.reset_peak();
         self.write_plan()?;
         Ok(left)
     }
@@ -421,7 +426,7 @@ impl Trainer {
         };
         let worker = self.team.worker(rank);
         let faster = answer.plan.predicted.step_seconds < worker.plan.predicted.step_seconds;
-        let before = (worker.line.budget, worker.line.bytes);
+        let before = (worker.line.budget, worker.line.bytes, worker.line.home.clone());
         (worker.line.budget, worker.line.bytes) = (budget, line);
         worker.line.home = answer.plan.recipe.clone();
         let device = worker.device.name.clone();
@@ -439,10 +444,10 @@ impl Trainer {
                 let Worker { plan, .. } = self.worker(rank);
                 moved(format!("{}, predicted peak {}", plan.recipe, plan.devices[0].peak_bytes))
             }
-            Err(Trouble::Refused { error, .. }) => {
+            Err(trouble @ (Trouble::Refused { .. } | Trouble::Lost { .. })) => {
                 let line = self.line(rank);
-                (line.budget, line.bytes) = before;
-                refused(error.to_string())
+                (line.budget, line.bytes, line.home) = before;
+                refused(trouble.what())
             }
             Err(other) => Err(other.into()),
         }
@@ -482,7 +487,7 @@ impl Trainer {
                 }
                 self.tell(rank, left, why.to_owned(), start, log)
             }
-            Err(Trouble::Refused { .. }) => {
+            Err(Trouble::Refused { .. } | Trouble::Lost { .. }) => {
                 let step = self.info.step;
                 let line = self.line(rank);
                 line.patience = line.patience.saturating_mul(2);
@@ -560,7 +565,7 @@ impl Trainer {
                         self.remember(rank, &why);
                         return self.tell(rank, left, why, start, log);
                     }
-                    Err(Trouble::Refused { error, .. }) => error.to_string(),
+                    Err(trouble @ (Trouble::Refused { .. } | Trouble::Lost { .. })) => trouble.what(),
                     Err(other) => return Err(other.into()),
                 }
             }

@@ -2,9 +2,11 @@
 //! slower than the plan says. The experiment stays what it is: every step has the same samples. Where devices keep what
 //! stands on them, only sequences go to others; else all goes by way of a checkpoint of the present step.
 
+use super::absent::Absent;
 use super::drift::Drift;
 use super::events::EventLog;
 use super::prepare::{Known, Part, Planned, share_among};
+use super::rehearsal::{Asked, Injection};
 use super::retreat::Left;
 use super::team::Worker;
 use super::training::Trainer;
@@ -13,13 +15,15 @@ use crate::run::checkpoint::newest;
 use plimsoll_core::{Bytes, Class, DeviceSpec, Event, Failure, LostDevice, Sharing};
 use plimsoll_device::process;
 use plimsoll_plan::team::Only;
-use std::path::Path;
+use std::sync::Arc;
 use std::time::Instant;
 
 /// Other shares must make a step this much faster to be worth the move.
 const WORTH: f64 = 0.98;
 /// And save so many times what the move is expected to take in the steps that are left.
 const PAYS: f64 = 2.0;
+/// A device that is lost within so many steps after it has come back is asked for less soon.
+const SOON: u64 = 16;
 
 impl Trainer {
     /// A device is gone. What it computed of the present step is dropped, and where the others have all that the run needs,
@@ -31,23 +35,113 @@ impl Trainer {
         if !parts {
             return self.share_anew(why, log);
         }
-        let planned = self.planned_anew(why).map_err(|failure| Halt::Stop { failure, whole: false })?;
+        let planned = self.planned_anew(why, false)?;
+        self.names_left_out(&planned, log)?;
         Err(self.go_back(planned, log))
     }
 
     /// Lets a device that is gone leave the team, without another plan. Without any other the run stops.
     pub(super) fn part_with(&mut self, rank: usize, why: &str, log: &mut EventLog) -> Result<(), Halt> {
         let alone = self.team.len() == 1;
-        let newest = |folder: &Path| Ok::<_, Failure>(newest(folder)?.0.map_or(0, |checkpoint| checkpoint.info.step));
-        let back_to = if alone || self.team.holds_parts() { Some(newest(&self.folder)?) } else { None };
-        let (step, device) = (self.now, self.team.leave(rank));
-        self.lost.push(LostDevice { device: device.clone(), step, back_to });
-        log.emit(Event::Lost { step, device, why: why.to_owned(), left: self.team.names(), back_to })?;
+        let back_to = if alone || self.team.holds_parts() { Some(self.newest_saved()?) } else { None };
+        let spec = self.team.specs().swap_remove(rank);
+        let device = self.team.leave(rank);
+        self.may_come_back(spec);
+        self.is_lost(device, why, self.team.names(), back_to, log)
+    }
+
+    /// A device that was lost is asked for, if it is another host's: one that is of no use, or that was to be lost, is not. Those
+    /// that are back are looked at again: there are fewer devices now.
+    pub(super) fn may_come_back(&mut self, spec: DeviceSpec) {
+        self.absent.iter_mut().for_each(|absent| absent.declined = false);
+        let was_to_be = |asked: &Arc<Asked>| match &asked.what {
+            Injection::Loss { device, .. } | Injection::Silence { device, .. } => {
+                *device == spec.name && asked.has_happened()
+            }
+            _ => false,
+        };
+        let comes = spec.host().is_some() && !self.is_of_no_use(&spec.name) && !self.rehearsed.iter().any(was_to_be);
+        // One that was lost while it was taken in has answered before that.
+        self.absent.retain(|absent| absent.spec.name != spec.name);
+        if comes {
+            let often = self.lost_soon(&spec.name);
+            self.absent.extend(Absent::wait_for(spec, self.run.elsewhere.clone(), often));
+        }
+    }
+
+    /// How many times in a row until now a device was lost soon after it had come back.
+    fn lost_soon(&self, name: &str) -> u32 {
+        let (mut often, mut step) = (0, self.now);
+        for lost in self.lost.iter().rev().filter(|lost| lost.device == name) {
+            match lost.back_after {
+                Some(back) if step.saturating_sub(back) < SOON => (often, step) = (often + 1, lost.step),
+                _ => break,
+            }
+        }
+        often
+    }
+
+    /// A device is gone, and these are left, who go back to a step perhaps. Without any the run stops.
+    pub(super) fn is_lost(
+        &mut self,
+        device: String,
+        why: &str,
+        left: Vec<String>,
+        back_to: Option<u64>,
+        log: &mut EventLog,
+    ) -> Result<(), Halt> {
+        let (step, alone) = (self.now, left.is_empty());
+        self.lost.push(LostDevice { device: device.clone(), step, back_to, back_after: None });
+        log.emit(Event::Lost { step, device, why: why.to_owned(), left, back_to })?;
         if alone {
             let failure = Failure::stopped(format!("step {step}: {why}")).hint("no other device works on this run");
             return Err(Halt::Stop { failure, whole: false });
         }
         Ok(())
+    }
+
+    /// The step of the newest checkpoint; 0 where there is none.
+    fn newest_saved(&self) -> Result<u64, Failure> {
+        Ok(newest(&self.folder)?.0.map_or(0, |checkpoint| checkpoint.info.step))
+    }
+
+    /// Takes in devices that were lost and are there again, where that saves more in the steps that are left than the way by a
+    /// checkpoint takes. Between two steps.
+    pub(super) fn take_back(&mut self, log: &mut EventLog) -> Result<(), Halt> {
+        let is_back = |absent: &&Absent| absent.is_back() && !absent.declined;
+        let back: Vec<DeviceSpec> = self.absent.iter().filter(is_back).map(|absent| absent.spec.clone()).collect();
+        if back.is_empty() {
+            return Ok(());
+        }
+        // There are fewer and fewer steps left: what does not pay for this team now will not later.
+        self.absent.iter_mut().for_each(|absent| absent.declined = absent.is_back());
+        let mut specs = self.team.specs();
+        specs.extend(back.iter().cloned());
+        // As the run file names them: sums are taken in the order that they had.
+        let named: Vec<&DeviceSpec> = std::iter::once(&self.resolved.device).chain(&self.resolved.others).collect();
+        specs.sort_by_key(|spec| named.iter().position(|named| named.name == spec.name));
+        let planned = share_among(&self.run, &self.resolved.model, &specs, self.host_line(), None, None, None)?;
+        process::give_back();
+        let team: Vec<String> = planned.parts.iter().map(|part| part.device.name.clone()).collect();
+        let newly =
+            |trainer: &Trainer| team.iter().filter(|name| trainer.team.rank_of(name).is_none()).cloned().collect();
+        let new: Vec<String> = newly(self);
+        let as_they_are = self.plan.predicted.step_seconds;
+        if !planned.plan.fits || new.is_empty() || !self.pays(&planned, as_they_are, PAYS) {
+            return Ok(());
+        }
+        self.save(log)?;
+        if newly(self) != new {
+            // Somebody was lost meanwhile: all are looked at again.
+            return Ok(());
+        }
+        let step = self.info.step;
+        for device in new {
+            let mut lost = self.lost.iter_mut().rev();
+            lost.find(|lost| lost.device == device).into_iter().for_each(|lost| lost.back_after = Some(step));
+            log.emit(Event::Back { step, device, team: team.clone() })?;
+        }
+        Err(self.go_back(planned, log))
     }
 
     /// A device has no recipe for its share that holds less than `line`: the others take some of it, or all. Whether they
@@ -64,11 +158,15 @@ impl Trainer {
         }
         let start = Instant::now();
         let mut specs = self.team.specs();
-        specs[rank].budget = line;
-        let planned = share_among(&self.run, &self.resolved.model, &specs, self.host_line(), None, None, None)?;
-        if !planned.plan.fits {
+        let budget = std::mem::replace(&mut specs[rank].budget, line);
+        let mut planned = share_among(&self.run, &self.resolved.model, &specs, self.host_line(), None, None, None)?;
+        // Steps that are done are not given up for this.
+        let begins_anew = !self.saves && self.info.step > 0 && !self.stays(&planned);
+        if !planned.plan.fits || begins_anew {
             return Ok(false);
         }
+        // Its line is where it was, and the plan holds less.
+        planned.has_line(&specs[rank].name, budget);
         self.take_shares(planned, why, start, log)?;
         Ok(true)
     }
@@ -77,11 +175,17 @@ impl Trainer {
     /// two steps.
     pub(super) fn watch_drift(&mut self, log: &mut EventLog) -> Result<(), Halt> {
         let Some(sharing) = self.plan.sharing.filter(|_| self.team.len() > 1) else { return Ok(()) };
-        let Some(factors) = self.drift.see(self.info.step, &self.team.computed()) else { return Ok(()) };
+        let computed = self.team.computed();
+        let passed: Vec<(f64, f64)> = computed.iter().flatten().copied().collect();
+        let Some(factors) = self.drift.see(self.info.step, &passed) else { return Ok(()) };
         let start = Instant::now();
         let mut specs = self.team.specs();
-        for (spec, factor) in specs.iter_mut().zip(&factors) {
+        // Who only holds a part of the state is as fast as planned, for all that is known.
+        let computing = specs.iter_mut().zip(&computed).filter(|(_, computed)| computed.is_some());
+        let mut slower = Vec::new();
+        for ((spec, _), factor) in computing.zip(&factors) {
             spec.rates = spec.rates.paced(1.0 / factor);
+            slower.push(format!("{} takes {factor:.2} times what was planned", spec.name));
         }
         let (host, whole) = (self.host_line(), Only::Sharing(sharing));
         let among = |known: Option<&Known>, only: &Only| {
@@ -97,7 +201,7 @@ impl Trainer {
         let mut found = None;
         for only in parts.iter().chain([&whole]) {
             let planned = among(None, only)?;
-            if planned.plan.fits && self.pays(&planned, as_they_are) {
+            if planned.plan.fits && self.pays(&planned, as_they_are, PAYS) {
                 found = Some(planned);
                 break;
             }
@@ -105,15 +209,12 @@ impl Trainer {
         self.shared_again += 1;
         self.drift = Drift::rested(self.info.step, self.shared_again);
         let Some(planned) = found else { return Ok(()) };
-        let name =
-            |(spec, factor): (&DeviceSpec, &f64)| format!("{} takes {factor:.2} times what was planned", spec.name);
-        let why = specs.iter().zip(&factors).map(name).collect::<Vec<_>>().join(", ");
-        self.take_shares(planned, &why, start, log)
+        self.take_shares(planned, &slower.join(", "), start, log)
     }
 
-    /// Whether other shares save more, over the steps that are left, than the move to them takes; `as_they_are` are the
-    /// predicted seconds of a step that is not shared out anew.
-    fn pays(&self, planned: &Planned, as_they_are: f64) -> bool {
+    /// Whether other shares save so many `times`, over the steps that are left, what the move to them takes; `as_they_are` are
+    /// the predicted seconds of a step that is not shared out anew.
+    fn pays(&self, planned: &Planned, as_they_are: f64, times: f64) -> bool {
         let step_seconds = planned.plan.predicted.step_seconds;
         let costs = match self.stays(planned) {
             true => 0.0,
@@ -122,14 +223,16 @@ impl Trainer {
             false => self.filling_seconds + self.saving_seconds.unwrap_or(self.filling_seconds),
         };
         let saves = (as_they_are - step_seconds) * self.steps_left(as_they_are);
-        step_seconds < as_they_are * WORTH && saves > PAYS * costs
+        step_seconds < as_they_are * WORTH && saves > times * costs
     }
 
     /// Whether everybody holds under these shares what it holds now.
     fn stays(&self, planned: &Planned) -> bool {
         let both = [self.plan.sharing, planned.plan.sharing].map(|sharing| sharing.unwrap_or(Sharing::Batch));
         match both {
-            [Sharing::Batch, Sharing::Batch] => true,
+            [Sharing::Batch, Sharing::Batch] => {
+                planned.parts.iter().all(|part| self.team.rank_of(&part.device.name).is_some())
+            }
             [Sharing::State, Sharing::State] | [Sharing::Layers, Sharing::Layers] => {
                 let workers = self.team.workers();
                 let same = |(worker, part): (&Worker, &Part)| {
@@ -150,19 +253,38 @@ impl Trainer {
     pub(super) fn share_anew(&mut self, why: &str, log: &mut EventLog) -> Result<(), Halt> {
         let start = Instant::now();
         // The others have all that the run needs.
-        let planned = self.planned_anew(why).map_err(|failure| Halt::Stop { failure, whole: true })?;
+        let planned = self.planned_anew(why, true)?;
         self.take_shares(planned, &format!("{why}: the others share its work"), start, log)
     }
 
-    /// How the devices that there are would share the work.
-    fn planned_anew(&self, why: &str) -> Result<Planned, Failure> {
-        let specs: Vec<DeviceSpec> = self.team.specs();
-        let planned = share_among(&self.run, &self.resolved.model, &specs, self.host_line(), None, None, None)?;
+    /// How the devices that there are would share the work; where they cannot, weights and optimizer are `whole` or not.
+    fn planned_anew(&self, why: &str, whole: bool) -> Result<Planned, Halt> {
+        self.planned_among(&self.team.specs(), self.host_line(), why).map_err(|halt| match halt {
+            Halt::Stop { failure, .. } => Halt::Stop { failure, whole },
+            other => other,
+        })
+    }
+
+    /// How these devices would share the work beside such a host, where nothing of it stands on them.
+    pub(super) fn planned_among(&self, devices: &[DeviceSpec], host: Bytes, why: &str) -> Result<Planned, Halt> {
+        let planned = share_among(&self.run, &self.resolved.model, devices, host, None, None, None)?;
         if !planned.plan.fits {
-            return Err(Failure::stopped(format!("{why}; no recipe of this run fits on what is left"))
-                .hint("name more devices, or allow more: --allow"));
+            let failure = Failure::stopped(format!("{why}; no recipe of this run fits on what is left"))
+                .hint("name more devices, or allow more: --allow");
+            return Err(Halt::Stop { failure, whole: false });
         }
         Ok(planned)
+    }
+
+    /// Those of the team that have no part in a plan; why is told.
+    fn names_left_out(&self, planned: &Planned, log: &mut EventLog) -> Result<Vec<String>, Failure> {
+        let has_none = |name: &String| planned.parts.iter().all(|part| part.device.name != *name);
+        let unused: Vec<String> = self.team.names().into_iter().filter(has_none).collect();
+        for out in planned.plan.left_out.iter().filter(|out| unused.contains(&out.device)) {
+            let message = format!("{} is left out from now on: {}", out.device, out.why);
+            log.emit(Event::Warning { message })?;
+        }
+        Ok(unused)
     }
 
     /// All go over to other shares; who has none leaves. Where something that stands in parts, or is going to, has to go
@@ -174,16 +296,20 @@ impl Trainer {
         start: Instant,
         log: &mut EventLog,
     ) -> Result<(), Halt> {
-        if !self.stays(&planned) {
-            if self.filled && self.info.step > 0 {
-                self.save(log)?;
-            }
-            log.emit(Event::Warning { message: format!("{why}; the run goes on from the checkpoint in another way") })?;
+        let stays = self.stays(&planned);
+        if !stays && self.filled && self.info.step > 0 {
+            self.save(log)?;
+        }
+        let unused = self.names_left_out(&planned, log)?;
+        if !stays {
+            let from = match self.newest_saved()? {
+                0 => "begins anew".to_owned(),
+                step => format!("goes on from the checkpoint of step {step}"),
+            };
+            log.emit(Event::Warning { message: format!("{why}; the run {from}, in another way") })?;
             return Err(self.go_back(planned, log));
         }
         let Planned { plan, parts, .. } = planned;
-        let unused: Vec<String> =
-            self.team.names().into_iter().filter(|name| parts.iter().all(|part| part.device.name != *name)).collect();
         for name in unused {
             let rank = self.team.rank_of(&name).expect("it is one of them");
             self.team.leave(rank);

@@ -1,12 +1,13 @@
 //! The devices that work on a run, each with its engine, its share of every step, and the load line that it is held
-//! under. A team of one is the rule. What several do they do at the same time, each on a thread of its own; what one of
-//! them refuses is dropped by all, so that they stay at the same step.
+//! under. A team of one is the rule. What several do they do at the same time (`abreast`); what one of them refuses is dropped
+//! by all, so that they stay at the same step, and who is missed is left behind.
 
+use super::abreast::{Behind, Came, Hand, Task, abreast};
 use super::drift::SECONDS_LEAST;
 use super::engine::{Engine, StepInput, StepLoss};
 use super::far::spread::{Gathered, Member as Reached, Spread};
 use super::far::{Elsewhere, Hosts};
-use super::heartbeat::{Hangs, Heart, Watch, silent};
+use super::heartbeat::{Heart, Pulse, Watch, silent};
 use super::pace::quantile;
 use super::prepare::Part;
 use super::rehearsal::{Asked, Rehearsal};
@@ -20,16 +21,14 @@ use plimsoll_core::{
     Rates, Sharing, Space,
 };
 use plimsoll_device::cuda::collectives;
-use plimsoll_device::device::{DeviceError, FileSpace};
+use plimsoll_device::device::{DeviceError, FileSpace, NoFiles};
 use plimsoll_device::transport::{Seat, Transport, memory};
 use plimsoll_device::{calibration, process};
 use plimsoll_plan::price::Prices;
 use plimsoll_plan::search::Answer;
 use plimsoll_program::Share;
 use std::ops::Range;
-use std::panic::resume_unwind;
-use std::sync::{Arc, Mutex};
-use std::thread;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// One device at work.
@@ -54,8 +53,6 @@ pub struct Worker {
     pub line: Line,
     /// Its part of a step, where there are others.
     rows: Rows,
-    /// Whether it has done the update of the present step.
-    updated: bool,
     computing: Computing,
     /// What it computed in the last step took so long, measured and predicted; nothing where it does not tell.
     computed: (f64, f64),
@@ -69,8 +66,8 @@ pub struct Worker {
 const STEPS_LEAST: usize = 8;
 
 impl Worker {
-    /// A device that is open under the plan of its part.
-    pub fn new(part: &Part, engine: Engine, plan: Plan, line: Line) -> Worker {
+    /// A device that is open under the plan of its part, and gives signs of life.
+    pub fn new(part: &Part, engine: Engine, plan: Plan, line: Line, heart: Option<Heart>) -> Worker {
         Worker {
             device: part.device.clone(),
             share: part.share.clone(),
@@ -82,11 +79,10 @@ impl Worker {
             held: Bytes::ZERO,
             line,
             rows: Rows::default(),
-            updated: false,
             computing: Computing::of(&part.device, &part.answer),
             computed: (0.0, 0.0),
             factors: Vec::new(),
-            heart: None,
+            heart,
         }
     }
 
@@ -95,16 +91,19 @@ impl Worker {
         self.device.kind == DeviceKind::Cpu && calibration::disturbed().is_some()
     }
 
-    /// Begins to give signs of life.
-    fn live(&mut self, silence: Duration) {
-        self.heart = self.engine.heart(&self.device.name, silence);
+    /// What is known of its life, where it is missed.
+    fn pulse(&self) -> Option<Arc<Pulse>> {
+        self.heart.as_ref().map(Heart::pulse)
     }
 
-    /// Its thread begins some work, or is back from it.
-    fn at_work(&self, at_work: bool) {
-        if let Some(heart) = &self.heart {
-            heart.pulse().at_work(at_work);
-        }
+    /// Whether it has been silent for too long.
+    fn is_missed(&self) -> bool {
+        self.heart.as_ref().is_some_and(|heart| heart.pulse().is_lost())
+    }
+
+    /// Whether it lives in another process.
+    fn is_far(&self) -> bool {
+        self.engine.far().is_some()
     }
 
     /// How much of its arena was used, where that was never larger.
@@ -162,7 +161,7 @@ pub struct Team {
     /// After so long without a sign of life a device is lost.
     silence: Duration,
     watch: Option<Watch>,
-    hangs: Hangs,
+    behind: Behind,
     /// Bytes of arenas in this process's memory that stand beside those of the team, and the most that the process held with
     /// them, the team's left out, before the team's arenas that there are now, measured.
     beside: Bytes,
@@ -185,10 +184,12 @@ fn transport(workers: &[Worker]) -> Arc<dyn Transport> {
 impl Continues for Team {
     fn extend(&mut self, tokens: &[i32], length: usize) -> Result<Vec<f64>, Trouble> {
         if !self.holds_parts() {
-            return Ok(self.workers[0].engine.extend(tokens, length)?);
+            let tokens = tokens.to_vec();
+            return self.one(0, move |engine| Ok(engine.extend(&tokens, length)?));
         }
         // All have the same tokens; those that come to logits, which of a pipeline is the last stage, come to the same.
-        let all = self.all(|worker| Ok(worker.engine.extend(tokens, length)?))?;
+        let tokens = tokens.to_vec();
+        let all = self.all(move |_, engine| Ok(engine.extend(&tokens, length)?))?;
         Ok(all.into_iter().find(|logits| !logits.is_empty()).expect("somebody has the head"))
     }
 
@@ -197,75 +198,83 @@ impl Continues for Team {
     }
 }
 
-/// Tells the others when its thread panics: they may be waiting for what it would have sent.
-struct GiveUpOnPanic<'a>(&'a dyn Transport, usize);
-
-impl Drop for GiveUpOnPanic<'_> {
-    fn drop(&mut self) {
-        if thread::panicking() {
-            self.0.give_up(self.1 as u32, "a fault of its own");
-        }
-    }
-}
-
 impl Team {
-    /// Brings open devices together.
+    /// Brings open devices together; `behind` is what those before them have left.
     ///
     /// # Errors
     /// A device that cannot work in a team.
-    pub fn new(workers: Vec<Worker>, elsewhere: Elsewhere, silence: Duration, hangs: Hangs) -> Result<Team, Trouble> {
+    pub fn new(workers: Vec<Worker>, elsewhere: Elsewhere, silence: Duration, behind: Behind) -> Result<Team, Trouble> {
         let transport = transport(&workers);
         let (beside, held_beside) = (Bytes::ZERO, Bytes::ZERO);
         let mut team =
-            Team { workers, transport, silence, watch: None, hangs, elsewhere, teams: 0, beside, held_beside };
-        // A process elsewhere misses the run, too.
-        let several = team.len() > 1;
-        let missed = |worker: &&mut Worker| several || worker.engine.far().is_some();
-        team.workers.iter_mut().filter(missed).for_each(|worker| worker.live(silence));
-        team.seat()?;
+            Team { workers, transport, silence, watch: None, behind, elsewhere, teams: 0, beside, held_beside };
+        if let [only] = &mut team.workers[..]
+            && !only.is_far()
+        {
+            // From now on it is missed by nobody. A process elsewhere misses the run, too.
+            only.heart = None;
+        }
+        if let Err(trouble) = team.seat() {
+            team.disband();
+            return Err(trouble);
+        }
         Ok(team)
+    }
+
+    /// Nobody yet.
+    pub fn nobody(elsewhere: Elsewhere, behind: Behind) -> Team {
+        Team::new(Vec::new(), elsewhere, Duration::ZERO, behind).expect("nobody refuses a seat")
     }
 
     /// From now on these devices are missed where they are silent.
     fn watch(&mut self) {
-        let pulse =
-            |(rank, worker): (u32, &Worker)| Some((rank, worker.device.name.clone(), worker.heart.as_ref()?.pulse()));
+        let pulse = |(rank, worker): (u32, &Worker)| Some((rank, worker.device.name.clone(), worker.pulse()?));
         // The one before looks away first.
         self.watch = None;
         let team: Vec<_> = (0..).zip(&self.workers).filter_map(pulse).collect();
         let transport = Arc::clone(&self.transport);
         let lost = move |rank: u32, why: &str| transport.give_up(rank, why);
-        let watch = || Watch::start(team, lost, self.silence, Arc::clone(&self.hangs));
-        self.watch = if self.len() > 1 { watch() } else { None };
+        let missed = self.len() > 1 || self.workers.iter().any(Worker::is_far);
+        self.watch = if missed { Watch::start(team, lost, self.silence) } else { None };
+    }
+
+    /// The only device, where nobody misses it.
+    fn unwatched(&mut self) -> Option<&mut Worker> {
+        let watched = self.watch.is_some();
+        match &mut self.workers[..] {
+            [only] if !watched => Some(only),
+            _ => None,
+        }
     }
 
     /// A device that was silent for too long.
     fn missed(&self) -> Option<Trouble> {
-        let is_lost = |worker: &Worker| worker.heart.as_ref().is_some_and(|heart| heart.pulse().is_lost());
-        let rank = self.workers.iter().position(is_lost)?;
+        let rank = self.workers.iter().position(Worker::is_missed)?;
         Some(Trouble::Lost { rank, why: silent(&self.workers[rank].device.name, self.silence) })
     }
 
-    /// Tells every device its place.
+    /// Tells every device its place. Who falls silent meanwhile is missed, too.
     fn seat(&mut self) -> Result<(), Trouble> {
-        if self.len() > 1
-            && self.workers.iter().any(|worker| worker.engine.far().is_some())
-            && let Some(hosts) = self.elsewhere.hosts()
-        {
-            return self.seat_apart(&*hosts);
-        }
         self.watch();
-        if self.len() == 1 {
+        if self.len() <= 1 {
             return Ok(());
         }
-        for (rank, worker) in (0..).zip(&mut self.workers) {
-            worker.engine.join(Seat { rank, transport: Arc::clone(&self.transport) })?;
-        }
+        let apart = self.workers.iter().any(Worker::is_far);
+        let mut seats: Vec<Option<Seat>> = match self.elsewhere.hosts().filter(|_| apart) {
+            Some(hosts) => self.gather(&*hosts)?,
+            None => {
+                (0..self.len() as u32).map(|rank| Some(Seat { rank, transport: Arc::clone(&self.transport) })).collect()
+            }
+        };
+        self.each(&mut NoFiles, |rank, _| {
+            let seat = seats[rank].take();
+            Some(Box::new(move |engine, _| Ok(engine.sit(seat)?)))
+        })?;
         Ok(())
     }
 
-    /// The same where some of them live elsewhere: they meet over wires.
-    fn seat_apart(&mut self, hosts: &dyn Hosts) -> Result<(), Trouble> {
+    /// Has devices find each other some of which live elsewhere: they meet over wires. Gives the seats of those that are here.
+    fn gather(&mut self, hosts: &dyn Hosts) -> Result<Vec<Option<Seat>>, Trouble> {
         let reached = |worker: &Worker| match worker.engine.far() {
             Some(line) => Reached::Far(Arc::clone(line)),
             None => Reached::Here,
@@ -278,14 +287,9 @@ impl Team {
         };
         let Gathered { transport, seats } = Spread::gather(&members, hosts, self.teams).map_err(lost)?;
         self.transport = transport;
-        for (worker, seat) in self.workers.iter_mut().zip(seats) {
-            match seat {
-                Some(seat) => worker.engine.join(seat)?,
-                None => worker.engine.is_seated(),
-            }
-        }
+        // Who is missed from now on is so by this team.
         self.watch();
-        Ok(())
+        Ok(seats)
     }
 
     /// How many devices there are.
@@ -324,32 +328,75 @@ impl Team {
         }
     }
 
-    /// All do some work at the same time. Where one cannot, none has done it, and what happened to that one is told.
-    pub fn all<T: Send>(&mut self, work: impl Fn(&mut Worker) -> Result<T, Trouble> + Sync) -> Result<Vec<T>, Trouble> {
-        let transport = &*self.transport;
-        let work = |rank: usize, worker: &mut Worker| {
-            let _guard = GiveUpOnPanic(transport, rank);
-            worker.at_work(true);
-            let result = work(worker);
-            worker.at_work(false);
-            if let Err(trouble) = &result {
-                transport.give_up(rank as u32, &trouble.what());
-            }
-            result.map_err(|trouble| trouble.of_rank(rank))
+    /// All do some work at the same time, each knowing its rank. Where one cannot, none has done it, and what happened to that
+    /// one is told.
+    ///
+    /// # Errors
+    /// What a device fails with.
+    pub fn all<T: Send + 'static>(
+        &mut self,
+        work: impl Fn(usize, &mut Engine) -> Result<T, Trouble> + Send + Sync + 'static,
+    ) -> Result<Vec<T>, Trouble> {
+        let work = Arc::new(work);
+        self.each(&mut NoFiles, |rank, _| {
+            let work = Arc::clone(&work);
+            Some(Box::new(move |engine, _| work(rank, engine)))
+        })
+    }
+
+    /// One of them does some work.
+    ///
+    /// # Errors
+    /// As above.
+    pub fn one<T: Send + 'static>(
+        &mut self,
+        rank: usize,
+        work: impl FnOnce(&mut Engine) -> Result<T, Trouble> + Send + 'static,
+    ) -> Result<T, Trouble> {
+        let mut work = Some(work);
+        let task = |of: usize, _: &mut Worker| -> Option<Task<T>> {
+            let work = work.take_if(|_| of == rank)?;
+            Some(Box::new(move |engine, _| work(engine)))
         };
-        let (first, others) = self.workers.split_first_mut().expect("a team has a device");
-        let results: Vec<Result<T, Trouble>> = thread::scope(|scope| {
-            let work = &work;
-            let threads: Vec<_> =
-                (1..).zip(others).map(|(rank, worker)| scope.spawn(move || work(rank, worker))).collect();
-            let mut results = vec![work(0, first)];
-            results.extend(threads.into_iter().map(|t| t.join().unwrap_or_else(|panic| resume_unwind(panic))));
-            results
-        });
-        self.transport.clear();
+        Ok(self.each(&mut NoFiles, task)?.pop().expect("it has done it"))
+    }
+
+    /// The same of work that stores something, and of those for whom there is a task.
+    fn each<T: Send + 'static>(
+        &mut self,
+        files: &mut dyn FileSpace,
+        mut task: impl FnMut(usize, &mut Worker) -> Option<Task<T>>,
+    ) -> Result<Vec<T>, Trouble> {
         if let Some(trouble) = self.missed() {
             return Err(trouble);
         }
+        if let Some(only) = self.unwatched() {
+            return task(0, only).into_iter().map(|task| task(&mut only.engine, files)).collect();
+        }
+        let held: Vec<Bytes> = (0..self.len()).map(|rank| self.arenas_of(rank).into_iter().sum()).collect();
+        let hand = |(rank, worker): (usize, &mut Worker)| {
+            let task = task(rank, worker)?;
+            let engine = std::mem::replace(&mut worker.engine, Engine::gone(&worker.device.name));
+            Some(Hand { rank, engine, pulse: worker.pulse(), task })
+        };
+        let hands = self.workers.iter_mut().enumerate().filter_map(hand).collect();
+        let mut came = abreast(hands, &self.transport, files);
+        came.sort_by_key(|(rank, _)| *rank);
+        let mut results = Vec::new();
+        for (rank, came) in came {
+            match came {
+                Came::Back(engine, result) => {
+                    self.workers[rank].engine = *engine;
+                    results.push(result);
+                }
+                Came::Not(holds) => self.behind.leave(held[rank], holds),
+            }
+        }
+        // Where somebody is missed, this team meets no more.
+        if let Some(trouble) = self.missed() {
+            return Err(trouble);
+        }
+        self.transport.clear();
         let mut done = Vec::new();
         let mut worst: Option<Trouble> = None;
         for result in results {
@@ -376,14 +423,13 @@ impl Team {
     pub fn at_step(&mut self, step: u64) {
         for worker in &mut self.workers {
             worker.engine.at_step(step);
-            worker.updated = false;
         }
     }
 
     /// Devices refuse, and are lost, where this says.
     pub fn rehearse(&mut self, asked: &[Arc<Asked>], seed: u64) {
         for (rank, worker) in (0..).zip(&mut self.workers) {
-            let pulse = worker.heart.as_ref().map(Heart::pulse);
+            let pulse = worker.pulse();
             worker.engine.rehearse(Rehearsal::new(asked, seed, rank, &worker.device.name, pulse));
         }
     }
@@ -394,27 +440,33 @@ impl Team {
     /// # Errors
     /// What a device fails with; the step is dropped on all of them.
     pub fn gradients(&mut self, rows: &mut Rows, input: &StepInput) -> Result<StepLoss, Trouble> {
-        if let [only] = &mut self.workers[..] {
-            return Ok(only.engine.gradients(rows, input)?);
+        if let Some(only) = self.unwatched() {
+            return Ok(only.engine.gradients(rows, input, 1)?);
         }
-        let rows = &*rows;
-        let together = self.micro_batches();
-        let found = self.all(|worker| {
+        let (input, together) = (*input, self.micro_batches());
+        let found = self.each(&mut NoFiles, |_, worker| {
             let own = worker.own(rows.len());
-            worker.rows.copy_from(rows, own);
-            // Micro-batches in which it has nothing to do, but others need its part of the state.
-            while (worker.rows.len() as u64) < together * u64::from(worker.plan.recipe.micro_batch) {
-                worker.rows.push_empty();
-            }
-            Ok(worker.engine.gradients(&mut worker.rows, input)?)
+            let mut mine = std::mem::take(&mut worker.rows);
+            mine.copy_from(rows, own);
+            // In some micro-batches it may have nothing to do, but others need its part of the state.
+            Some(Box::new(move |engine, _| {
+                engine.gradients(&mut mine, &input, together).map(|found| (found, mine)).map_err(Trouble::from)
+            }))
         })?;
-        for worker in &mut self.workers {
+        let mut losses = Vec::new();
+        for (worker, (loss, rows)) in self.workers.iter_mut().zip(found) {
+            // Its room is used again.
+            worker.rows = rows;
+            losses.push(loss);
+        }
+        // Of who computes no sequences nothing of the kind is known.
+        for worker in self.workers.iter_mut().filter(|worker| worker.sequences > 0) {
             let Some(own) = worker.engine.computed() else { continue };
             let predicted = own.micro_batches as f64 * worker.computing.micro_batch + worker.computing.once;
             worker.computed = (own.seconds, predicted);
             worker.factors.push(own.seconds / predicted);
         }
-        Ok(found[0])
+        Ok(losses[0])
     }
 
     /// A step of a device alone took so long, measured.
@@ -432,13 +484,13 @@ impl Team {
     /// Micro-batches of a step that all have to do together, because each holds a part of the state: as many as whoever has
     /// most of them. 0 where everybody works by itself.
     fn micro_batches(&self) -> u64 {
-        let of = |worker: &Worker| worker.sequences.div_ceil(u64::from(worker.plan.recipe.micro_batch));
+        let of = |worker: &Worker| worker.plan.recipe.micro_batches(worker.sequences);
         if self.holds_parts() { self.workers.iter().map(of).max().unwrap_or(0) } else { 0 }
     }
 
-    /// Measured and predicted seconds in which each device computed in the last step.
-    pub fn computed(&self) -> Vec<(f64, f64)> {
-        self.workers.iter().map(|worker| worker.computed).collect()
+    /// Measured and predicted seconds in which each device computed in the last step; none of those without sequences.
+    pub fn computed(&self) -> Vec<Option<(f64, f64)>> {
+        self.workers.iter().map(|worker| (worker.sequences > 0).then_some(worker.computed)).collect()
     }
 
     /// The weights change, on all devices in the same way. Called again after a refusal, it goes on where it stopped, on
@@ -447,33 +499,39 @@ impl Team {
     /// # Errors
     /// What a device fails with; the others have done it all the same.
     pub fn update(&mut self) -> Result<(), Trouble> {
-        self.all(|worker| {
-            if !worker.updated {
-                worker.engine.update()?;
-                worker.updated = true;
-            }
-            Ok(())
-        })?;
+        self.all(|_, engine| Ok(engine.update()?))?;
         Ok(())
     }
 
     /// How far the update of the present step has come: ops that are done, over all devices; those of one that is done count
     /// as more than any has.
     pub fn updated(&self) -> u64 {
-        let of = |worker: &Worker| if worker.updated { 1 << 32 } else { worker.engine.updated() };
-        self.workers.iter().map(of).sum()
+        self.workers.iter().map(|worker| worker.engine.updated()).sum()
     }
 
     /// Lets all devices go, with all that stands on them.
     pub fn disband(&mut self) {
+        while !self.workers.is_empty() {
+            self.let_go(0);
+        }
         self.watch = None;
-        self.workers.clear();
+    }
+
+    /// Lets a device go with all that stands on it; one that is missed may never come back from that.
+    fn let_go(&mut self, rank: usize) -> Worker {
+        let arenas = self.arenas_of(rank).into_iter().sum();
+        let mut worker = self.workers.remove(rank);
+        let engine = std::mem::replace(&mut worker.engine, Engine::gone(&worker.device.name));
+        if worker.is_missed() {
+            self.behind.let_go(engine, arenas);
+        }
+        worker
     }
 
     /// What a device holds now, measured: a GPU by itself, the others in this process, of which what belongs to other
     /// devices and to the host's side is not theirs.
     pub fn held(&mut self, rank: usize) -> Bytes {
-        let elsewhere = self.arenas_beside(rank);
+        let elsewhere = self.arenas_beside(rank) + self.behind.bytes();
         let worker = &mut self.workers[rank];
         match worker.device.in_process() {
             false => worker.engine.held(),
@@ -486,12 +544,19 @@ impl Team {
     pub fn look_back(&mut self, gone: Option<usize>) {
         let peak = process::peak_resident().unwrap_or(Bytes::ZERO);
         for rank in (0..self.len()).filter(|rank| Some(*rank) != gone) {
-            let held = peak.saturating_sub(self.arenas_beside(rank));
+            let held = peak.saturating_sub(self.arenas_beside(rank) + self.behind.peak_bytes());
             let worker = &mut self.workers[rank];
             worker.look_back();
             worker.held = worker.held.max(held);
         }
-        self.held_beside = self.held_beside.max(peak.saturating_sub(self.arenas()));
+        let behind = self.behind.peak_bytes();
+        self.held_beside = self.held_beside.max(peak.saturating_sub(self.arenas() + behind));
+        self.reset_peak();
+    }
+
+    /// What was held until now is no part of what anybody holds from now on.
+    pub fn reset_peak(&self) {
+        self.behind.forget();
         let _ = process::reset_peak();
     }
 
@@ -504,7 +569,8 @@ impl Team {
     /// What this process held at most with what stands beside the team, the team's own arenas left out, measured.
     pub fn held_beside(&mut self) -> Option<Bytes> {
         let peak = process::peak_resident().ok()?;
-        Some(peak.saturating_sub(self.arenas()).max(self.held_beside))
+        let behind = self.behind.peak_bytes();
+        Some(peak.saturating_sub(self.arenas() + behind).max(self.held_beside))
     }
 
     /// Bytes of the team's arenas in this process's memory.
@@ -523,7 +589,7 @@ impl Team {
         [if of_process { memory.bytes(Space::Device) } else { Bytes::ZERO }, memory.bytes(Space::Host)]
     }
 
-    /// Bytes of arenas in this process's memory that are not the device's own.
+    /// Bytes of arenas in this process's memory that are not the device's own, those left behind not among them.
     fn arenas_beside(&mut self, rank: usize) -> Bytes {
         let [own, _] = self.arenas_of(rank);
         self.arenas().saturating_sub(own) + self.beside
@@ -581,15 +647,17 @@ impl Team {
     /// What a device refuses: then some have gone over, and some have not.
     pub fn adopt(&mut self, parts: &[Part]) -> Result<(), Trouble> {
         self.look_back(None);
-        for (rank, (worker, part)) in self.workers.iter_mut().zip(parts).enumerate() {
-            worker.engine.adopt(part.answer.clone()).map_err(|error| Trouble::from(error).of_rank(rank))?;
+        for (rank, part) in parts.iter().enumerate() {
+            let answer = part.answer.clone();
+            self.one(rank, move |engine| Ok(engine.adopt(answer)?))?;
+            let worker = &mut self.workers[rank];
             (worker.share, worker.sequences) = (part.share.clone(), part.sequences);
             worker.device.rates = part.device.rates.clone();
             worker.goes_by(part.answer.plan.clone(), Computing::of(&part.device, &part.answer));
             worker.line.home = worker.plan.recipe.clone();
         }
         // On the way there were arenas of both.
-        let _ = process::reset_peak();
+        self.reset_peak();
         self.seat()
     }
 
@@ -602,7 +670,8 @@ impl Team {
         let beside: Bytes = beside.map(|worker| worker.engine.held()).sum();
         let here = self.workers.iter_mut().filter(|worker| worker.device.host().is_none());
         let hosts = here.map(|worker| worker.engine.device().memory().bytes(Space::Host)).sum();
-        let process = process::resident().unwrap_or(Bytes::ZERO).saturating_sub(hosts);
+        let process =
+            process::resident().unwrap_or(Bytes::ZERO).saturating_sub(hosts).saturating_sub(self.behind.bytes());
         let none_here = !self.workers.iter().any(|worker| worker.device.in_process());
         if none_here { beside } else { beside + process }
     }
@@ -624,23 +693,21 @@ impl Team {
             Some(Sharing::Layers) => self.len(),
             Some(Sharing::State) => 0,
         };
-        let store = |(rank, worker): (usize, &mut Worker)| {
-            worker.engine.move_files(program, files).map_err(|error| Trouble::from(error).of_rank(rank))
-        };
         if writers > 0 {
-            let stored = self.workers.iter_mut().enumerate().take(writers).try_for_each(store);
-            // Nobody else was at work: who gave up has told it here.
-            self.transport.clear();
-            return stored;
-        }
-        let files = Mutex::new(Some(files));
-        self.all(|worker| {
-            let mine = if worker.share.rank == 0 { files.lock().ok().and_then(|mut files| files.take()) } else { None };
-            match mine {
-                Some(files) => worker.engine.move_files(program, files)?,
-                None => worker.engine.run(program)?,
+            for writer in 0..writers {
+                self.each(files, |rank, _| {
+                    let program = (rank == writer).then(|| program.to_owned())?;
+                    Some(Box::new(move |engine, files| Ok(engine.move_files(&program, files)?)))
+                })?;
             }
-            Ok(())
+            return Ok(());
+        }
+        self.each(files, |rank, _| {
+            let program = program.to_owned();
+            Some(Box::new(move |engine, files| match rank {
+                0 => Ok(engine.move_files(&program, files)?),
+                _ => Ok(engine.run(&program)?),
+            }))
         })?;
         Ok(())
     }
@@ -650,7 +717,7 @@ impl Team {
         let peak = process::peak_resident().ok();
         (0..self.len())
             .map(|rank| {
-                let elsewhere = self.arenas_beside(rank);
+                let elsewhere = self.arenas_beside(rank) + self.behind.peak_bytes();
                 let worker = &mut self.workers[rank];
                 worker.look_back();
                 let measured = match (worker.engine.gpu(), worker.engine.far()) {
@@ -715,11 +782,9 @@ impl Team {
 
     /// A device that is gone leaves, with all that it held; the others are told their new places by the next plan. Its name.
     pub fn leave(&mut self, rank: usize) -> String {
-        self.watch = None;
         self.look_back(Some(rank));
-        let Worker { device, .. } = self.workers.remove(rank);
-        // What is gone is no part of what anybody holds from now on.
-        let _ = process::reset_peak();
+        let Worker { device, .. } = self.let_go(rank);
+        self.reset_peak();
         self.transport = transport(&self.workers);
         self.watch();
         device.name

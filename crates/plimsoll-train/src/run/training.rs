@@ -1,5 +1,7 @@
 //! The training loop: steps, evaluations, checkpoints, the end.
 
+use super::abreast::Behind;
+use super::absent::Absent;
 use super::checkpoint::{self, Checkpoint, CheckpointInfo};
 use super::control::Control;
 use super::cooling::Cooling;
@@ -7,7 +9,6 @@ use super::drift::Drift;
 use super::engine::StepInput;
 use super::evaluator::Evaluator;
 use super::events::EventLog;
-use super::heartbeat::Hangs;
 use super::open::open_team;
 use super::pace::Pace;
 use super::prepare::{Known, Part, Planned, Prepared, load_weights, prepare};
@@ -22,8 +23,8 @@ use crate::files::{WeightWriter, atomic, write_adapter_dir, write_model_dir};
 use crate::resolve::{Resolved, lora, pace};
 use crate::run_file::{Length, Method, RunFile, Threads};
 use plimsoll_core::{
-    Bytes, DeviceKind, EvalResult, EvaluatorResult, Event, Exit, Failure, LeftOut, LossSpan, LostDevice, Member, Plan,
-    Recipe, Record, Retreat, RunResult, RunStatus, Sharing, StepSeconds, counted,
+    Bytes, DeviceKind, DeviceSpec, EvalResult, EvaluatorResult, Event, Exit, Failure, LeftOut, LossSpan, LostDevice,
+    Member, Plan, Recipe, Record, Retreat, RunResult, RunStatus, Sharing, StepSeconds, counted,
 };
 use plimsoll_device::device::DeviceError;
 use plimsoll_device::probe::Cpu;
@@ -109,6 +110,9 @@ impl Run {
     pub fn resume(mut run: RunFile) -> Result<Resumed, Failure> {
         let folder = PathBuf::from(&run.run.dir);
         let (checkpoint, mut warnings) = checkpoint::newest(&folder)?;
+        if let Some(Checkpoint { info, .. }) = &checkpoint {
+            is_no_shorter(&run, info)?;
+        }
         if let Some(outcome) = checkpoint.as_ref().and_then(|checkpoint| left_by(&run, &checkpoint.info)) {
             return Ok(Resumed::Done(Box::new(outcome)));
         }
@@ -184,8 +188,8 @@ impl Run {
         &self.prepared
     }
 
-    /// Runs to the end, or until `stop` is raised: then the step is finished and saved. Where a device `hangs` for good this
-    /// never comes back.
+    /// Runs to the end, or until `stop` is raised: then the step is finished and saved. A device that hangs for good is left
+    /// behind on a thread that never ends.
     ///
     /// # Errors
     /// What stops a run: weights or a disk that are not what they should be, a loss that is no number. What was
@@ -193,7 +197,7 @@ impl Run {
     ///
     /// # Panics
     /// When the plan does not fit: the caller has seen it.
-    pub fn start(self, watch: &mut dyn FnMut(&Record), stop: &AtomicBool, hangs: Hangs) -> Result<Outcome, Failure> {
+    pub fn start(self, watch: &mut dyn FnMut(&Record), stop: &AtomicBool) -> Result<Outcome, Failure> {
         assert!(self.prepared.planned.plan.fits, "a plan that does not fit is not started");
         let folder = PathBuf::from(&self.prepared.run.run.dir);
         make_folder(&folder)?;
@@ -209,7 +213,7 @@ impl Run {
             })
             .ok();
         // From here on the folder holds a run: what it begins with has been read.
-        let (mut trainer, stopped) = Trainer::open(self, folder.clone(), control, hangs, &mut log)?;
+        let (mut trainer, stopped) = Trainer::open(self, folder.clone(), control, &mut log)?;
         if trainer.info.step == 0 {
             atomic::write_file(&folder.join("run.toml"), trainer.run.to_toml().as_bytes())?;
         } else {
@@ -259,7 +263,8 @@ pub(super) struct Trainer {
     /// Who evaluates beside the team, and what one that is gone has done.
     pub(super) evaluator: Option<Evaluator>,
     pub(super) evaluated_by: Option<EvaluatorResult>,
-    pub(super) hangs: Hangs,
+    /// What devices that are missed still hold.
+    behind: Behind,
     /// The plan of all.
     pub(super) plan: Plan,
     pub(super) info: CheckpointInfo,
@@ -267,6 +272,8 @@ pub(super) struct Trainer {
     pub(super) now: u64,
     pub(super) retreats: Vec<Retreat>,
     pub(super) lost: Vec<LostDevice>,
+    /// Those that may come back.
+    pub(super) absent: Vec<Absent>,
     /// Where devices refuse, are slow, or are lost, because the user asked for it.
     pub(super) rehearsed: Vec<Arc<Asked>>,
     /// Whether weights and optimizer are there.
@@ -312,10 +319,10 @@ impl Trainer {
         run: Run,
         folder: PathBuf,
         control: Option<Control>,
-        hangs: Hangs,
         log: &mut EventLog,
     ) -> Result<(Trainer, Option<Failure>), Failure> {
         let Run { prepared, checkpoint, rehearsed, saves, .. } = run;
+        let checkpoint = checkpoint.map(Arc::new);
         let Prepared { run, resolved, train, eval, mut planned, .. } = prepared;
         let precision = run.arithmetic(resolved.device.kind);
         let generates = planned.parts[0].answer.set.program("prefill").is_some();
@@ -324,11 +331,11 @@ impl Trainer {
         let _ = process::reset_peak();
         let start = Instant::now();
         let evaluator = planned.evaluator.take();
-        let (mut team, plan) = open_team(&run, &resolved, planned, &hangs, log)?;
+        let behind = Behind::default();
+        let (team, plan) = (Team::nobody(run.elsewhere.clone(), behind.clone()), planned.plan.clone());
         let recipe = plan.recipe.clone();
-        let first = &team.first().device;
+        let first = &planned.parts[0].device;
         let (threads, charges_bytes, kind) = (first.threads, first.charges, first.kind);
-        let peak_flops = team.peak_flops(precision);
         let (batches, steps) = steps_of(&run, train.rows());
         let fresh = CheckpointInfo {
             version: CheckpointInfo::VERSION,
@@ -349,7 +356,7 @@ impl Trainer {
             data: train.content().to_owned(),
             files: BTreeMap::new(),
         };
-        let info = match &checkpoint {
+        let info = match checkpoint.as_deref() {
             Some(Checkpoint { info, .. }) => CheckpointInfo {
                 step: info.step,
                 elapsed_seconds: info.elapsed_seconds,
@@ -359,7 +366,6 @@ impl Trainer {
             },
             None => fresh,
         };
-        team.rehearse(&rehearsed, run.train.seed);
         let cooling = Cooling::new(run.run.max_temperature);
         let mut trainer = Trainer {
             folder,
@@ -368,7 +374,7 @@ impl Trainer {
             // A virtual device keeps its own pace, and a GPU leaves the processor usable.
             works: if kind == DeviceKind::Cpu { pace(&run, threads) } else { 1.0 },
             product_flops,
-            peak_flops,
+            peak_flops: 0.0,
             last_saved: (info.step, Instant::now()),
             run,
             resolved,
@@ -377,7 +383,7 @@ impl Trainer {
             team,
             evaluator: None,
             evaluated_by: None,
-            hangs,
+            behind,
             plan,
             now: info.step,
             done_before: info.step,
@@ -386,6 +392,7 @@ impl Trainer {
             control,
             retreats: Vec::new(),
             lost: Vec::new(),
+            absent: Vec::new(),
             rehearsed,
             filled: false,
             refused: BTreeMap::new(),
@@ -397,17 +404,48 @@ impl Trainer {
             filling_seconds: 0.0,
             saving_seconds: None,
         };
-        let filled = trainer.fill_up(checkpoint.as_ref(), log);
+        let filled = trainer.open_devices(planned, false, log).and_then(|()| trainer.fill_up(checkpoint.as_ref(), log));
         trainer.filling_seconds = start.elapsed().as_secs_f64();
         match filled {
             Ok(()) => trainer.finished(),
             Err(Halt::Back) => {}
             Err(Halt::Stop { failure, .. }) => return Ok((trainer, Some(failure))),
+            Err(Halt::Failure(failure)) if failure.exit == Exit::Stopped => return Ok((trainer, Some(failure))),
             // Nothing was begun.
             Err(Halt::Failure(failure)) => return Err(failure.hint(trainer.standing())),
         }
         trainer.open_evaluator(evaluator, log)?;
         Ok((trainer, None))
+    }
+
+    /// Opens the devices of a plan. Who is lost while that is done is gone like any other: the rest plan anew. Of a run that is
+    /// `under_way` so is who cannot be opened, whatever is the matter.
+    fn open_devices(&mut self, mut planned: Planned, under_way: bool, log: &mut EventLog) -> Result<(), Halt> {
+        loop {
+            let mut devices: Vec<DeviceSpec> = planned.parts.iter().map(|part| part.device.clone()).collect();
+            let host = planned.plan.host.budget_bytes;
+            let opened = open_team(&self.run, &self.resolved, planned, &self.rehearsed, &self.behind, under_way, log);
+            match opened {
+                Ok((team, plan)) => {
+                    self.team = team;
+                    self.absent.retain(|absent| self.team.rank_of(&absent.spec.name).is_none());
+                    self.goes_by(plan);
+                    self.peak_flops = self.team.peak_flops(self.info.precision);
+                    let charges = self.team.first().device.charges;
+                    self.info.goes_by(&self.plan, charges);
+                    return Ok(());
+                }
+                Err(Trouble::Lost { rank, why }) => {
+                    let device = devices.remove(rank);
+                    let left = devices.iter().map(|device| device.name.clone()).collect();
+                    let name = device.name.clone();
+                    self.may_come_back(device);
+                    self.is_lost(name, &why, left, None, log)?;
+                    planned = self.planned_among(&devices, host, &why)?;
+                }
+                Err(other) => return Err(other.into()),
+            }
+        }
     }
 
     /// Other devices, or the same in another way, go on from the newest checkpoint; from the beginning where there is none.
@@ -420,18 +458,16 @@ impl Trainer {
         self.team.look_back(None);
         let held_beside = self.team.held_beside().unwrap_or(Bytes::ZERO);
         self.team.disband();
-        let _ = process::reset_peak();
+        self.team.reset_peak();
         let (checkpoint, warnings) = checkpoint::newest(&self.folder)?;
+        let checkpoint = checkpoint.map(Arc::new);
         for message in warnings {
             log.emit(Event::Warning { message })?;
         }
-        let (team, plan) = open_team(&self.run, &self.resolved, planned, &self.hangs, log)?;
-        self.team = team;
-        self.goes_by(plan);
+        self.open_devices(planned, true, log)?;
         let arenas = self.evaluator.as_ref().map_or(Bytes::ZERO, Evaluator::arenas);
         self.team.stands_beside(arenas, held_beside);
-        self.team.rehearse(&self.rehearsed, self.run.train.seed);
-        let (step, elapsed_seconds, first_loss, last_loss) = match &checkpoint {
+        let (step, elapsed_seconds, first_loss, last_loss) = match checkpoint.as_deref() {
             Some(Checkpoint { info, .. }) => (info.step, info.elapsed_seconds, info.first_loss, info.last_loss),
             None => (0, 0.0, f64::NAN, f64::NAN),
         };
@@ -448,7 +484,7 @@ impl Trainer {
     }
 
     /// Weights and optimizer come onto the devices, whatever these refuse. That is step 0 of a rehearsal.
-    fn fill_up(&mut self, checkpoint: Option<&Checkpoint>, log: &mut EventLog) -> Result<(), Halt> {
+    fn fill_up(&mut self, checkpoint: Option<&Arc<Checkpoint>>, log: &mut EventLog) -> Result<(), Halt> {
         self.insist_again(log, |trainer| trainer.fill(checkpoint))?;
         self.filled = true;
         self.team.at_step(self.info.step);
@@ -456,17 +492,16 @@ impl Trainer {
     }
 
     /// Weights and optimizer: of a checkpoint, else the first ones.
-    fn fill(&mut self, checkpoint: Option<&Checkpoint>) -> Result<(), Trouble> {
-        let Trainer { resolved, run, team, .. } = self;
-        let (model, run) = (&resolved.model, &*run);
-        let frozen = run.train.method == Method::Lora;
-        team.all(|worker| {
+    fn fill(&mut self, checkpoint: Option<&Arc<Checkpoint>>) -> Result<(), Trouble> {
+        let (model, run) = (Arc::clone(&self.resolved.model), self.run.clone());
+        let (checkpoint, frozen) = (checkpoint.cloned(), run.train.method == Method::Lora);
+        self.team.all(move |_, engine| {
             if checkpoint.is_none() || frozen {
-                load_weights(&mut worker.engine, model, run)?;
+                load_weights(engine, &model, &run)?;
             }
-            match checkpoint {
-                Some(checkpoint) => checkpoint::restore(checkpoint, &mut worker.engine),
-                None => Ok(worker.engine.run("fresh")?),
+            match &checkpoint {
+                Some(checkpoint) => checkpoint::restore(checkpoint, engine),
+                None => Ok(engine.run("fresh")?),
             }
         })?;
         Ok(())
@@ -585,6 +620,7 @@ impl Trainer {
             }
             if !self.is_last() {
                 self.watch_drift(log)?;
+                self.take_back(log)?;
             }
             self.look_around(log)?;
             self.cool_down(stop, log)?;
@@ -847,6 +883,18 @@ fn is_last(run: &RunFile, steps: Option<u64>, info: &CheckpointInfo) -> bool {
     steps.is_some_and(|steps| info.step >= steps) || info.elapsed_seconds >= hours
 }
 
+/// That a run is not to end before the step that it has done.
+///
+/// # Errors
+/// It is.
+fn is_no_shorter(run: &RunFile, info: &CheckpointInfo) -> Result<(), Failure> {
+    let Some(steps) = steps_of(run, info.rows).1.filter(|&steps| steps < info.step) else { return Ok(()) };
+    let key = if matches!(run.length(), Some(Length::Epochs(_))) { "train.epochs" } else { "train.steps" };
+    let done = counted(info.step, "step");
+    Err(Failure::input(format!("{key}: the run would end after {}, and has done {done}", counted(steps, "step")))
+        .hint(format!("to end it where it is: --set train.steps={}", info.step)))
+}
+
 /// What a run has left that came to its end with this checkpoint; none where something of it is missing: steps, the result
 /// of these steps, or the model, which is written before the result.
 fn left_by(run: &RunFile, info: &CheckpointInfo) -> Option<Outcome> {
@@ -880,8 +928,7 @@ fn steps_of(run: &RunFile, rows: u64) -> (Batches, Option<u64>) {
 
 /// Operations in the products of a part's sequences of a step.
 fn step_product_flops(part: &Part) -> f64 {
-    let micro_batch = u64::from(part.answer.plan.recipe.micro_batch);
-    needed_product_flops(&part.answer.set) * part.sequences.div_ceil(micro_batch) as f64
+    needed_product_flops(&part.answer.set) * part.answer.plan.recipe.micro_batches(part.sequences) as f64
 }
 
 /// What a run that never reached a checkpoint was planned with: the same again gives the same bits.
@@ -902,6 +949,7 @@ fn done_by(recipe: &Recipe, sharing: Option<Sharing>, team: &[Member]) -> String
     let share = |member: &Member| match member.layers {
         Some([first, end]) if end - first == 1 => format!("layer {first}"),
         Some([first, end]) => format!("layers {first} to {}", end - 1),
+        None if member.sequences == 0 => "a part of the state".to_owned(),
         None => counted(member.sequences, "sequence"),
     };
     let member = |member: &Member| format!("{} {}, {}", member.device, share(member), member.recipe);

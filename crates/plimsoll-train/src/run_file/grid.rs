@@ -5,9 +5,11 @@ use plimsoll_core::Failure;
 use std::path::Path;
 
 /// Keys that a sweep gives its runs itself.
-const OWN: [(&str, &str); 2] = [
+const OWN: [(&str, &str); 4] = [
     ("run.dir", "every run has a folder in the sweep's: --dir"),
     ("run.devices", "the devices are the sweep's: --devices"),
+    ("memory.budget", "runs share the load lines of the sweep's devices: --budget"),
+    ("memory.host", "runs share the host's line: --devices ...,host=8GiB"),
 ];
 
 /// One point of a grid.
@@ -81,13 +83,20 @@ pub fn runs(files: &[&Path], settings: &[String], points: &[Point]) -> Result<Ve
     Ok(runs)
 }
 
-/// A text as the name of a folder: what a shell or a file system would trip over becomes `-`.
+/// A text as the name of a folder, `run` where nothing is left of it: what a shell or a file system would trip over becomes
+/// `-`.
 fn folder_name(text: &str) -> String {
-    const LONGEST: usize = 120;
-    let plain = |letter: char| letter.is_ascii_alphanumeric() || "._=+-".contains(letter);
-    let name: String = text.chars().map(|letter| if plain(letter) { letter } else { '-' }).take(LONGEST).collect();
+    const LONGEST_BYTES: usize = 120;
+    let plain = |letter: char| letter.is_alphanumeric() || "._=+-".contains(letter);
+    let mut name: String = text.chars().map(|letter| if plain(letter) { letter } else { '-' }).collect();
+    while name.len() > LONGEST_BYTES {
+        name.pop();
+    }
     // Hidden files of a folder are its own.
-    name.trim_start_matches(['.', '-']).to_owned()
+    match name.trim_start_matches(['.', '-']) {
+        "" => "run".to_owned(),
+        name => name.to_owned(),
+    }
 }
 
 /// Splits at commas that stand in no brackets and no quotes.
@@ -149,6 +158,7 @@ mod tests {
         assert!(refused("train.seed").starts_with("--set train.seed: no `=`"));
         assert!(refused("train.seed=1,,2").contains("a value is missing"));
         assert!(refused("run.dir=a,b").contains("--dir") && refused("run.devices=cpu").contains("--devices"));
+        assert!(refused("memory.budget=1GiB,2GiB").contains("--budget"));
     }
 
     #[test]
@@ -160,6 +170,8 @@ mod tests {
         assert_eq!(names(&grid), ["sums-betas=-0.9-0.95-", "sums-betas=-0.8-0.9-"]);
         assert_eq!(names(&[Point::default(), Point::default()]), ["sums", "sums-2"]);
         assert_eq!(folder_name("../a b"), "a-b");
+        assert_eq!([folder_name("模型"), folder_name("--"), folder_name("é?")], ["模型", "run", "é-"]);
+        assert_eq!(folder_name(&"é".repeat(100)).len(), 120);
         let wrong = runs(&[], &["train.stepz=1".into()], &[Point::default()]).unwrap_err();
         assert!(wrong.to_string().contains("did you mean `train.steps`"), "{wrong}");
     }

@@ -4,7 +4,8 @@
 use super::{PlanView, WIDTH, class, rungs};
 use crate::text::{columns, count, percent, seconds, wrapped};
 use plimsoll_core::{
-    Alternative, DeviceKind, DeviceSpec, Evaluates, FasterAlone, LeftOut, Member, Plan, Sharing, Worth, counted,
+    Alternative, DeviceKind, DevicePlan, DeviceSpec, Evaluates, FasterAlone, LeftOut, Member, Plan, Sharing, Worth,
+    counted,
 };
 
 /// The devices that take no part, a line or two each.
@@ -15,6 +16,18 @@ pub(super) fn left_out(plan: &Plan) -> String {
         wrapped(&format!("left out: {device}: {why}{used_by}{does}"), WIDTH, "  ")
     };
     plan.left_out.iter().map(line).collect()
+}
+
+/// The devices that only hold a part of the state, a line or two each.
+fn holds(plan: &Plan) -> String {
+    let line = |(member, device): (&Member, &DevicePlan)| {
+        let part = percent(member.state.unwrap_or(0) as f64 / 1024.0, 1);
+        let simulated = if device.simulated { " (simulated)" } else { "" };
+        let why = member.why.as_ref().map_or(String::new(), |why| format!(": {why}"));
+        let said = format!("{}{simulated} holds {part} of the state and computes no sequences{why}", member.device);
+        wrapped(&said, WIDTH, "  ")
+    };
+    plan.team.iter().zip(&plan.devices).filter(|(member, _)| member.sequences == 0).map(line).collect()
 }
 
 /// What a device does beside the steps.
@@ -36,7 +49,7 @@ pub(super) fn shares(view: &PlanView) -> String {
     let PlanView { plan, specs, .. } = view;
     let sharing = plan.sharing.map_or(String::new(), |sharing| format!("{sharing} shared by "));
     let title = format!("team: {sharing}{} devices ({})", plan.team.len(), class(plan.class));
-    let mut text = wrapped(&title, WIDTH, "  ") + &left_out(plan);
+    let mut text = wrapped(&title, WIDTH, "  ") + &left_out(plan) + &holds(plan);
     if let Some(Worth { alone, at_most }) = plan.worth {
         let of_alone = |tokens: f64| percent(tokens / alone, 1);
         let worth = format!(
@@ -112,7 +125,15 @@ fn links(plan: &Plan, specs: &[DeviceSpec]) -> String {
     };
     let costs =
         plan.link_seconds.map_or(String::new(), |cost| format!("; links cost {} of a step, predicted", seconds(cost)));
-    let said = format!("the slowest link between them: {rate} each way, of {} ({word}){costs}", slowest.name);
+    // On paper there is no host but one that is named.
+    let nowhere = plan.host.budget_bytes.0 == 0 && specs.iter().all(|spec| spec.kind == DeviceKind::Paper);
+    let mostly = plan.link_seconds.is_some_and(|cost| cost > 0.5 * plan.predicted.step_seconds);
+    let hint = if nowhere && mostly {
+        "; no host was named for anything to wait on: with the memory of theirs (host=64GiB) less may have to cross"
+    } else {
+        ""
+    };
+    let said = format!("the slowest link between them: {rate} each way, of {} ({word}){costs}{hint}", slowest.name);
     wrapped(&said, WIDTH, "  ")
 }
 

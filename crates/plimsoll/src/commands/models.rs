@@ -97,7 +97,7 @@ fn measure(args: &BenchModelsArgs, model: &str, folder: &Path) -> ModelRow {
 fn look(args: &BenchModelsArgs, model: &str, folder: &Path, row: &mut ModelRow) -> Result<(), Failure> {
     let data = folder.join("train.jsonl");
     let file = args.resolve(model, &data, &folder.join("run"))?;
-    let Planned { resolved, answer, .. } = plan(&file, false)?;
+    let Planned { resolved, answer, devices } = plan(&file, false)?;
     let (plan, device) = (&answer.plan, &resolved.device);
     row.fits = plan.fits;
     row.parameters = Some(resolved.model.config.parameters());
@@ -105,9 +105,9 @@ fn look(args: &BenchModelsArgs, model: &str, folder: &Path, row: &mut ModelRow) 
     (row.budget_bytes, row.recipe) = (Some(device.budget), Some(plan.recipe.clone()));
     row.predicted_bytes = Some(plan.devices[0].peak_bytes);
     row.predicted_host_bytes = Some(plan.host.arena_bytes);
-    row.predicted_step_seconds = Some(plan.predicted.step_seconds);
-    row.predicted_tokens_per_second = Some(plan.predicted.tokens_per_second);
-    row.predicted_seconds = Some(plan.predicted.step_seconds * args.samples.div_ceil(file.batch_sequences()) as f64);
+    if devices.len() > 1 {
+        row.team = devices.iter().map(|device| device.name.clone()).collect();
+    }
     if !plan.fits {
         row.status = ModelStatus::DoesNotFit;
         row.needs.clone_from(&plan.needs);
@@ -115,6 +115,10 @@ fn look(args: &BenchModelsArgs, model: &str, folder: &Path, row: &mut ModelRow) 
         let other = |word: &String| *word != row.model && args.models.contains(word);
         return Err(refusal_of(&file, plan, &std::env::args().filter(|word| !other(word)).collect::<Vec<_>>()));
     }
+    // What nothing runs with takes no time.
+    row.predicted_step_seconds = Some(plan.predicted.step_seconds);
+    row.predicted_tokens_per_second = Some(plan.predicted.tokens_per_second);
+    row.predicted_seconds = Some(plan.predicted.step_seconds * args.samples.div_ceil(file.batch_sequences()) as f64);
     if device.kind == DeviceKind::Paper {
         row.status = ModelStatus::Planned;
         return Ok(());

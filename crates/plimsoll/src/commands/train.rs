@@ -14,8 +14,7 @@ use plimsoll_watch::plan::{PlanView, table};
 use plimsoll_watch::summary::{Sample, done_already, resume_command, summary};
 use plimsoll_watch::terminal::for_stdout;
 use std::os::unix::process::CommandExt;
-use std::process::{self, Command};
-use std::sync::Arc;
+use std::process::Command;
 
 /// Plans, runs, and says what came of it.
 ///
@@ -68,12 +67,7 @@ pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
         signals::stop_on_eof(&stop);
     }
     let mut watcher = for_stdout(args.json, args.quiet);
-    let json = args.json;
-    let hangs = move |failure: &Failure| {
-        say::failure(failure, json);
-        process::exit(failure.exit as i32);
-    };
-    let outcome = run.start(&mut |record| watcher.see(record), &stop, Arc::new(hangs))?;
+    let outcome = run.start(&mut |record| watcher.see(record), &stop)?;
     Ok(tell(args, &outcome, simulated))
 }
 

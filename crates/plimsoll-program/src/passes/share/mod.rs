@@ -14,17 +14,18 @@ use crate::program::{Block, Program, ProgramSet};
 use crate::scalars::{METRICS, Metric};
 use crate::share::Share;
 use crate::tensor::{Index, Operand};
-use plimsoll_core::{Offload, Sharing};
+use plimsoll_core::{Recipe, Sharing};
 
-/// The Programs of one rank. `offload` is what will wait on the host: collectives that touch it are awaited at once.
+/// The Programs of one rank under its recipe. Collectives that touch what will wait on the host are awaited at once. Without
+/// sequences in a micro-batch, where state is shared out, they compute nothing; `set` then has those of one.
 /// Where layers are shared out, `set` has those of this rank, `micro_batches` are those of a step, and `tied` says that the
 /// head is the embedding.
-pub fn share(mut set: ProgramSet, share: &Share, offload: &Offload, micro_batches: u32, tied: bool) -> ProgramSet {
+pub fn share(mut set: ProgramSet, share: &Share, recipe: &Recipe, micro_batches: u32, tied: bool) -> ProgramSet {
     let Some(sharing) = share.sharing.filter(|_| share.ranks > 1) else { return set };
     draw_for_own_sequences(&mut set, share);
     match sharing {
-        Sharing::Batch => batch::share(set, share, offload),
-        Sharing::State => state::share(set, share, offload),
+        Sharing::Batch => batch::share(set, share, &recipe.offload),
+        Sharing::State => state::share(set, share, recipe),
         Sharing::Layers => layers::share(set, share, micro_batches, tied),
     }
 }

@@ -8,6 +8,8 @@
 //!   as it likes.
 //! - What goes element by element (fills, updates, norms, what is loaded) is done to the own part alone.
 //! - Files are as one device would write them: rank 0 does, and the others send it their parts.
+//! - A rank without sequences takes part in all that, and computes nothing: it gathers what others need of it, and gives
+//!   zeros where they give gradients.
 //!
 //! Matrices in a coarse format stay whole on every rank: they are a quarter already, and are made whole piece by piece.
 
@@ -18,7 +20,7 @@ use crate::operands::{elements_mut, operands_mut};
 use crate::program::{Block, Program, ProgramSet};
 use crate::share::Share;
 use crate::tensor::{Index, Lifetime, Operand, Tensor, TensorId};
-use plimsoll_core::{Category, Offload, Space, WorkName};
+use plimsoll_core::{Category, Offload, Recipe, Space, WorkName};
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ops::Range;
 
@@ -32,11 +34,12 @@ const BESIDE: [&str; 6] = [".gradient", ".master", ".first_scale", ".second_scal
 const NORM: i64 = 1;
 
 /// The Programs of one rank.
-pub(super) fn share(set: ProgramSet, share: &Share, offload: &Offload) -> ProgramSet {
+pub(super) fn share(set: ProgramSet, share: &Share, recipe: &Recipe) -> ProgramSet {
     assert_eq!(share.state.len(), share.ranks as usize, "every rank has its part of the state");
     let shards = shards(&set, share);
     let layered = layered(&set, &shards);
-    let mut pass = Pass { share, offload, whole: set.tensors.clone(), set, shards, layered };
+    let (offload, computes) = (&recipe.offload, recipe.micro_batch > 0);
+    let mut pass = Pass { share, offload, computes, whole: set.tensors.clone(), set, shards, layered };
     for (&id, shard) in &pass.shards {
         let own = &shard.parts[share.rank as usize];
         // Nothing is no tensor: what is another rank's as a whole keeps one element.
@@ -44,11 +47,13 @@ pub(super) fn share(set: ProgramSet, share: &Share, offload: &Offload) -> Progra
     }
     for number in 0..pass.set.programs.len() {
         let program = pass.set.programs[number].clone();
-        pass.set.programs[number].blocks = match program.work {
-            WorkName::Load | WorkName::Update => pass.own_parts(&program),
-            WorkName::Save => pass.collected(&program),
-            _ => pass.computed(&program),
+        let shared = match program.work {
+            WorkName::Load | WorkName::Update => Program { blocks: pass.own_parts(&program), ..program },
+            WorkName::Save => Program { blocks: pass.collected(&program), ..program },
+            _ if pass.computes => Program { blocks: pass.computed(&program), ..program },
+            _ => Program { blocks: pass.computed(&program), inputs: vec![], outputs: vec![], ..program },
         };
+        pass.set.programs[number] = shared;
     }
     pass.set
 }
@@ -105,6 +110,8 @@ fn layered(set: &ProgramSet, shards: &HashMap<TensorId, Shard>) -> BTreeSet<Tens
 struct Pass<'a> {
     share: &'a Share,
     offload: &'a Offload,
+    /// Whether there are sequences to compute.
+    computes: bool,
     set: ProgramSet,
     /// The tensors as one device has them.
     whole: Vec<Tensor>,
@@ -177,7 +184,8 @@ impl Pass<'_> {
                 TensorId(self.set.tensors.len() as u32 - 1)
             });
         }
-        let mut walk = Walk { pass: self, buffers, number: 0, coming: None, leaving: None };
+        let zeros = HashSet::new();
+        let mut walk = Walk { pass: self, buffers, zeros, number: 0, coming: None, leaving: None };
         let mut blocks = Vec::new();
         let nothing = BTreeSet::new();
         for (at, unit) in units.iter().enumerate() {
@@ -192,14 +200,18 @@ impl Pass<'_> {
                 walk.gather(&after.needs, &unit.needs, &mut ops);
             }
             for held in unit.gives.difference(before.map_or(&nothing, |before| &before.gives)) {
-                let elements = walk.pass.whole[held.0.0 as usize].elements();
-                ops.push(OpKind::Fill { into: walk.buffer(*held), value: 0.0, elements }.into());
+                let (into, elements) = (walk.buffer(*held), walk.pass.whole[held.0.0 as usize].elements());
+                // Zeros to which nothing is added stay zeros.
+                if walk.pass.computes || walk.zeros.insert(into) {
+                    ops.push(OpKind::Fill { into, value: 0.0, elements }.into());
+                }
             }
-            let computed = unit.block.ops.iter().map(|op| walk.in_buffers(op));
+            let computed = unit.block.ops.iter().filter(|_| walk.pass.computes);
+            let computed: Vec<Op> = computed.map(|op| walk.in_buffers(op)).collect();
             if unit.block.repeat == 1 {
                 ops.extend(computed);
             } else {
-                let computed = Block { ops: computed.collect(), ..unit.block.clone() };
+                let computed = Block { ops: computed, ..unit.block.clone() };
                 blocks.push(Block::once(&unit.block.name, std::mem::take(&mut ops)));
                 blocks.push(computed);
             }
@@ -401,6 +413,8 @@ struct Walk<'p, 'a> {
     pass: &'p mut Pass<'a>,
     /// The buffers of what is held in parts.
     buffers: HashMap<TensorId, TensorId>,
+    /// Of who computes nothing: buffers that are filled.
+    zeros: HashSet<Operand>,
     number: i64,
     /// The wait for what has been gathered, and for what has been scattered.
     coming: Option<Op>,

@@ -91,9 +91,10 @@ impl Line {
         let _ = self.channel.aside(&request);
     }
 
-    /// Whether the device gives a sign of life.
+    /// Whether the device gives a sign of life: its process, and what that asks.
     pub fn answers(&self) -> bool {
-        self.channel.aside(&encode(&Request::Alive, &[])).is_ok()
+        let said = self.channel.aside(&encode(&Request::Alive, &[]));
+        said.is_ok_and(|said| matches!(decode(&said), Ok((Answer::Done(_), _))))
     }
 
     /// What is known of its life from now on.
@@ -117,7 +118,7 @@ impl Line {
     ///
     /// # Errors
     /// As above.
-    pub(super) fn find(&self) -> Result<String, DeviceError> {
+    pub fn find(&self) -> Result<String, DeviceError> {
         match self.ask(&Request::Find, &[])?.0 {
             Answer::Place(place) => Ok(place),
             Answer::Failed(fault) => Err(fault.error(&self.device)),

@@ -3,7 +3,7 @@
 use super::links::{self, Ways};
 use super::{Answer, Command, Fault, Found, Invitation, Request, RoomFound, VERSION, Wires, decode, encode};
 use crate::resolve::devices;
-use crate::run::open::open;
+use crate::run::open::{open, signs_of_life};
 use crate::run::prepare::settle_charges;
 use plimsoll_core::{Bytes, DeviceKind, Failure, Space};
 use plimsoll_device::device::{Call, Device, DeviceError, FileSpace, Memory, Observer};
@@ -27,8 +27,12 @@ pub struct Host {
     asked: Arc<Mutex<Sender<Asked>>>,
     seated: Arc<Mutex<Option<Arc<Wired>>>>,
     heard: Arc<Heard>,
+    signs: Arc<Signs>,
     wires: Arc<dyn Wires>,
 }
+
+/// What tells whether the device of this process is there, see [`signs_of_life`]; nothing where there is none.
+type Signs = Mutex<Option<Arc<dyn Fn() -> bool + Send + Sync>>>;
 
 /// When the run was last heard of. As of devices, what is counted are looks, not seconds of a clock.
 #[derive(Default)]
@@ -39,7 +43,7 @@ struct Heard {
     silence: AtomicU64,
 }
 
-/// A run that is still opening its devices gives no signs of life.
+/// A run that has given no sign of life yet is not missed.
 const NOT_YET: u32 = u32::MAX;
 
 /// Looks in the time after which the run is gone.
@@ -63,13 +67,23 @@ impl Host {
     pub fn seeing(wires: Arc<dyn Wires>, gpu: Option<u32>) -> io::Result<Host> {
         let (asked, requests) = channel();
         let seated = Arc::new(Mutex::new(None));
-        let heard = Arc::new(Heard::default());
+        let (heard, signs) = (Arc::new(Heard::default()), Arc::<Signs>::default());
         let asks = Asks { requests, back: None, put_off: None };
-        let (of, hears, meets) = (Arc::clone(&seated), Arc::clone(&heard), Arc::clone(&wires));
-        let work = move || Work { asks, wires: meets, gpu, seated: of, heard: hears, device: None, attempt: 0 }.all();
+        let mut work = Work {
+            asks,
+            wires: Arc::clone(&wires),
+            gpu,
+            seated: Arc::clone(&seated),
+            heard: Arc::clone(&heard),
+            signs: Arc::clone(&signs),
+            device: None,
+            attempt: 0,
+        };
+        let work = move || work.all();
         thread::Builder::new().name("plimsoll-far".to_owned()).spawn(work)?;
         let asked = Arc::new(Mutex::new(asked));
-        let host = Host { asked: Arc::clone(&asked), seated: Arc::clone(&seated), heard: Arc::clone(&heard), wires };
+        let host =
+            Host { asked: Arc::clone(&asked), seated: Arc::clone(&seated), heard: Arc::clone(&heard), signs, wires };
         let asked = Arc::downgrade(&asked);
         let watch = move || {
             while let Some(asked) = asked.upgrade() {
@@ -113,7 +127,11 @@ impl Host {
             Err(error) => failed(error.to_string()),
             Ok((Request::Alive, _)) => {
                 self.heard.missed.store(0, Ordering::Relaxed);
-                encode(&Answer::Done(Found::default()), &[])
+                let signs = self.signs.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).clone();
+                match signs.is_none_or(|signs| signs()) {
+                    true => encode(&Answer::Done(Found::default()), &[]),
+                    false => failed("it gives no sign of life".to_owned()),
+                }
             }
             Ok((Request::GiveUp { attempt, rank, why }, _)) => {
                 let seated = self.seated.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).clone();
@@ -226,12 +244,13 @@ struct Work {
     gpu: Option<u32>,
     seated: Arc<Mutex<Option<Arc<Wired>>>>,
     heard: Arc<Heard>,
+    signs: Arc<Signs>,
     device: Option<Box<dyn Device>>,
     attempt: u64,
 }
 
 impl Work {
-    fn all(mut self) {
+    fn all(&mut self) {
         while let Some((request, bytes)) = self.asks.next() {
             let mut found = Vec::new();
             let answer = self.one(request, &bytes, &mut found).unwrap_or_else(Answer::Failed);
@@ -262,9 +281,11 @@ impl Work {
                 if let (Some(gpu), DeviceKind::Cuda) = (self.gpu, device.kind) {
                     device.name = format!("cuda:{gpu}");
                 }
+                // While it is opened it is asked for signs of life, which are signs of the run's, too.
+                self.gives(Some(signs_of_life(&device, None)));
+                self.heard.missed.store(NOT_YET, Ordering::Relaxed);
                 let (opened, _) = open(&device, *set, placement, precision, algorithms.as_ref(), None)?;
                 self.device = Some(opened);
-                self.heard.missed.store(NOT_YET, Ordering::Relaxed);
                 self.heard.silence.store((silence.as_millis() as u64).max(1), Ordering::Relaxed);
                 process::give_back();
                 self.opened()
@@ -318,9 +339,14 @@ impl Work {
         self.attempt = 0;
     }
 
+    fn gives(&self, signs: Option<Arc<dyn Fn() -> bool + Send + Sync>>) {
+        *self.signs.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = signs;
+    }
+
     fn leave(&mut self) {
         self.heard.silence.store(0, Ordering::Relaxed);
         self.device = None;
+        self.gives(None);
         self.seat(None);
         process::give_back();
     }

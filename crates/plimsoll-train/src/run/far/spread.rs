@@ -10,11 +10,13 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Instant;
 
 /// A device of such a team, as this process has it.
+#[derive(Clone)]
 pub enum Member {
     /// In this process.
     Here,
@@ -45,7 +47,11 @@ impl Spread {
     /// Gives every device its seat, in the order of ranks. `team` is a number that no other team of this run has.
     ///
     /// # Errors
-    /// Of the rank that comes with it: who is gone, or does not find the others.
+    /// Of the rank that comes with it: who is gone, or does not find the others. Where somebody is gone, those who look for it
+    /// are not waited for.
+    ///
+    /// # Panics
+    /// Where what somebody sits down with does.
     pub fn gather(members: &[Member], hosts: &dyn Hosts, team: u64) -> Result<Gathered, (usize, DeviceError)> {
         let wires = hosts.wires();
         let place = |member: &Member| match member {
@@ -56,7 +62,7 @@ impl Spread {
         let secret = secret().map_err(|error| (0, cut_off(0, error)))?;
         let epoch = Instant::now();
         let invitation = Invitation { team, secret, places: members.iter().map(place).collect(), epoch };
-        let join = |rank: usize, member: &Member| match member {
+        let join = move |rank: usize, member: &Member| match member {
             Member::Far(line) => {
                 line.begin(0);
                 line.join(rank as u32, &invitation).map(|()| None)
@@ -66,20 +72,21 @@ impl Spread {
                 found.map(Some).map_err(|error| cut_off(rank, error))
             }
         };
-        let joined: Vec<Result<Option<Arc<Wired>>, DeviceError>> = thread::scope(|scope| {
-            let join = &join;
-            let threads: Vec<_> =
-                members.iter().enumerate().map(|(rank, member)| scope.spawn(move || join(rank, member))).collect();
-            threads.into_iter().map(|t| t.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
-        });
-        let mut seats = Vec::new();
+        let (join, (says, said)) = (Arc::new(join), channel());
+        for (rank, member) in members.iter().enumerate() {
+            let (join, member, says) = (Arc::clone(&join), member.clone(), says.clone());
+            // Nobody listens any more where another one is gone.
+            thread::spawn(move || drop(says.send((rank, join(rank, &member)))));
+        }
+        drop(says);
+        let mut seats: Vec<Option<Arc<Wired>>> = members.iter().map(|_| None).collect();
         let mut failed: Option<(usize, DeviceError)> = None;
-        for (rank, joined) in joined.into_iter().enumerate() {
-            match joined {
-                Ok(seat) => seats.push(seat),
+        for _ in members {
+            match said.recv().expect("every thread says how it ends") {
+                (rank, Ok(seat)) => seats[rank] = seat,
                 // Who is lost keeps the others from finding it.
-                Err(error) if failed.is_none() || error.is_loss() => failed = Some((rank, error)),
-                Err(_) => {}
+                (rank, Err(error)) if error.is_loss() => return Err((rank, error)),
+                (rank, Err(error)) => failed = failed.or(Some((rank, error))),
             }
         }
         if let Some(failed) = failed {

@@ -42,16 +42,28 @@ pub struct Known {
     pub result: Option<RunResult>,
 }
 
+/// The runs that a command asks for, by name.
+///
+/// # Errors
+/// What is wrong with the run files or the grid.
+pub fn asked(args: &SweepArgs) -> Result<Vec<(String, RunFile)>, Failure> {
+    let files: Vec<&Path> = args.runs.iter().map(PathBuf::as_path).collect();
+    runs(&files, &args.settings(), &grid(&args.set)?)
+}
+
 type Opened = (Folder, Vec<RunFile>, SweepReport);
 
 impl Folder {
-    /// A new sweep: all run files, written out.
+    /// A new sweep of these runs on such devices: all run files, written out.
     ///
     /// # Errors
-    /// What is wrong with the run files, the grid or the folder.
-    pub fn make(args: &SweepArgs, places: &Places) -> Result<Opened, Failure> {
-        let files: Vec<&Path> = args.runs.iter().map(PathBuf::as_path).collect();
-        let named = runs(&files, &args.settings(), &grid(&args.set)?)?;
+    /// What is wrong with the folder.
+    pub fn make(
+        args: &SweepArgs,
+        named: Vec<(String, RunFile)>,
+        devices: &RunFile,
+        places: &Places,
+    ) -> Result<Opened, Failure> {
         let path = args.dir.clone().unwrap_or_else(next_free);
         if path.join("sweep.json").exists() {
             let message = format!("--dir: {} holds a sweep already", path.display());
@@ -61,25 +73,25 @@ impl Folder {
         }
         fs::create_dir_all(&path).map_err(|error| cannot("make", &path, &error))?;
         let folder = Folder::lock(&path)?;
+        let report = SweepReport {
+            version: SweepReport::VERSION,
+            asked: devices.run.devices.clone(),
+            retries: args.retries.unwrap_or(RETRIES),
+            workers: args.workers,
+            devices: places.reported(),
+            runs: named.iter().map(|(name, _)| SweepRun::new(name)).collect(),
+            predicted_seconds: 0.0,
+            bound_seconds: 0.0,
+            seconds: 0.0,
+        };
         let mut all = Vec::new();
-        for (name, mut file) in named.clone() {
+        for (name, mut file) in named {
             file.run.dir = folder.path.join(&name).to_string_lossy().into_owned();
             // Where a run happens to run must not decide what it computes.
             file.decide_precision(places.first());
             write(&folder.run_file(&name), file.to_toml().as_bytes())?;
             all.push(file);
         }
-        let report = SweepReport {
-            version: SweepReport::VERSION,
-            asked: String::new(),
-            retries: RETRIES,
-            workers: None,
-            devices: Vec::new(),
-            runs: named.iter().map(|(name, _)| SweepRun::new(name)).collect(),
-            predicted_seconds: 0.0,
-            bound_seconds: 0.0,
-            seconds: 0.0,
-        };
         folder.write(&report, None)?;
         Ok((folder, all, report))
     }

@@ -13,7 +13,7 @@ use places::{Needs, Places};
 use plimsoll_core::{Bytes, Exit, Failure, RunStatus, SweepReport, SweepState, counted};
 use plimsoll_plan::sweep::{Job, Sweep, bound, makespan, simulate};
 use plimsoll_train::run::demand::{MORE_BYTES, demand, run_seconds};
-use plimsoll_train::run_file::RunFile;
+use plimsoll_train::run_file::{MemorySection, RunFile};
 use plimsoll_watch::sweep::{ended, started, table};
 use plimsoll_watch::text::shell_word;
 use signals::StopFlag;
@@ -51,21 +51,33 @@ pub fn run(args: &SweepArgs) -> Result<Exit, Failure> {
         return Ok(Exit::Done);
     }
     let known = before.as_ref().map(|(_, _, report)| report);
+    let asked = if before.is_none() { folder::asked(args)? } else { vec![] };
+    let named = known.iter().flat_map(|report| &report.runs).map(|run| &run.name);
+    let names: Vec<&str> = named.chain(asked.iter().map(|(name, _)| name)).map(String::as_str).collect();
+    if let Some((name, _)) = injections.iter().find(|(name, _)| !names.contains(&name.as_str())) {
+        let failure = Failure::input(format!("--inject-oom: there is no run `{name}`"));
+        return Err(failure.hint(format!("the runs are {}", names.join(", "))));
+    }
+    for (name, file) in &asked {
+        let (said, own) = (&file.memory, MemorySection::default());
+        if (said.budget, said.host) != (own.budget, own.host) {
+            say::note(&format!(
+                "{name}: its load lines are the sweep's to give, [memory] budget and host are not used"
+            ));
+        }
+    }
     let devices = args.devices(known.map(|report| &*report.asked))?;
     let places = Places::find(&devices, args.workers.or(known.and_then(|report| report.workers)))?;
-    let (folder, runs, mut report) = match before {
-        Some(before) => before,
-        None => Folder::make(args, &places)?,
+    let (folder, runs, report) = match before {
+        Some((folder, runs, mut report)) => {
+            report.asked = devices.run.devices.clone();
+            report.devices = places.reported();
+            report.retries = args.retries.unwrap_or(report.retries);
+            report.workers = args.workers.or(report.workers);
+            (folder, runs, report)
+        }
+        None => Folder::make(args, asked, &devices, &places)?,
     };
-    report.asked = devices.run.devices.clone();
-    report.devices = places.reported();
-    report.retries = args.retries.unwrap_or(report.retries);
-    report.workers = args.workers.or(report.workers);
-    if let Some((name, _)) = injections.iter().find(|(name, _)| !report.runs.iter().any(|run| run.name == *name)) {
-        let names: Vec<&str> = report.runs.iter().map(|run| &*run.name).collect();
-        return Err(Failure::input(format!("--inject-oom: there is no run `{name}`"))
-            .hint(format!("the runs are {}", names.join(", "))));
-    }
     let mut going = Going::plan(args, places, folder, runs, report, injections)?;
     // Not earlier: until here nothing is lost when a signal ends the program at once.
     let stop = signals::install().map_err(|error| Failure::bug(format!("signals cannot be caught: {error}")))?;
@@ -267,6 +279,7 @@ impl<'a> Going<'a> {
             // What was wrong will be wrong again.
             Some(2) => SweepState::Failed,
             _ if row.retries < retries => SweepState::Waiting,
+            Some(3) => SweepState::DoesNotFit,
             Some(4) => SweepState::Stopped,
             _ => SweepState::Failed,
         };

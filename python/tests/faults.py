@@ -1,0 +1,266 @@
+"""Faults of a cluster in the middle of runs: a worker is killed, a raylet is killed, a cable is pulled, at a moment that is drawn.
+The run has to end by itself, with the losses of one that nothing happened to; when it noticed, and when it went on, is in its
+events.
+
+    python tests/faults.py --times 20 --seed 1
+
+does that so often with each, on three hosts, and prints the tables of docs/measured/ray.md. In one more run, workers are killed
+again and again, each as soon as the one before is taken in again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import hosts
+from hosts import Host
+from plimsoll.ray import ours
+from plimsoll.ray.cluster import columns
+from runs import Left, Started, events, train, worker
+
+Kind = Literal["worker", "raylet", "cable"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+#: How far a loss may be from that of the undisturbed run: the sums of a step are taken in another order by those who are left.
+SPREAD = 1e-4
+#: One fault, with all that is mended after it, takes no longer; one that hangs ends the soak with the place where it does.
+WATCHDOG_SECONDS = 400
+
+
+@dataclass(frozen=True)
+class Survived:
+    """What a run said of a fault."""
+
+    kind: Kind
+    #: Who was lost: ``beta/virtual:b``.
+    device: str
+    #: The step that was being done.
+    step: int
+    #: From the fault until the run says that the device is lost.
+    noticed_seconds: float
+    #: From there until the next step is done.
+    resumed_seconds: float
+    #: The step of the checkpoint that it went back to, if it had to.
+    back_to: int | None
+    #: How far a loss is from that of the undisturbed run, at most, as a part of it.
+    spread: float
+
+
+def happen(kind: Kind, host: Host) -> None:
+    """Something happens to a host that a run is on."""
+    if kind == "worker":
+        os.kill(worker(host), signal.SIGKILL)
+    elif kind == "raylet":
+        os.kill(raylet(host), signal.SIGKILL)
+    else:
+        host.pull_cable()
+
+
+def mend(kind: Kind, host: Host, device: str) -> None:
+    """The host is part of the cluster again, as it was."""
+    if kind == "cable":
+        host.plug_in()
+    if kind != "worker":
+        host.plimsoll("leave")
+        hosts.join(host, device)
+
+
+def raylet(host: Host) -> int:
+    """Ray's process on a host."""
+    (started,) = json.loads((host.state / "joined.json").read_text())["raylets"]
+    pids = ours.members(ours.Raylet(**started))
+    return next(pid for pid in pids if Path(f"/proc/{pid}/comm").read_text().strip() == "raylet")
+
+
+def survived(kind: Kind, name: str, left: Left, plain: Left, happened: float) -> Survived:
+    """That a run has lost the host of this name, nobody else, and has come to the losses of one that has not; ``happened`` is
+    when, in seconds since the epoch."""
+    (lost,) = left.result["lost"]
+    back_to = lost.get("back_to")
+    # Until then it is the same run.
+    same = lost["step"] if back_to is None else back_to + 1
+    assert lost["device"].partition("/")[0] == name, lost
+    (said,) = [number for number, event in enumerate(left.events) if event["event"] == "lost"]
+    noticed = left.events[said]
+    after = next(event for event in left.events[said:] if event["event"] == "step")
+    spread = 0.0
+    for what in ("step", "evaluation"):
+        came, due = losses(left, what), losses(plain, what)
+        assert came.keys() == due.keys()
+        for step, loss in due.items():
+            assert step >= same or came[step] == loss, (what, step)
+            spread = max(spread, abs(came[step] / loss - 1.0))
+    assert spread <= SPREAD, spread
+    return Survived(
+        kind=kind,
+        device=lost["device"],
+        step=lost["step"],
+        noticed_seconds=noticed["time"] - happened,
+        resumed_seconds=after["time"] - noticed["time"],
+        back_to=back_to,
+        spread=spread,
+    )
+
+
+def losses(left: Left, what: str) -> dict[int, float]:
+    """The loss of each step, or evaluation; of what was done again the last."""
+    return {event["step"]: event["loss"] for event in left.events if event["event"] == what}
+
+
+# The soak, from here on.
+
+STEPS, LONG = 80, 20000
+#: Steps after which one that has come back is lost like any other.
+SETTLED = 20
+#: What each host gives the cluster, and of that a run; the line of a device is far above what it needs.
+GIVEN = dict(zip(("alpha", "beta", "gamma"), (hosts.ALPHA, hosts.BETA, hosts.GAMMA)))
+TAKEN = {"alpha": "virtual:a=280MiB@0.4", "beta": "virtual:b=280MiB@0.2", "gamma": "virtual:c=280MiB@0.2"}
+#: How the links are said to be, and what is shared then: over slow ones everybody has the whole model, over fast ones a part of
+#: the state is on everybody, so that a run without one of them goes back to a checkpoint.
+LINKS = {"batch": "1gbit", "state": "10GB/s+10us"}
+
+
+def devices(sharing: str) -> str:
+    """``run.devices`` of all hosts."""
+    return ",".join(f"ray:{name}/{word}::{LINKS[sharing]}" for name, word in TAKEN.items())
+
+
+def one(kind: Kind, sharing: str, there: list[Host], plain: Left, folder: Path, draw: random.Random) -> Survived:
+    """A run to which something happens."""
+    # The run itself is on the head, with which its raylet and its cable go.
+    host = draw.choice(there if kind == "worker" else there[1:])
+    seconds = statistics.median(event["seconds"] for event in plain.events if event["event"] == "step")
+    run = Started(there[0], folder, devices(sharing), STEPS)
+    run.until_step(draw.randint(1, int(0.7 * STEPS)))
+    time.sleep(draw.uniform(0.0, 2.0 * seconds))
+    happened = time.time()
+    happen(kind, host)
+    try:
+        return survived(kind, host.name, run.left(), plain, happened)
+    finally:
+        mend(kind, host, GIVEN[host.name])
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A worker that was killed, and came back."""
+
+    device: str
+    noticed_seconds: float
+    #: From there until the run takes it in.
+    back_seconds: float
+    #: From there until the next step is done.
+    resumed_seconds: float
+
+
+def returned(there: list[Host], folder: Path, times: int, draw: random.Random) -> tuple[list[Returned], float]:
+    """Workers of one run are killed so often, each when all are back. With them, how far a loss is from that of a run without
+    any of it at most."""
+    # More steps than will be done: each device is worth the way by a checkpoint.
+    run, found, said = Started(there[0], folder / "killed", devices("batch"), LONG), list[Returned](), 0
+    for _ in range(times):
+        for _ in range(SETTLED):
+            said = run.until("step", after=said)
+        time.sleep(draw.uniform(0.0, 1.0))
+        happened = time.time()
+        happen("worker", draw.choice(there))
+        lost = run.until("lost", after=said)
+        back = run.until("back", after=lost)
+        said = run.until("step", after=back)
+        at = events(run.folder)
+        lost_at, back_at, after = (at[number - 1] for number in (lost, back, said))
+        came = Returned(
+            device=back_at["device"],
+            noticed_seconds=lost_at["time"] - happened,
+            back_seconds=back_at["time"] - lost_at["time"],
+            resumed_seconds=after["time"] - back_at["time"],
+        )
+        assert lost_at["device"] == came.device
+        found.append(came)
+        print(came, flush=True)
+    run.stop()
+    due = {event["step"]: event["loss"] for event in events(run.folder) if event["event"] == "step"}
+    plain = Started(there[0], folder / "left alone", devices("batch"), LONG)
+    # As long as it takes, if it goes on.
+    for step in (*range(100, max(due), 100), max(due)):
+        plain.until_step(step)
+    plain.stop()
+    alone = {event["step"]: event["loss"] for event in events(plain.folder) if event["event"] == "step"}
+    return found, max(abs(loss / alone[step] - 1.0) for step, loss in due.items())
+
+
+def table_of_returns(found: list[Returned]) -> str:
+    """What these came to."""
+    rows = [["workers killed", "noticed after", "longest", "taken in after", "longest", "next step after", "longest"]]
+    spans = [[getattr(one, name) for one in found] for name in ("noticed_seconds", "back_seconds", "resumed_seconds")]
+    rows.append([str(len(found)), *(f"{take(span):.2f} s" for span in spans for take in (statistics.median, max))])
+    return columns(rows)
+
+
+def table(found: list[Survived], sharings: dict[Survived, str]) -> str:
+    """Of each kind, and of each way to share, how many there were and what they came to."""
+    rows = [["lost", "shared", "times", "noticed after", "longest", "next step after", "longest", "spread of losses, at most"]]
+    for kind in KINDS:
+        for sharing in LINKS:
+            these = [one for one in found if one.kind == kind and sharings[one] == sharing]
+            if these:
+                noticed, resumed = [one.noticed_seconds for one in these], [one.resumed_seconds for one in these]
+                took = [f"{take(seconds):.2f} s" for seconds in (noticed, resumed) for take in (statistics.median, max)]
+                rows.append([kind, sharing, str(len(these)), *took, f"{max(one.spread for one in these):.1e}"])
+    return columns(rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Workers and raylets are killed, cables pulled, in the middle of runs over three hosts.")
+    parser.add_argument("--times", type=int, default=20, help="of each [default: %(default)s]")
+    parser.add_argument("--seed", type=int, default=1, help="where hosts and moments are drawn from [default: %(default)s]")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="which [default: %(default)s]")
+    parser.add_argument("--back", type=int, default=20, help="workers that are killed and come back in one run [default: %(default)s]")
+    args = parser.parse_args()
+    if refused := hosts.refusal():
+        print(f"error: {refused}", file=sys.stderr)
+        return 2
+    # Whoever ends this leaves no cluster behind.
+    for ends in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ends, lambda *_: sys.exit(1))
+    draw, sharings, failed = random.Random(args.seed), dict[Survived, str](), 0
+    with hosts.cluster(list(GIVEN.values())) as there, tempfile.TemporaryDirectory(prefix="plimsoll-faults-") as tmp:
+        plain = {sharing: train(there[0], Path(tmp) / sharing, devices(sharing), STEPS) for sharing in LINKS}
+        for sharing, left in plain.items():
+            assert left.result["sharing"] == sharing and len(left.result["team"]) == len(TAKEN), left.result
+        for number in range(args.times):
+            for kind in args.kinds.split(","):
+                faulthandler.dump_traceback_later(WATCHDOG_SECONDS, exit=True)
+                sharing = list(LINKS)[number % len(LINKS)]
+                folder = Path(tmp) / f"{kind}-{number}"
+                try:
+                    came = one(kind, sharing, there, plain[sharing], folder, draw)
+                except Exception as error:  # The others are tried all the same, and it counts.
+                    failed += 1
+                    print(f"{kind} {number}, {sharing}: FAILED: {error!r}; {folder}", flush=True)
+                    continue
+                finally:
+                    faulthandler.cancel_dump_traceback_later()
+                sharings[came] = sharing
+                print(f"{kind} {number}, {sharing}: {came}", flush=True)
+        if args.back:
+            back, spread = returned(there, Path(tmp), args.back, draw)
+            print(f"\n{table_of_returns(back)}\nspread of losses, at most: {spread:.1e}")
+    print(f"\n{len(sharings)} of {len(sharings) + failed} runs ended as they should\n\n{table(list(sharings), sharings)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
