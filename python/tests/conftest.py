@@ -14,7 +14,7 @@ import hosts
 from hosts import Host
 
 #: No test may take longer; one that hangs ends the session with the place where it does.
-WATCHDOG_SECONDS = 240
+WATCHDOG_SECONDS = 400
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -38,13 +38,21 @@ def command() -> Path:
 
 
 @pytest.fixture(scope="session")
-def pair() -> Iterator[tuple[Host, Host]]:
+def pair_of_all() -> Iterator[tuple[Host, Host]]:
     """The one cluster of all tests: they leave it as they found it, but for those at the end that take it apart."""
     pytest.importorskip("ray", reason="no Ray: pip install 'plimsoll-train[ray]'")
     if refused := hosts.refusal():
         pytest.skip(refused)
     with hosts.cluster() as (alpha, beta):
         yield alpha, beta
+
+
+@pytest.fixture
+def pair(pair_of_all: tuple[Host, Host]) -> Iterator[tuple[Host, Host]]:
+    """The hosts of that cluster. A run that a test which failed has left behind ends with it: the next needs its bytes."""
+    yield pair_of_all
+    for host in pair_of_all:
+        host.end_started()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -95,6 +95,10 @@ class Host:
         """Ends what was started here, whatever its state."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.plimsoll("leave")
+        self.end_started()
+
+    def end_started(self) -> None:
+        """Ends what was started here and has not ended."""
         for process in self.started:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -102,6 +106,7 @@ class Host:
             process.wait()
             if process.stdout:
                 process.stdout.close()
+        self.started.clear()
 
 
 def refusal() -> str | None:

@@ -17,7 +17,7 @@ from hosts import Host
 from plimsoll.ray.cluster import Cluster
 
 #: How long a run may take to come to a step, or to its end.
-RUN_SECONDS = 150.0
+RUN_SECONDS = 200.0
 #: Links as they are said to be, so that the plan of both runs is the same; what is measured is tested by itself.
 NEAR = "virtual:a=280MiB@0.4::10GB/s+10us", "virtual:b=280MiB@0.2::10GB/s+10us"
 SETTINGS = ["run.team=all", "run.threads=1", "train.batch_tokens=768", "train.eval_every=4", "train.save_every=3"]
@@ -72,7 +72,7 @@ class Started:
             for number, event in enumerate(events(self.folder)[after:], after + 1):
                 if event["event"] == what and such(event):
                     return number
-            assert self.process.poll() is None and time.monotonic() < patience, self.process.communicate(timeout=5)[0]
+            self.goes_on(patience)
             time.sleep(0.05)
 
     def until_settled(self, what: str, steps: int = 40) -> int:
@@ -84,8 +84,18 @@ class Started:
             if len(said) > steps and said[-steps:] == ["step"] * steps:
                 if next(event for event in reversed(said) if event != "step") == what:
                     return len(there)
-            assert self.process.poll() is None and time.monotonic() < patience, self.process.communicate(timeout=5)[0]
+            self.goes_on(patience)
             time.sleep(0.1)
+
+    def goes_on(self, patience: float) -> None:
+        """That it is still at work, and this moment is not past. Else what it has said is told, and it is ended."""
+        if self.process.poll() is None and time.monotonic() < patience:
+            return
+        there = events(self.folder)
+        # Of steps in a row the last is enough.
+        ends = (event for event, after in zip(there, [*there[1:], {}]) if not event["event"] == after.get("event") == "step")
+        self.process.kill()
+        raise AssertionError("\n".join([self.process.communicate()[0], *map(json.dumps, ends)]))
 
     def stop(self) -> None:
         """Has it end early."""

@@ -95,9 +95,9 @@ STEPS = 60
 
 
 @pytest.fixture(scope="module")
-def here(pair: tuple[Host, Host], tmp_path_factory: pytest.TempPathFactory) -> Left:
+def here(pair_of_all: tuple[Host, Host], tmp_path_factory: pytest.TempPathFactory) -> Left:
     """A run on one host."""
-    return train(pair[0], tmp_path_factory.mktemp("runs") / "here", ",".join(NEAR), 8)
+    return train(pair_of_all[0], tmp_path_factory.mktemp("runs") / "here", ",".join(NEAR), 8)
 
 
 def test_a_run_over_two_hosts_ends_with_the_bits_of_one(pair: tuple[Host, Host], here: Left, tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ import os
 import re
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import IO, Any
@@ -27,6 +28,8 @@ from plimsoll.ray.cluster import Node, connected, nodes
 MIB = 1 << 20
 #: How long a worker may take to start: Ray has to start a process for it.
 START_SECONDS = 60.0
+#: How often whoever waits for that looks whether its node is there.
+LOOK_SECONDS = 1.0
 #: Behind names of workers and of what is kept for them: Ray gives no name again while somebody has a handle, of the dead, too.
 NUMBERS = itertools.count(1)
 
@@ -186,8 +189,10 @@ class Hosting:
                 if all(other.place.placement_group.id != before.placement_group.id for other in self.asked):
                     remove_placement_group(before.placement_group)
             worker = _start(one)
-            ray.get(worker.device.remote(), timeout=START_SECONDS)
-            self.workers[device], worker = worker, None
+            ready = worker.device.remote()
+            if _comes(one.node, lambda: bool(ray.wait([ready], timeout=LOOK_SECONDS)[0])):
+                ray.get(ready)
+                self.workers[device], worker = worker, None
         except Exception as error:  # It is tried again as long as somebody asks.
             print(f"{device}: {_last_line(error)}", file=sys.stderr)
         finally:
@@ -206,10 +211,19 @@ def _keep(asked: list[Asked]) -> list[Any] | None:
         bundle_label_selector=[{"ray.io/node-id": one.node["id"]} for one in asked],
         name=f"plimsoll train ({os.getpid()}, {next(NUMBERS)})",
     )
-    if not group.wait(START_SECONDS):
+    if not all(_comes(one.node, lambda: bool(group.wait(LOOK_SECONDS))) for one in asked):
         remove_placement_group(group)
         return None
     return [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number) for number in range(len(asked))]
+
+
+def _comes(node: Node, has_come: Callable[[], bool]) -> bool:
+    """Whether what a node is asked for comes while it is there, and in time. It is not said of a node at once that it is gone."""
+    patience = time.monotonic() + START_SECONDS
+    while not has_come():
+        if time.monotonic() > patience or all(there["id"] != node["id"] or not there["alive"] for there in nodes()):
+            return False
+    return True
 
 
 def _start(one: Asked) -> Any:

@@ -91,6 +91,12 @@ impl Line {
         let _ = self.channel.aside(&request);
     }
 
+    /// Tells the device that the team with this secret does not come together, if it waits for that.
+    pub(super) fn call_off(&self, secret: &str) {
+        // As above.
+        let _ = self.channel.aside(&encode(&Request::CallOff { secret: secret.to_owned() }, &[]));
+    }
+
     /// Whether the device gives a sign of life: its process, and what that asks.
     pub fn answers(&self) -> bool {
         let said = self.channel.aside(&encode(&Request::Alive, &[]));

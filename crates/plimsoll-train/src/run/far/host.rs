@@ -138,6 +138,10 @@ impl Host {
                 seated.iter().for_each(|seated| seated.give_up_in(attempt, rank, &why));
                 encode(&Answer::Done(Found::default()), &[])
             }
+            Ok((Request::CallOff { secret }, _)) => {
+                self.wires.call_off(&secret);
+                encode(&Answer::Done(Found::default()), &[])
+            }
             Ok((request, bytes)) => {
                 let (back, answered) = channel();
                 let asked = self.asked.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).clone();
@@ -324,7 +328,7 @@ impl Work {
                 }
                 Ok(Answer::Done(last))
             }
-            Request::Files { .. } | Request::Alive | Request::GiveUp { .. } => {
+            Request::Files { .. } | Request::Alive | Request::GiveUp { .. } | Request::CallOff { .. } => {
                 Err(Fault::Lost("it was not asked about that".to_owned()))
             }
         }
@@ -433,7 +437,7 @@ mod tests {
         let Answer::Failed(fault) = answer else { panic!("{answer:?}") };
         let failure = Failure::from(fault.error("b/cpu"));
         assert_eq!(failure.exit, plimsoll_core::Exit::Input);
-        assert!(failure.message.starts_with("b/cpu: the run speaks version 3"), "{failure}");
+        assert!(failure.message.starts_with(&format!("b/cpu: the run speaks version {}", VERSION + 1)), "{failure}");
         let commands = vec![Command::Settle];
         let work = encode(&Request::Work { attempt: 0, commands }, &[]);
         for bytes in [&[][..], &[1; 7], &[0xff; 40], &work[..work.len() - 1], &work] {

@@ -34,7 +34,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Both ends must have the same: the words of another version mean something else.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 
 /// Carries requests to the process of a device, and its answers back.
 pub trait Channel: Send + Sync {
@@ -60,8 +60,11 @@ pub trait Wires: Send + Sync {
     /// and wait for each other.
     ///
     /// # Errors
-    /// Somebody cannot be reached, or does not come.
+    /// Somebody cannot be reached, or does not come, or the meeting is called off.
     fn meet(&self, invitation: &Invitation, rank: u32) -> io::Result<Vec<Option<Arc<dyn Wire>>>>;
+
+    /// Nobody needs to wait any more for the others of the team with this secret: it does not come together.
+    fn call_off(&self, secret: &str);
 }
 
 /// What a run needs of the devices that live elsewhere.
@@ -217,6 +220,8 @@ enum Request {
     Alive,
     /// Aside: tells the device that a rank of its team gave up.
     GiveUp { attempt: u64, rank: u32, why: String },
+    /// Aside: the team with this secret does not come together.
+    CallOff { secret: String },
 }
 
 #[derive(Debug, Serialize, Deserialize)]

@@ -48,7 +48,7 @@ impl Spread {
     ///
     /// # Errors
     /// Of the rank that comes with it: who is gone, or does not find the others. Where somebody is gone, those who look for it
-    /// are not waited for.
+    /// are told, and not waited for.
     ///
     /// # Panics
     /// Where what somebody sits down with does.
@@ -61,14 +61,16 @@ impl Spread {
         let cut_off = |rank: usize, error: io::Error| DeviceError::CutOff { rank: rank as u32, why: error.to_string() };
         let secret = secret().map_err(|error| (0, cut_off(0, error)))?;
         let epoch = Instant::now();
-        let invitation = Invitation { team, secret, places: members.iter().map(place).collect(), epoch };
+        let places = members.iter().map(place).collect();
+        let invitation = Invitation { team, secret: secret.clone(), places, epoch };
+        let meets = Arc::clone(&wires);
         let join = move |rank: usize, member: &Member| match member {
             Member::Far(line) => {
                 line.begin(0);
                 line.join(rank as u32, &invitation).map(|()| None)
             }
             Member::Here => {
-                let found = wires.meet(&invitation, rank as u32).and_then(|all| Wired::new(rank as u32, all, epoch));
+                let found = meets.meet(&invitation, rank as u32).and_then(|all| Wired::new(rank as u32, all, epoch));
                 found.map(Some).map_err(|error| cut_off(rank, error))
             }
         };
@@ -85,7 +87,17 @@ impl Spread {
             match said.recv().expect("every thread says how it ends") {
                 (rank, Ok(seat)) => seats[rank] = seat,
                 // Who is lost keeps the others from finding it.
-                (rank, Err(error)) if error.is_loss() => return Err((rank, error)),
+                (rank, Err(error)) if error.is_loss() => {
+                    wires.call_off(&secret);
+                    for (_, member) in members.iter().enumerate().filter(|(other, _)| *other != rank) {
+                        if let Member::Far(line) = member {
+                            let (line, secret) = (Arc::clone(line), secret.clone());
+                            // Without a thread it has waited for long enough by itself.
+                            let _ = thread::Builder::new().spawn(move || line.call_off(&secret));
+                        }
+                    }
+                    return Err((rank, error));
+                }
                 (rank, Err(error)) => failed = failed.or(Some((rank, error))),
             }
         }

@@ -13,6 +13,8 @@ use std::time::{Duration, Instant};
 
 /// Whoever was invited has come by then, or does not.
 const COMES: Duration = Duration::from_secs(30);
+/// Who is called and does not answer is called again after that.
+const RINGS: Duration = Duration::from_secs(2);
 /// How long a stranger may take to say who it is.
 const GREETS: Duration = Duration::from_secs(2);
 /// More than this is no request of ours.
@@ -118,6 +120,8 @@ pub struct TcpWires {
     address: SocketAddr,
     /// Who has called, and not been asked for yet.
     came: Mutex<HashMap<Greeting, TcpStream>>,
+    /// The secret of the team that was last called off.
+    called_off: Mutex<Option<String>>,
 }
 
 impl TcpWires {
@@ -129,7 +133,15 @@ impl TcpWires {
         let listener = TcpListener::bind(address)?;
         listener.set_nonblocking(true)?;
         let address = listener.local_addr()?;
-        Ok(Arc::new(TcpWires { listener, address, came: Mutex::default() }))
+        Ok(Arc::new(TcpWires { listener, address, came: Mutex::default(), called_off: Mutex::default() }))
+    }
+
+    /// Whether this process still waits for the others of the team with this secret.
+    fn waits(&self, secret: &str, until: Instant) -> io::Result<bool> {
+        match locked(&self.called_off).as_deref() == Some(secret) {
+            true => Err(io::Error::new(io::ErrorKind::ConnectionAborted, "the meeting was called off")),
+            false => Ok(Instant::now() < until),
+        }
     }
 
     /// Lets in whoever is at the door.
@@ -167,16 +179,21 @@ impl Wires for TcpWires {
         let Invitation { team, secret, places, .. } = invitation;
         let greeting = |from, to| Greeting { team: *team, from, to, secret: secret.clone() };
         let mut wires: Vec<Option<Arc<dyn Wire>>> = places.iter().map(|_| None).collect();
+        let until = Instant::now() + COMES;
         for (peer, place) in (0..rank).zip(places) {
             let of = |error: io::Error| io::Error::new(error.kind(), format!("rank {peer} at {place}: {error}"));
             let address = place.to_socket_addrs().map_err(of)?.next();
             let address = address.ok_or_else(|| of(io::ErrorKind::NotFound.into()))?;
-            let mut stream = TcpStream::connect_timeout(&address, COMES).map_err(of)?;
+            let mut stream = loop {
+                match TcpStream::connect_timeout(&address, RINGS) {
+                    Err(error) if error.kind() == io::ErrorKind::TimedOut && self.waits(secret, until)? => {}
+                    called => break called.map_err(of)?,
+                }
+            };
             stream.set_nodelay(true)?;
             send(&mut stream, &greeting(rank, peer).bytes()).map_err(of)?;
             wires[peer as usize] = Some(Arc::new(stream));
         }
-        let until = Instant::now() + COMES;
         // Who was called to a team before this one does not come any more.
         locked(&self.came).retain(|of, _| of.team >= *team);
         loop {
@@ -191,7 +208,7 @@ impl Wires for TcpWires {
             }
             match missing {
                 None => return Ok(wires),
-                Some(peer) if Instant::now() > until => {
+                Some(peer) if !self.waits(secret, until)? => {
                     let place = &places[peer as usize];
                     return Err(io::Error::new(
                         io::ErrorKind::TimedOut,
@@ -203,11 +220,41 @@ impl Wires for TcpWires {
             }
         }
     }
+
+    fn call_off(&self, secret: &str) {
+        *locked(&self.called_off) = Some(secret.to_owned());
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Far sooner than nobody comes.
+    #[test]
+    fn who_waits_for_a_team_that_is_called_off_is_let_go() {
+        let wires = TcpWires::listen("127.0.0.1:0").unwrap();
+        let places = vec![wires.place(), "127.0.0.1:9".into()];
+        let of = |team, secret: &str| Invitation {
+            team,
+            secret: secret.into(),
+            places: places.clone(),
+            epoch: Instant::now(),
+        };
+        wires.call_off("the one before");
+        let (team, began) = (of(2, "this one"), Instant::now());
+        let error = thread::scope(|scope| {
+            let meets = scope.spawn(|| wires.meet(&team, 0).map(|_| ()).unwrap_err());
+            thread::sleep(Duration::from_millis(50));
+            assert!(!meets.is_finished());
+            wires.call_off("this one");
+            meets.join().unwrap()
+        });
+        assert_eq!(error.kind(), io::ErrorKind::ConnectionAborted);
+        // It may have been called off before it began.
+        assert_eq!(wires.meet(&team, 0).map(|_| ()).unwrap_err().kind(), io::ErrorKind::ConnectionAborted);
+        assert!(began.elapsed() < COMES / 2);
+    }
 
     #[test]
     fn who_was_not_invited_gets_no_wire() {
