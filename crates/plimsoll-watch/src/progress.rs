@@ -79,8 +79,8 @@ impl Progress {
             }
             Event::Lost { step, device, why, left, back_to } => {
                 let from = back_to.map_or(String::new(), |step| match step {
-                    0 => " from the beginning: a part of the state was on it".to_owned(),
-                    step => format!(" from the checkpoint of step {step}: a part of the state was on it"),
+                    0 => " from the beginning: the state, or a part of it, was on it".to_owned(),
+                    step => format!(" from the checkpoint of step {step}: the state, or a part of it, was on it"),
                 });
                 let then = match &left[..] {
                     [] => "the run stops".to_owned(),

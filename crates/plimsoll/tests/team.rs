@@ -205,6 +205,76 @@ fn a_device_that_is_lost_and_has_no_other_beside_it_stops_the_run_in_order() {
     }
 }
 
+/// The second would only slow the first.
+const SPARE: &str = "virtual:a=64MiB@0.4,virtual:b=48MiB@0.1::1MB/s";
+
+#[test]
+fn who_was_left_out_takes_over_where_nobody_else_works_on_the_run() {
+    let place = Place::new(&QUICK);
+    let words = ["--devices", SPARE, "--set", "run.heartbeat_seconds=1"];
+    train(&place, "plain", &words);
+    let plan = place.json("plain/plan.json");
+    assert_eq!(plan["left_out"][0]["device"], "virtual:b", "{plan}");
+    assert!(plan["team"].as_array().is_none_or(Vec::is_empty) && plan["left_out"][0]["evaluates"].is_null(), "{plan}");
+    // By hand: what was saved until then goes on with the other one.
+    train(&place, "by-hand", &["--devices", "virtual:a=64MiB@0.4", "--set", "train.steps=4"]);
+    let text = place
+        .read("by-hand/run.toml")
+        .replace("steps = 4", "steps = 8")
+        .replace("virtual:a=64MiB@0.4", "virtual:b=48MiB@0.1");
+    place.write("by-hand/run.toml", text);
+    place.succeed(&["train", "--resume", "by-hand", "--quiet"]);
+    for (run, injected, step, finished, back_to) in [
+        ("in-a-step", ["--inject-loss", "virtual:a:6:backward"], 6, 5, Some(4)),
+        ("in-an-update", ["--inject-loss", "virtual:a:7:update"], 7, 6, Some(4)),
+        ("silent", ["--inject-silence", "virtual:a:6:forever"], 6, 5, Some(4)),
+        ("at-the-end", ["--inject-loss", "virtual:a:8:save"], 8, 8, Some(8)),
+        ("early", ["--inject-loss", "virtual:a:2"], 2, 1, Some(0)),
+        ("filled", ["--inject-loss", "virtual:a:0:load"], 0, 0, Some(0)),
+        ("opened", ["--inject-loss", "virtual:a:0"], 0, 0, None),
+    ] {
+        let result = train(&place, run, &[&words[..], &injected].concat());
+        assert_eq!((&result["status"], &result["steps"]), (&"done".into(), &8.into()), "{run}: {result}");
+        let (device, _, to) = left_out(&place, run);
+        assert_eq!((&device[..], to, &result["lost"][0]["step"]), ("virtual:a", back_to, &step.into()), "{run}");
+        let events = place.events(run);
+        let at = |event: &str| events.iter().position(|found| found["event"] == event);
+        let lost = at("lost").unwrap();
+        assert_eq!(events[lost]["left"], serde_json::json!(["virtual:b"]), "{run}");
+        let told = "the run goes on with virtual:b, which was left out";
+        assert!(events[lost..].iter().any(|event| event["message"] == told), "{run}: {events:?}");
+        let done: Vec<u64> = steps(&place, run).iter().map(|(step, ..)| *step).collect();
+        assert_eq!(done, (1..=finished).chain(back_to.unwrap_or(0) + 1..=8).collect::<Vec<u64>>(), "{run}");
+        let memory: Vec<&Value> = result["memory"].as_array().unwrap().iter().map(|memory| &memory["device"]).collect();
+        assert_eq!(memory, ["virtual:b"], "{run}");
+        if back_to != Some(8) {
+            holds(&result);
+        }
+        same_weights(&place, "plain", run, 1e-3);
+        if back_to == Some(4) {
+            same_weights(&place, "by-hand", run, f32::MIN_POSITIVE);
+        }
+    }
+    // One that refuses for ever is like one that is gone, but what stands on it is saved before.
+    let result = train(&place, "refuses", &[&words[..], &for_ever("virtual:a/6:backward")].concat());
+    assert_eq!((&result["status"], left_out(&place, "refuses").2), (&"done".into(), Some(5)), "{result}");
+    same_weights(&place, "plain", "refuses", 1e-3);
+}
+
+#[test]
+fn a_run_whose_last_device_is_lost_stops_where_none_that_was_left_out_can_hold_it() {
+    let place = larger();
+    let words = ["--devices", "virtual:a=256MiB@0.4,virtual:b=40MiB@0.1::1MB/s,host=1MiB"];
+    train(&place, "plain", &words);
+    let start = ["train", "run.toml", "--quiet", "--set", "run.dir=run", "--inject-loss", "virtual:a:5"];
+    let said = place.refuse(4, &[&start[..], &words].concat());
+    assert!(said.contains("step 5: virtual:a is gone") && said.contains("fits on those that were left out"), "{said}");
+    let lost = place.events("run").into_iter().find(|event| event["event"] == "lost").unwrap();
+    assert_eq!((&lost["left"], &lost["back_to"]), (&serde_json::json!([]), &3.into()), "{lost}");
+    place.succeed(&["train", "--resume", "run", "--quiet"]);
+    same_weights(&place, "plain", "run", f32::MIN_POSITIVE);
+}
+
 #[test]
 fn a_device_is_lost_when_it_gives_no_sign_of_life_and_never_because_it_is_slow() {
     let (place, words) = of_all(&["--set", "run.heartbeat_seconds=1"]);
@@ -722,6 +792,27 @@ fn a_run_survives_whatever_becomes_of_the_device_that_evaluates_for_it() {
     assert_eq!(steps(&place, "plain"), steps(&place, "cut"));
     assert_eq!(evaluations(&place, "plain").last(), evaluations(&place, "cut").last());
     assert_eq!(place.json("cut/result.json")["evaluator"]["device"], "virtual:b");
+}
+
+#[test]
+fn who_evaluates_takes_over_where_nobody_else_works_on_the_run() {
+    let place = Place::new(&QUICK);
+    let words = [&["--devices", BESIDE, "--set", "run.heartbeat_seconds=1"][..], &EVALUATED].concat();
+    train(&place, "plain", &words);
+    // Before an evaluation, while one is under way, and when its weights are handed over.
+    for (number, at) in ["virtual:a:2", "virtual:a:7:begin", "virtual:a:6:save", "virtual:a:0:load"].iter().enumerate()
+    {
+        let run = format!("run-{number}");
+        let result = train(&place, &run, &[&words[..], &["--inject-loss", at]].concat());
+        assert_eq!((&result["status"], &result["steps"]), (&"done".into(), &8.into()), "{at}: {result}");
+        assert_eq!(left_out(&place, &run).0, "virtual:a", "{at}");
+        assert!(place.json(&format!("{run}/plan.json"))["left_out"].as_array().is_none_or(Vec::is_empty), "{at}");
+        holds(&result);
+        let found = evaluations(&place, &run);
+        let of = |step: u64| found.iter().rfind(|(of, _)| *of == step).is_some();
+        assert!([2, 4, 6, 8].into_iter().all(of), "{at}: {found:?}");
+        same_weights(&place, "plain", &run, 1e-3);
+    }
 }
 
 #[test]

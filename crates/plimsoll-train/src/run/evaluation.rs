@@ -9,7 +9,7 @@ use super::evaluator::{Evaluator, Found};
 use super::events::EventLog;
 use super::handover::{Giving, Stand};
 use super::open::made_with;
-use super::prepare::{Known, Part, share_among};
+use super::prepare::{Known, Part, Planned, share_among};
 use super::team::{Team, Worker};
 use super::training::Trainer;
 use super::trouble::{Halt, Trouble};
@@ -244,19 +244,42 @@ impl Trainer {
     }
 
     fn take_in(&mut self, found: Option<Found>, log: &mut EventLog) -> Result<(), Halt> {
-        let Some(Found { step, sum, seconds, refused }) = found else { return Ok(()) };
+        match self.tell_found(found, log)? {
+            // Nobody has the weights of that step any more.
+            Some(trouble) => {
+                self.go_on_without_evaluator(trouble, log)?;
+                self.evaluate_here(log)
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// The device beside the team is to do other work, if this plan is about it: what it is at comes to its end, and it gives
+    /// back all that it holds.
+    pub(super) fn recall_evaluator(&mut self, planned: &Planned, log: &mut EventLog) -> Result<(), Halt> {
+        let Some(evaluator) = &mut self.evaluator else { return Ok(()) };
+        let takes_part = planned.parts.iter().any(|part| part.device.name == evaluator.name());
+        if !takes_part && planned.plan.left_out.iter().all(|out| out.device != evaluator.name()) {
+            return Ok(());
+        }
+        let found = evaluator.wait();
+        match self.tell_found(found, log)? {
+            Some(trouble) => self.go_on_without_evaluator(trouble, log),
+            None => Ok(self.dismiss().map(drop)?),
+        }
+    }
+
+    /// Says what the device beside the team has found. Why there is no answer, where there is none.
+    fn tell_found(&mut self, found: Option<Found>, log: &mut EventLog) -> Result<Option<Trouble>, Failure> {
+        let Some(Found { step, sum, seconds, refused }) = found else { return Ok(None) };
         let device = self.evaluator.as_ref().map(|evaluator| evaluator.name().to_owned());
         for refused in refused {
             let of = device.as_deref().unwrap_or_default();
             log.emit(Event::Warning { message: format!("{of}: {refused}; the evaluation is done again") })?;
         }
         match sum {
-            Ok(sum) => Ok(self.evaluated(step, sum, seconds, device, log)?),
-            // Nobody has the weights of that step any more.
-            Err(trouble) => {
-                self.go_on_without_evaluator(trouble, log)?;
-                self.evaluate_here(log)
-            }
+            Ok(sum) => self.evaluated(step, sum, seconds, device, log).map(|()| None),
+            Err(trouble) => Ok(Some(trouble)),
         }
     }
 
@@ -330,7 +353,7 @@ impl Trainer {
                 "that is no room, or no help: the team evaluates itself from now on".to_owned()
             }
         };
-        self.keep_line(device.name.clone(), budget)?;
+        self.keep_line(device.name.clone(), budget, line)?;
         log.emit(Event::Warning { message: format!("{}: the load line was moved to {line}: {does}", device.name) })?;
         Ok(Ok(Moved { budget_bytes: line, message: format!("load line {line}: {does}") }))
     }

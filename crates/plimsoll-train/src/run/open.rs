@@ -176,7 +176,8 @@ pub(super) fn open_team(
         workers.push(worker);
     }
     drop(watches);
-    let mut team = Team::new(workers, run.elsewhere.clone(), silence(run), behind.clone())?;
+    let relieved = !plan.left_out.is_empty();
+    let mut team = Team::new(workers, run.elsewhere.clone(), silence(run), behind.clone(), relieved)?;
     team.rehearse(asked, run.train.seed);
     if let [only] = team.workers() {
         let Plan { of, learned, disturbed, left_out, .. } = plan;

@@ -135,6 +135,8 @@ pub struct Planned {
     pub parts: Vec<Part>,
     /// What a device beside them does: it evaluates.
     pub evaluator: Option<Part>,
+    /// The load line of the host that all have together.
+    pub host: Bytes,
 }
 
 impl Planned {
@@ -143,7 +145,8 @@ impl Planned {
         let (device, share, sequences) = (device.clone(), Share::ALONE, run.batch_sequences());
         let algorithms = known.and_then(|known| known.algorithms.clone());
         let plan = answer.plan.clone();
-        Planned { plan, parts: vec![Part { device, share, sequences, answer, algorithms }], evaluator: None }
+        let host = plan.host.budget_bytes;
+        Planned { plan, parts: vec![Part { device, share, sequences, answer, algorithms }], evaluator: None, host }
     }
 
     /// A device that was planned with less than its load line has this one.
@@ -392,6 +395,9 @@ fn planned_team(
                 let team = team_of(run, &resolved.model, &devices, host)?;
                 say_what_would_use(&team, &run.devices(), &mut planned.plan);
             }
+            // Who is left out may be needed later.
+            resolved.device = devices.remove(0);
+            resolved.others = devices;
             return Ok(planned);
         }
         counted = counted.max(programs);
@@ -427,7 +433,7 @@ pub(super) fn share_among(
         let algorithms = before.and_then(|member| member.algorithms.clone());
         Part { device, share: part.share, sequences: part.sequences, answer: part.answer, algorithms }
     };
-    Ok(Planned { parts: parts.into_iter().map(opened).collect(), plan, evaluator: evaluator.map(opened) })
+    Ok(Planned { parts: parts.into_iter().map(opened).collect(), plan, evaluator: evaluator.map(opened), host })
 }
 
 /// What to ask the planner about these devices, beside such a host.

@@ -222,6 +222,8 @@ pub struct Stage<'a> {
     pub devices: Vec<(&'a str, &'a ProgramSet)>,
     /// The one that evaluates beside them.
     pub evaluator: Option<(&'a str, &'a ProgramSet)>,
+    /// Whether others could take over from one that works alone.
+    pub relieved: bool,
     /// Steps that were done before.
     pub done: u64,
     /// Steps in all, where that is known.
@@ -241,6 +243,7 @@ impl Injection {
             // One that is opened, or lives elsewhere, is missed by the run.
             Injection::Silence { device, opening: false, .. }
                 if run.devices.len() == 1
+                    && !run.relieved
                     && run.evaluator.is_none_or(|(name, _)| name != device)
                     && !device.contains('/') =>
             {

@@ -15,6 +15,7 @@ use super::pressure::{Felt, Held, Pressure, room};
 use super::team::{Computing, Worker};
 use super::training::Trainer;
 use super::trouble::{Halt, Trouble};
+use crate::resolve::Resolved;
 use plimsoll_core::{Budget, Bytes, Class, DeviceKind, DeviceSpec, Event, Failure, Plan, Recipe, Retreat};
 use plimsoll_device::calibration;
 use plimsoll_device::device::DeviceError;
@@ -208,14 +209,15 @@ impl Trainer {
         self.refused.get(device).is_some_and(|times| *times > TRIES)
     }
 
-    /// A device refuses for ever: the others go on as without one that is lost. One that is alone stops the run. Its weights
-    /// and optimizer are `whole` or not: what stands in parts is saved before a part of it goes.
+    /// A device refuses for ever: the others, or those that were left out, go on as without one that is lost. Where there are
+    /// none the run stops. Its weights and optimizer are `whole` or not: what stands on it alone is saved before it goes.
     pub(super) fn leave_out(&mut self, rank: usize, why: &str, whole: bool, log: &mut EventLog) -> Result<(), Halt> {
-        if self.team.len() == 1 {
+        let alone = self.team.len() == 1;
+        if alone && self.left_out(&self.team.specs()).is_empty() {
             let failure = Failure::stopped(format!("step {}: {why}", self.now));
             return Err(Halt::Stop { failure, whole });
         }
-        if self.team.holds_parts() && whole && self.filled {
+        if (alone || self.team.holds_parts()) && whole && self.filled {
             self.save_if_possible(TRIES, log)?;
         }
         self.go_on_without(rank, why, log)
@@ -434,12 +436,12 @@ impl Trainer {
             worker.plan.devices[0].budget_bytes = line;
             let message = format!("the plan stays as it is ({})", worker.plan.recipe);
             self.write_plan()?;
-            self.keep_line(device, budget)?;
+            self.keep_line(device, budget, line)?;
             return moved(message);
         }
         match self.adopt(rank, answer) {
             Ok(left) => {
-                self.keep_line(device, budget)?;
+                self.keep_line(device, budget, line)?;
                 self.tell(rank, left, format!("the load line was moved to {line}"), start, log)?;
                 let Worker { plan, .. } = self.worker(rank);
                 moved(format!("{}, predicted peak {}", plan.recipe, plan.devices[0].peak_bytes))
@@ -454,7 +456,10 @@ impl Trainer {
     }
 
     /// A line that was moved holds for the rest of the run, whoever starts it again.
-    pub(super) fn keep_line(&mut self, device: String, budget: Budget) -> Result<(), Failure> {
+    pub(super) fn keep_line(&mut self, device: String, budget: Budget, line: Bytes) -> Result<(), Failure> {
+        let Resolved { device: first, others, .. } = &mut self.resolved;
+        let named = std::iter::once(first).chain(others).filter(|spec| spec.name == device);
+        named.for_each(|spec| spec.budget = line);
         self.run.moved.insert(device, budget);
         self.run.keep_moved(&self.folder)
     }

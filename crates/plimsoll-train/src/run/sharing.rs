@@ -27,27 +27,65 @@ const SOON: u64 = 16;
 
 impl Trainer {
     /// A device is gone. What it computed of the present step is dropped, and where the others have all that the run needs,
-    /// they go on from the last step that was finished. Where a part of the state is gone with it, they go on from the last
-    /// checkpoint.
+    /// they go on from the last step that was finished. Where the state, or a part of it, is gone with it, they go on from the
+    /// last checkpoint; where there are no others, those that were left out do.
     pub(super) fn go_on_without(&mut self, rank: usize, why: &str, log: &mut EventLog) -> Result<(), Halt> {
-        let parts = self.team.holds_parts();
-        self.part_with(rank, why, log)?;
-        if !parts {
+        if self.team.len() > 1 && !self.team.holds_parts() {
+            self.part_with(rank, why, log)?;
             return self.share_anew(why, log);
         }
-        let planned = self.planned_anew(why, false)?;
+        let (back_to, host) = (self.newest_saved()?, self.host_line());
+        let spec = self.lets_go(rank);
+        let planned = self.planned_without(spec, &self.team.specs(), host, why, Some(back_to), log)?;
         self.names_left_out(&planned, log)?;
         Err(self.go_back(planned, log))
     }
 
-    /// Lets a device that is gone leave the team, without another plan. Without any other the run stops.
-    pub(super) fn part_with(&mut self, rank: usize, why: &str, log: &mut EventLog) -> Result<(), Halt> {
-        let alone = self.team.len() == 1;
-        let back_to = if alone || self.team.holds_parts() { Some(self.newest_saved()?) } else { None };
+    /// Lets a device that is gone leave a team whose others have all that the run needs, without another plan.
+    pub(super) fn part_with(&mut self, rank: usize, why: &str, log: &mut EventLog) -> Result<(), Failure> {
+        let spec = self.lets_go(rank);
+        let device = self.is_lost(spec, None);
+        log.emit(Event::Lost { step: self.now, device, why: why.to_owned(), left: self.team.names(), back_to: None })
+    }
+
+    /// A device leaves the team. What it was.
+    fn lets_go(&mut self, rank: usize) -> DeviceSpec {
         let spec = self.team.specs().swap_remove(rank);
-        let device = self.team.leave(rank);
-        self.may_come_back(spec);
-        self.is_lost(device, why, self.team.names(), back_to, log)
+        self.team.leave(rank);
+        spec
+    }
+
+    /// A device is gone, and these are left of those that worked, who go back to a step perhaps. Says so, and how the run goes
+    /// on; where nobody can go on with it, it stops.
+    pub(super) fn planned_without(
+        &mut self,
+        gone: DeviceSpec,
+        rest: &[DeviceSpec],
+        host: Bytes,
+        why: &str,
+        back_to: Option<u64>,
+        log: &mut EventLog,
+    ) -> Result<Planned, Halt> {
+        let (step, device) = (self.now, self.is_lost(gone, back_to));
+        // Who takes over where nobody is left is known when that is planned.
+        let instead = if rest.is_empty() { self.fitting(rest, host)? } else { None };
+        let left = match &instead {
+            Some(planned) => planned.parts.iter().map(|part| part.device.name.clone()).collect(),
+            None => rest.iter().map(|device| device.name.clone()).collect(),
+        };
+        log.emit(Event::Lost { step, device, why: why.to_owned(), left, back_to })?;
+        match instead {
+            Some(planned) => Ok(planned),
+            None if rest.is_empty() => {
+                let hint = match self.left_out(rest).is_empty() {
+                    true => "no other device works on this run",
+                    false => "no other device works on this run, and no recipe of it fits on those that were left out",
+                };
+                let failure = Failure::stopped(format!("step {step}: {why}")).hint(hint);
+                Err(Halt::Stop { failure, whole: false })
+            }
+            None => self.planned_among(rest, host, why),
+        }
     }
 
     /// A device that was lost is asked for, if it is another host's: one that is of no use, or that was to be lost, is not. Those
@@ -81,23 +119,40 @@ impl Trainer {
         often
     }
 
-    /// A device is gone, and these are left, who go back to a step perhaps. Without any the run stops.
-    pub(super) fn is_lost(
-        &mut self,
-        device: String,
-        why: &str,
-        left: Vec<String>,
-        back_to: Option<u64>,
-        log: &mut EventLog,
-    ) -> Result<(), Halt> {
-        let (step, alone) = (self.now, left.is_empty());
-        self.lost.push(LostDevice { device: device.clone(), step, back_to, back_after: None });
-        log.emit(Event::Lost { step, device, why: why.to_owned(), left, back_to })?;
-        if alone {
-            let failure = Failure::stopped(format!("step {step}: {why}")).hint("no other device works on this run");
-            return Err(Halt::Stop { failure, whole: false });
-        }
-        Ok(())
+    /// A device is gone, and those that are left go back to a step perhaps. Its name.
+    fn is_lost(&mut self, spec: DeviceSpec, back_to: Option<u64>) -> String {
+        let device = spec.name.clone();
+        self.may_come_back(spec);
+        self.lost.push(LostDevice { device: device.clone(), step: self.now, back_to, back_after: None });
+        device
+    }
+
+    /// Whether a device was lost and has not come back.
+    fn is_gone(&self, device: &str) -> bool {
+        let mut lost = self.lost.iter().rev();
+        lost.find(|lost| lost.device == device).is_some_and(|lost| lost.back_after.is_none())
+    }
+
+    /// All devices of the run, in the order of the run file.
+    fn devices(&self) -> impl Iterator<Item = &DeviceSpec> {
+        std::iter::once(&self.resolved.device).chain(&self.resolved.others)
+    }
+
+    /// Those that could work on the run beside these, as they were measured before it: who evaluates is one of them.
+    pub(super) fn left_out(&self, team: &[DeviceSpec]) -> Vec<DeviceSpec> {
+        let is_other = |device: &&DeviceSpec| team.iter().all(|other| other.name != device.name);
+        self.devices().filter(is_other).filter(|device| !self.is_gone(&device.name)).cloned().collect()
+    }
+
+    /// The same with these, in the order of the run file: sums are taken in it.
+    fn all_devices(&self, team: &[DeviceSpec]) -> Vec<DeviceSpec> {
+        let mut all = [team, &self.left_out(team)].concat();
+        self.order(&mut all);
+        all
+    }
+
+    fn order(&self, devices: &mut [DeviceSpec]) {
+        devices.sort_by_key(|device| self.devices().position(|named| named.name == device.name));
     }
 
     /// The step of the newest checkpoint; 0 where there is none.
@@ -117,9 +172,7 @@ impl Trainer {
         self.absent.iter_mut().for_each(|absent| absent.declined = absent.is_back());
         let mut specs = self.team.specs();
         specs.extend(back.iter().cloned());
-        // As the run file names them: sums are taken in the order that they had.
-        let named: Vec<&DeviceSpec> = std::iter::once(&self.resolved.device).chain(&self.resolved.others).collect();
-        specs.sort_by_key(|spec| named.iter().position(|named| named.name == spec.name));
+        self.order(&mut specs);
         let planned = share_among(&self.run, &self.resolved.model, &specs, self.host_line(), None, None, None)?;
         process::give_back();
         let team: Vec<String> = planned.parts.iter().map(|part| part.device.name.clone()).collect();
@@ -246,34 +299,42 @@ impl Trainer {
     }
 
     pub(super) fn host_line(&self) -> Bytes {
-        self.team.workers().iter().map(|worker| worker.line.host).max().unwrap_or(Bytes::ZERO)
+        let lines = self.team.workers().iter().map(|worker| worker.line.host);
+        lines.max().filter(|host| *host > Bytes::ZERO).unwrap_or(self.host)
     }
 
     /// The devices that are left share the work of a step anew, under the load lines that hold now.
     pub(super) fn share_anew(&mut self, why: &str, log: &mut EventLog) -> Result<(), Halt> {
         let start = Instant::now();
-        // The others have all that the run needs.
-        let planned = self.planned_anew(why, true)?;
+        let planned = self.planned_among(&self.team.specs(), self.host_line(), why).map_err(|halt| match halt {
+            // The others have all that the run needs.
+            Halt::Stop { failure, .. } => Halt::Stop { failure, whole: true },
+            other => other,
+        })?;
         self.take_shares(planned, &format!("{why}: the others share its work"), start, log)
     }
 
-    /// How the devices that there are would share the work; where they cannot, weights and optimizer are `whole` or not.
-    fn planned_anew(&self, why: &str, whole: bool) -> Result<Planned, Halt> {
-        self.planned_among(&self.team.specs(), self.host_line(), why).map_err(|halt| match halt {
-            Halt::Stop { failure, .. } => Halt::Stop { failure, whole },
-            other => other,
+    /// How these devices would share the work beside such a host, where nothing of it stands on them; with those that were left
+    /// out, where they cannot by themselves.
+    fn planned_among(&self, devices: &[DeviceSpec], host: Bytes, why: &str) -> Result<Planned, Halt> {
+        self.fitting(devices, host)?.ok_or_else(|| {
+            let failure = Failure::stopped(format!("{why}; no recipe of this run fits on what is left"))
+                .hint("name more devices, or allow more: --allow");
+            Halt::Stop { failure, whole: false }
         })
     }
 
-    /// How these devices would share the work beside such a host, where nothing of it stands on them.
-    pub(super) fn planned_among(&self, devices: &[DeviceSpec], host: Bytes, why: &str) -> Result<Planned, Halt> {
-        let planned = share_among(&self.run, &self.resolved.model, devices, host, None, None, None)?;
-        if !planned.plan.fits {
-            let failure = Failure::stopped(format!("{why}; no recipe of this run fits on what is left"))
-                .hint("name more devices, or allow more: --allow");
-            return Err(Halt::Stop { failure, whole: false });
+    /// The same where it fits.
+    fn fitting(&self, devices: &[DeviceSpec], host: Bytes) -> Result<Option<Planned>, Failure> {
+        let all = self.all_devices(devices);
+        let among = [devices, if all.len() > devices.len() { &all } else { &[] }];
+        for devices in among.into_iter().filter(|devices| !devices.is_empty()) {
+            let planned = share_among(&self.run, &self.resolved.model, devices, host, None, None, None)?;
+            if planned.plan.fits {
+                return Ok(Some(planned));
+            }
         }
-        Ok(planned)
+        Ok(None)
     }
 
     /// Those of the team that have no part in a plan; why is told.

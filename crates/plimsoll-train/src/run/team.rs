@@ -162,6 +162,8 @@ pub struct Team {
     silence: Duration,
     watch: Option<Watch>,
     behind: Behind,
+    /// Whether others could take over from the last device.
+    relieved: bool,
     /// Bytes of arenas in this process's memory that stand beside those of the team, and the most that the process held with
     /// them, the team's left out, before the team's arenas that there are now, measured.
     beside: Bytes,
@@ -199,17 +201,35 @@ impl Continues for Team {
 }
 
 impl Team {
-    /// Brings open devices together; `behind` is what those before them have left.
+    /// Brings open devices together; `behind` is what those before them have left, and from one that works alone others could
+    /// take over if it is `relieved`.
     ///
     /// # Errors
     /// A device that cannot work in a team.
-    pub fn new(workers: Vec<Worker>, elsewhere: Elsewhere, silence: Duration, behind: Behind) -> Result<Team, Trouble> {
+    pub fn new(
+        workers: Vec<Worker>,
+        elsewhere: Elsewhere,
+        silence: Duration,
+        behind: Behind,
+        relieved: bool,
+    ) -> Result<Team, Trouble> {
         let transport = transport(&workers);
         let (beside, held_beside) = (Bytes::ZERO, Bytes::ZERO);
-        let mut team =
-            Team { workers, transport, silence, watch: None, behind, elsewhere, teams: 0, beside, held_beside };
+        let mut team = Team {
+            workers,
+            transport,
+            silence,
+            watch: None,
+            behind,
+            elsewhere,
+            teams: 0,
+            relieved,
+            beside,
+            held_beside,
+        };
         if let [only] = &mut team.workers[..]
             && !only.is_far()
+            && !relieved
         {
             // From now on it is missed by nobody. A process elsewhere misses the run, too.
             only.heart = None;
@@ -223,7 +243,7 @@ impl Team {
 
     /// Nobody yet.
     pub fn nobody(elsewhere: Elsewhere, behind: Behind) -> Team {
-        Team::new(Vec::new(), elsewhere, Duration::ZERO, behind).expect("nobody refuses a seat")
+        Team::new(Vec::new(), elsewhere, Duration::ZERO, behind, false).expect("nobody refuses a seat")
     }
 
     /// From now on these devices are missed where they are silent.
@@ -234,7 +254,7 @@ impl Team {
         let team: Vec<_> = (0..).zip(&self.workers).filter_map(pulse).collect();
         let transport = Arc::clone(&self.transport);
         let lost = move |rank: u32, why: &str| transport.give_up(rank, why);
-        let missed = self.len() > 1 || self.workers.iter().any(Worker::is_far);
+        let missed = self.len() > 1 || self.relieved || self.workers.iter().any(Worker::is_far);
         self.watch = if missed { Watch::start(team, lost, self.silence) } else { None };
     }
 

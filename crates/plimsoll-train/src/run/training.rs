@@ -170,6 +170,7 @@ impl Run {
         let stage = Stage {
             devices: planned.parts.iter().map(Part::on_stage).collect(),
             evaluator: planned.evaluator.as_ref().map(Part::on_stage),
+            relieved: !planned.plan.left_out.is_empty(),
             done: self.checkpoint.as_ref().map_or(0, |checkpoint| checkpoint.info.step),
             steps: steps_of(run, train.rows()).1,
         };
@@ -274,6 +275,8 @@ pub(super) struct Trainer {
     pub(super) lost: Vec<LostDevice>,
     /// Those that may come back.
     pub(super) absent: Vec<Absent>,
+    /// The load line of the host that all devices have together, as it was at the start.
+    pub(super) host: Bytes,
     /// Where devices refuse, are slow, or are lost, because the user asked for it.
     pub(super) rehearsed: Vec<Arc<Asked>>,
     /// Whether weights and optimizer are there.
@@ -393,6 +396,7 @@ impl Trainer {
             retreats: Vec::new(),
             lost: Vec::new(),
             absent: Vec::new(),
+            host: planned.host,
             rehearsed,
             filled: false,
             refused: BTreeMap::new(),
@@ -423,12 +427,17 @@ impl Trainer {
     fn open_devices(&mut self, mut planned: Planned, under_way: bool, log: &mut EventLog) -> Result<(), Halt> {
         loop {
             let mut devices: Vec<DeviceSpec> = planned.parts.iter().map(|part| part.device.clone()).collect();
-            let host = planned.plan.host.budget_bytes;
+            let host = planned.host;
+            self.recall_evaluator(&planned, log)?;
             let opened = open_team(&self.run, &self.resolved, planned, &self.rehearsed, &self.behind, under_way, log);
             match opened {
                 Ok((team, plan)) => {
                     self.team = team;
                     self.absent.retain(|absent| self.team.rank_of(&absent.spec.name).is_none());
+                    for out in self.plan.left_out.iter().filter(|out| self.team.rank_of(&out.device).is_some()) {
+                        let message = format!("the run goes on with {}, which was left out", out.device);
+                        log.emit(Event::Warning { message })?;
+                    }
                     self.goes_by(plan);
                     self.peak_flops = self.team.peak_flops(self.info.precision);
                     let charges = self.team.first().device.charges;
@@ -437,11 +446,7 @@ impl Trainer {
                 }
                 Err(Trouble::Lost { rank, why }) => {
                     let device = devices.remove(rank);
-                    let left = devices.iter().map(|device| device.name.clone()).collect();
-                    let name = device.name.clone();
-                    self.may_come_back(device);
-                    self.is_lost(name, &why, left, None, log)?;
-                    planned = self.planned_among(&devices, host, &why)?;
+                    planned = self.planned_without(device, &devices, host, &why, None, log)?;
                 }
                 Err(other) => return Err(other.into()),
             }
@@ -523,6 +528,10 @@ impl Trainer {
 
     /// The plan as it is by now: on disk, and for the next checkpoint.
     pub(super) fn write_plan(&mut self) -> Result<(), Failure> {
+        if self.team.len() == 0 {
+            // Who is to follow it is not there yet.
+            return Ok(());
+        }
         let Plan { of, disturbed, left_out, .. } = self.plan.clone();
         self.plan = Plan { of, disturbed, left_out, ..self.team.plan(&self.plan) };
         let charges = self.team.first().device.charges;
