@@ -364,6 +364,35 @@ fn who_would_be_in_the_way_even_with_one_sequence_holds_a_part_of_the_state() {
     }
 }
 
+/// With one sequence each a step is over after one micro-batch; without those of one of them the others have two to compute.
+#[test]
+fn two_that_would_be_in_the_way_hold_together() {
+    let config = ModelConfig { layers: 4, vocab: 1024, ..preset("smollm2-135m").expect("listed") };
+    let of = |name: &str, mib: u64, pace: f64| device(name, Bytes::mib(mib), pace, Link::MEMORY);
+    let fast = of("fast", 102, 1.0);
+    for (slow, said) in [
+        (
+            [of("b", 190, 0.02), of("c", 190, 0.02)],
+            "with some of their own it and 1 other like it would slow the team to ",
+        ),
+        ([of("b", 208, 0.015), of("c", 170, 0.02)], "with some of its own it would slow the team to "),
+    ] {
+        let devices = [std::slice::from_ref(&fast), &slow[..]].concat();
+        let only = Some(Only::Sharing(Sharing::State));
+        let (team, begin) = (TeamQuestion { only, ..team(&config, &devices, 3) }, Instant::now());
+        let answer = share_out(&team);
+        say(&answer, begin);
+        is_state_in_parts(&team, &answer);
+        let sequences: Vec<u64> = answer.plan.team.iter().map(|member| member.sequences).collect();
+        assert_eq!(sequences, [3, 0, 0]);
+        for member in &answer.plan.team[1..] {
+            assert!(member.why.as_ref().is_some_and(|why| why.starts_with(said)), "{:?}", member.why);
+        }
+        let all = share_out(&TeamQuestion { all: true, ..team.clone() }).plan;
+        assert_eq!(all.team, answer.plan.team);
+    }
+}
+
 #[test]
 fn who_holds_a_part_and_computes_nothing_is_beneath_its_line_like_everybody() {
     let config = ModelConfig { layers: 4, vocab: 1024, ..preset("smollm2-135m").expect("listed") };

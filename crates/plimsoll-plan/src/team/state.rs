@@ -1,8 +1,9 @@
 //! Weights, gradients and the optimizer's state stand in parts on all devices, as large as each one's memory allows, and
 //! every device computes some of the sequences of every micro-batch, as many as its speed allows. What a layer needs is
 //! gathered for each pass over it, so nobody has to hold the model, and everybody waits for everybody, layer by layer: all
-//! have the same number of micro-batches. Who would be in the way of the others even with one sequence can do without any: it
-//! holds a part of the state, and computes nothing but the update of that.
+//! have the same number of micro-batches. Who has no room for one sequence, or would be in
+//! the way of the others even with that, can do without any: it holds a part of the state, and computes nothing but the update
+//! of that.
 //!
 //! How many micro-batches there are is tried, fewest first: each takes the exchange once more, and what is large has to be
 //! computed again. A sketch of each is made from what a rank takes and holds where nothing is computed again, and where
@@ -10,7 +11,7 @@
 
 use super::{Given, LeftOut, Only, ShareOut, TeamQuestion, Way, circles, out_of_way, slowest};
 use crate::search::{Candidate, InParts, Question, Rank, computing_seconds, fastest_by_bounds, side_by_side, under};
-use plimsoll_core::{Bytes, DeviceSpec, Rung, Sharing, Worth};
+use plimsoll_core::{Bytes, DeviceSpec, Rung, Sharing, Worth, counted};
 use plimsoll_program::Share;
 use std::cell::{OnceCell, RefCell};
 use std::collections::{HashMap, HashSet};
@@ -89,7 +90,7 @@ impl<'t, 'q> State<'t, 'q> {
     /// About the least of the host that would do: everybody computes one sequence at once, and all again.
     pub fn least_host(&self) -> Option<Bytes> {
         let devices: Vec<usize> = (0..self.team.devices.len()).collect();
-        let all = Ranks::computing(devices);
+        let all = Ranks::of(devices, |_| false);
         let sketch = self.sketch(&all, all.devices.len() as u64, &vec![0; all.devices.len()])?;
         Some(Bytes(sketch.waits as u64))
     }
@@ -161,6 +162,13 @@ impl<'t, 'q> State<'t, 'q> {
         }
     }
 
+    /// What a device of some has beside a part that stays, and cannot wait on the host.
+    fn room(&self, device: usize, devices: &[usize]) -> u64 {
+        let own = |parts: &[u64]| (self.in_parts().all * parts[device] as f64 / WHOLE as f64) as u64;
+        let stays = self.kept().map_or(0, |parts| own(parts).saturating_sub(self.team.host.0));
+        self.spec(device, devices).arena_budget().0.saturating_sub(stays)
+    }
+
     fn in_parts(&self) -> InParts {
         *self.in_parts.get_or_init(|| InParts::of(&under(&self.team.devices[0], self.rungs)))
     }
@@ -192,12 +200,7 @@ impl<'t, 'q> State<'t, 'q> {
             let budget = self.spec(devices[rank], devices).arena_budget().0;
             budget.saturating_sub(tight[rank])
         };
-        // What is left beside a part that stays, and cannot wait on the host.
-        let beside = |rank: usize| {
-            let own = |parts: &[u64]| (self.in_parts().all * parts[rank] as f64 / WHOLE as f64) as u64;
-            let stays = self.kept().map_or(0, |parts| own(parts).saturating_sub(self.team.host.0));
-            budget(rank).saturating_sub(stays)
-        };
+        let beside = |rank: usize| self.room(devices[rank], devices).saturating_sub(tight[rank]);
         let pinned = self.team.devices[0].pins.micro_batch.map(u64::from);
         let mut caps = vec![u64::MAX; devices.len()];
         for _ in 0..TRIES {
@@ -348,12 +351,12 @@ impl<'t, 'q> State<'t, 'q> {
     /// The fastest way for some devices, all of which take part.
     fn way(&self, ranks: &Ranks) -> Option<Way> {
         let sketches = self.sketches(ranks);
-        let fastest = sketches.first()?.seconds;
-        let near = sketches.iter().take(LOOKS).take_while(|sketch| sketch.seconds <= NEAR * fastest);
+        let least = sketches.first()?.seconds;
+        let near = sketches.iter().take(LOOKS).take_while(|sketch| sketch.seconds <= NEAR * least);
         let found: Vec<Option<Way>> = near.map(|sketch| self.searched(ranks, sketch)).collect();
         let looked = found.len();
-        let best = found.into_iter().flatten().min_by(|a, b| a.seconds.total_cmp(&b.seconds));
-        best.or_else(|| sketches.iter().skip(looked).find_map(|sketch| self.searched(ranks, sketch)))
+        fastest(found.into_iter().flatten())
+            .or_else(|| sketches.iter().skip(looked).find_map(|sketch| self.searched(ranks, sketch)))
     }
 
     /// A sketch with the recipe of each rank, if all have one.
@@ -423,53 +426,76 @@ impl<'t, 'q> State<'t, 'q> {
         shares.into_iter().enumerate().map(of).collect()
     }
 
-    /// Whom a team might be faster without, or without its sequences: who has one of each micro-batch and is still the
-    /// slowest; where all together have no way, the slowest that computes. Of those that are alike the first.
-    fn slows(&self, ranks: &Ranks, way: Option<&Way>) -> Vec<usize> {
-        let Some(way) = way else {
-            let slower = |a: &usize, b: &usize| self.computing(*a, 1).total_cmp(&self.computing(*b, 1));
-            return ranks.that_compute().max_by(slower).into_iter().collect();
+    /// The fastest way for some devices. So many of them compute nothing as is best: those that have no room for a sequence, and
+    /// then the slowest. They hold a part of the state; or are not there, where devices `may_leave`.
+    fn way_without_the_slow(&self, mut devices: Vec<usize>, may_leave: bool) -> Option<Way> {
+        let all = devices.clone();
+        let room_for = |device: usize, sequences: u64| {
+            let least = self.rank(device, sequences, &all).beside[1];
+            least <= self.room(device, &all)
         };
-        let seconds = |given: &Given| self.computing(given.device, u64::from(given.recipe.micro_batch));
-        let slowest = way.ranks.iter().map(seconds).fold(0.0, f64::max);
-        let slows = |given: &&Given| given.recipe.micro_batch == 1 && seconds(given) >= slowest;
-        let mut seen = HashSet::new();
-        let first = |device: &usize| seen.insert((self.team.first_alike(*device), self.held_back[*device]));
-        way.ranks.iter().filter(slows).map(|given| given.device).filter(first).collect()
-    }
-
-    /// The fastest way for some devices. Who is in the way of the others may only hold a part of the state; or is not there,
-    /// where devices `may_leave`.
-    fn way_without_the_slow(&self, devices: Vec<usize>, may_leave: bool) -> Option<Way> {
-        let mut ranks = Ranks::computing(devices);
-        let mut best = self.way(&ranks);
-        loop {
-            let seconds = best.as_ref().map_or(f64::INFINITY, |best| best.seconds);
-            let others = self.slows(&ranks, best.as_ref()).into_iter().flat_map(|slow| {
-                let without = (may_leave && ranks.devices.len() > 2).then(|| ranks.without(slow));
-                without.into_iter().chain([ranks.holding(slow)])
-            });
-            // Not even if those that compute did nothing else.
-            let could = |ranks: &Ranks| self.team.tokens() / self.at_most_of(ranks.that_compute()) < seconds;
-            let others = others.filter(|ranks| ranks.computes() > 0 && could(ranks));
-            let ways = others.filter_map(|ranks| self.way(&ranks).map(|way| (ranks, way)));
-            match ways.min_by(|a, b| a.1.seconds.total_cmp(&b.1.seconds)) {
-                Some((other, way)) if way.seconds < seconds => (ranks, best) = (other, Some(way)),
-                _ => break best,
-            }
+        devices.retain(|&device| !may_leave || room_for(device, 0));
+        if devices.len() < 2 {
+            return None;
         }
+        let at_once = self.team.devices[0].pins.micro_batch.map_or(1, u64::from);
+        let (mut able, unable): (Vec<usize>, Vec<usize>) =
+            devices.iter().partition(|&&device| room_for(device, at_once));
+        able.sort_by(|&a, &b| self.computing(b, 1).total_cmp(&self.computing(a, 1)));
+        let mut best: Option<Way> = None;
+        for slow in 0..able.len() {
+            let (slow, compute) = able.split_at(slow);
+            // Where there is a way, who is as slow is as much in the way.
+            let as_slow = slow.last().is_some_and(|&last| self.computing(last, 1) <= self.computing(compute[0], 1));
+            if as_slow && best.is_some() {
+                continue;
+            }
+            // Not even if they did nothing else.
+            let at_least = self.team.tokens() / self.at_most_of(compute.iter().copied());
+            if best.as_ref().is_some_and(|best| best.seconds <= at_least) {
+                break;
+            }
+            let idle = [&unable, slow].concat();
+            let Some(way) = self.way(&Ranks::of(devices.clone(), |device| idle.contains(&device))) else { continue };
+            let mut others = compute.to_vec();
+            others.sort_unstable();
+            let without = may_leave && others.len() > 1 && others.len() < devices.len();
+            let without = without.then(|| self.way(&Ranks::of(others, |_| false))).flatten();
+            best = fastest(best.into_iter().chain([way]).chain(without));
+        }
+        while let Some(way) = best.as_ref().filter(|_| may_leave).and_then(|best| self.without_a_holder(best)) {
+            best = Some(way);
+        }
+        best
     }
 
-    /// Beside a way in which somebody only holds a part of the state, that in which all compute; else that in which who is in
-    /// the way of the others only holds.
+    /// A way without one of those that only hold a part of the state, if that is faster: it may hold less than it costs.
+    fn without_a_holder(&self, way: &Way) -> Option<Way> {
+        let devices = way.devices();
+        let mut seen = HashSet::new();
+        let mut first = |device: usize| seen.insert((self.team.first_alike(device), self.held_back[device]));
+        let holders = devices.iter().copied().filter(|&device| only_holds(way, device) && first(device));
+        let without = |out: usize| {
+            let others = devices.iter().copied().filter(|&device| device != out).collect();
+            Ranks::of(others, |device| only_holds(way, device))
+        };
+        let ways = holders.filter(|_| devices.len() > 2).filter_map(|out| self.way(&without(out)));
+        fastest(ways).filter(|without| without.seconds < way.seconds)
+    }
+
+    /// Beside a way in which somebody only holds a part of the state, that in which all compute; else that in which those only
+    /// hold that are in the way of the others: who has one sequence of each micro-batch and is still the slowest.
     pub fn otherwise(&self, way: &Way) -> Option<Way> {
-        let all = Ranks::computing(way.devices());
+        let all = Ranks::of(way.devices(), |_| false);
         if way.ranks.iter().any(|given| given.sequences == 0) {
             return self.way(&all);
         }
-        let holding = self.slows(&all, Some(way)).into_iter().map(|slow| all.holding(slow));
-        let ways = holding.filter(|ranks| ranks.computes() > 0).filter_map(|ranks| self.way(&ranks));
-        ways.min_by(|a, b| a.seconds.total_cmp(&b.seconds))
+        let seconds = |given: &Given| self.computing(given.device, u64::from(given.recipe.micro_batch));
+        let slowest = way.ranks.iter().map(seconds).fold(0.0, f64::max);
+        let slows = |given: &&Given| given.recipe.micro_batch == 1 && seconds(given) >= slowest;
+        let slow: Vec<usize> = way.ranks.iter().filter(slows).map(|given| given.device).collect();
+        let ranks = Ranks::of(all.devices, |device| slow.contains(&device));
+        if slow.is_empty() || ranks.computes() == 0 { None } else { self.way(&ranks) }
     }
 }
 
@@ -482,58 +508,34 @@ struct Ranks {
 }
 
 impl Ranks {
-    fn computing(devices: Vec<usize>) -> Ranks {
-        Ranks { holds: vec![false; devices.len()], devices }
-    }
-
-    /// Some devices, of which those that only hold in a way do so.
-    fn as_in(way: &Way, devices: &[usize]) -> Ranks {
-        let holds = |device: &usize| way.ranks.iter().any(|given| given.device == *device && given.sequences == 0);
-        Ranks { devices: devices.to_vec(), holds: devices.iter().map(holds).collect() }
-    }
-
-    fn that_compute(&self) -> impl Iterator<Item = usize> {
-        self.devices.iter().zip(&self.holds).filter(|(_, holds)| !**holds).map(|(device, _)| *device)
+    /// Some devices, of which those only hold for which it is said.
+    fn of(devices: Vec<usize>, holds: impl Fn(usize) -> bool) -> Ranks {
+        Ranks { holds: devices.iter().map(|&device| holds(device)).collect(), devices }
     }
 
     /// How many compute.
     fn computes(&self) -> u64 {
-        self.that_compute().count() as u64
+        self.holds.iter().filter(|holds| !**holds).count() as u64
     }
+}
 
-    fn without(&self, out: usize) -> Ranks {
-        let left = self.devices.iter().zip(&self.holds).filter(|(device, _)| **device != out);
-        let (devices, holds) = left.unzip();
-        Ranks { devices, holds }
-    }
+fn fastest(ways: impl Iterator<Item = Way>) -> Option<Way> {
+    ways.min_by(|a, b| a.seconds.total_cmp(&b.seconds))
+}
 
-    fn holding(&self, device: usize) -> Ranks {
-        let holds = self.devices.iter().zip(&self.holds).map(|(&other, &holds)| holds || other == device);
-        Ranks { holds: holds.collect(), devices: self.devices.clone() }
-    }
-
-    fn computing_too(&self, device: usize) -> Ranks {
-        let holds = self.devices.iter().zip(&self.holds).map(|(&other, &holds)| holds && other != device);
-        Ranks { holds: holds.collect(), devices: self.devices.clone() }
-    }
+/// Whether a device is in a way, and only holds a part of the state.
+fn only_holds(way: &Way, device: usize) -> bool {
+    way.ranks.iter().any(|given| given.device == device && given.sequences == 0)
 }
 
 impl ShareOut for State<'_, '_> {
     fn fastest(&self) -> Option<Way> {
-        let mut devices: Vec<usize> = (0..self.team.devices.len()).collect();
+        let devices: Vec<usize> = (0..self.team.devices.len()).collect();
         if self.team.all || self.kept().is_some() {
-            return if devices.len() < 2 { None } else { self.way_without_the_slow(devices, false) };
+            return self.way_without_the_slow(devices, false);
         }
-        // Who could have no sequence of any micro-batch is not looked at.
-        devices.sort_by(|&a, &b| self.computing(a, 1).total_cmp(&self.computing(b, 1)));
-        let of_circle = |mut circle: Vec<usize>| {
-            circle.truncate(self.team.total() as usize);
-            circle.sort_unstable();
-            self.way_without_the_slow(circle, true)
-        };
         let circles = circles(&devices, |device| self.team.devices[device].device.team_link);
-        let ways = circles.into_iter().filter(|circle| circle.len() > 1).filter_map(of_circle);
-        ways.min_by(|a, b| a.seconds.total_cmp(&b.seconds))
+        fastest(circles.into_iter().filter_map(|circle| self.way_without_the_slow(circle, true)))
     }
 
     fn strike(&mut self, way: &Way, rank: usize, over: Bytes) {
@@ -543,21 +545,28 @@ impl ShareOut for State<'_, '_> {
     }
 
     fn left_out(&self, way: &Way) -> Vec<LeftOut> {
-        out_of_way(self.team, way, UNABLE, |devices| self.way(&Ranks::as_in(way, devices)))
+        let with = |devices: &[usize]| self.way(&Ranks::of(devices.to_vec(), |device| only_holds(way, device)));
+        out_of_way(self.team, way, UNABLE, with)
     }
 
     fn why_holds(&self, way: &Way) -> Vec<Option<String>> {
-        let ranks = Ranks::as_in(way, &way.devices());
-        let why = |given: &Given| {
-            (given.sequences == 0).then(|| match self.way(&ranks.computing_too(given.device)) {
-                Some(with) => format!(
-                    "with some of its own it would slow the team to {:.1} % of the tokens a second, predicted",
-                    100.0 * way.seconds / with.seconds
-                ),
-                None => UNABLE.to_owned(),
-            })
+        let slows = |who: &str, too: &dyn Fn(usize) -> bool| {
+            let with = self.way(&Ranks::of(way.devices(), |device| only_holds(way, device) && !too(device)))?;
+            let part = 100.0 * way.seconds / with.seconds;
+            Some(format!("{who} would slow the team to {part:.1} % of the tokens a second, predicted"))
         };
-        way.ranks.iter().map(why).collect()
+        let why = |given: &Given| {
+            let like = |device: usize| self.team.first_alike(device) == self.team.first_alike(given.device);
+            let alike = way.ranks.iter().filter(|other| other.sequences == 0 && like(other.device)).count() as u64;
+            // Those that are alike are told alike.
+            let all = (alike > 1).then(|| {
+                let who = format!("with some of their own it and {} like it", counted(alike - 1, "other"));
+                slows(&who, &like)
+            });
+            let alone = || slows("with some of its own it", &|device| device == given.device);
+            all.flatten().or_else(alone).unwrap_or_else(|| UNABLE.to_owned())
+        };
+        way.ranks.iter().map(|given| (given.sequences == 0).then(|| why(given))).collect()
     }
 
     fn worth(&self, _: &Way) -> Option<Worth> {
@@ -611,6 +620,10 @@ fn whole_parts(room: &[f64]) -> Vec<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::search::{Lossy, Pins};
+    use plimsoll_core::{DType, DeviceKind, HostSpec, Link, Rates};
+    use plimsoll_program::models::decoder::{AdamState, Optimizer, Source};
+    use plimsoll_program::models::{ModelConfig, preset};
     use proptest::prelude::*;
 
     proptest! {
@@ -624,5 +637,134 @@ mod tests {
             let most = parts.iter().copied().fold(0.0, f64::max);
             prop_assert!(parts.iter().zip(&room).all(|(part, room)| part == room || *part > most - 1e-9), "{parts:?} {room:?}");
         }
+    }
+    fn device(pace: f64, mib: u64, team_link: Link) -> DeviceSpec {
+        let core = Rates {
+            f32_flops: 100e9,
+            bf16_flops: 200e9,
+            memory_bytes_per_second: 20e9,
+            op_seconds: 2e-6,
+            host_link: Link { bytes_per_second: 16e9, latency_seconds: 10e-6 },
+            measured: false,
+            ops: plimsoll_core::OpRates::default(),
+        };
+        DeviceSpec {
+            name: "any".into(),
+            kind: DeviceKind::Virtual,
+            budget: Bytes::mib(mib),
+            charges: Bytes::mib(8),
+            charges_measured: false,
+            link_measured: false,
+            threads: 1,
+            rates: core.paced(pace),
+            team_link,
+        }
+    }
+
+    /// A small model over some devices, so many sequences a step.
+    fn team<'a>(config: &'a ModelConfig, devices: &'a [DeviceSpec], sequences: u64, host: Bytes) -> TeamQuestion<'a> {
+        let betas = [0.9, 0.95];
+        let of = |device| Question {
+            config,
+            precision: DType::F32,
+            sequence: 256,
+            sequences,
+            source: Source::Random { seed: 1 },
+            optimizer: Some(Optimizer::AdamW { betas, eps: 1e-8, decay: 0.1, state: AdamState::Full }),
+            evaluate: true,
+            generation: None,
+            device,
+            host: HostSpec { budget: host, memory_bytes_per_second: 30e9, ..HostSpec::NONE },
+            lossy: Lossy::default(),
+            pins: Pins::default(),
+            rungs: vec![],
+            share: Share::ALONE,
+        };
+        TeamQuestion { devices: devices.iter().map(of).collect(), host, all: false, only: None, evaluations: None }
+    }
+
+    fn model() -> ModelConfig {
+        ModelConfig { layers: 4, vocab: 1024, ..preset("smollm2-135m").expect("listed") }
+    }
+
+    /// Every way to have some devices compute, some hold, and some not there, but for what could not be faster than `seconds`.
+    fn every_way(state: &State, may_leave: bool, mut seconds: f64) -> Vec<(usize, Way)> {
+        let number = state.team.devices.len();
+        let mut ways = Vec::new();
+        for code in 0..3usize.pow(number as u32) {
+            let does = |device: usize| code / 3usize.pow(device as u32) % 3;
+            let there: Vec<usize> = (0..number).filter(|&device| does(device) < 2).collect();
+            let compute = there.iter().copied().filter(|&device| does(device) == 0);
+            let could = state.team.tokens() / state.at_most_of(compute.clone()) < seconds;
+            if there.len() < 2 || compute.count() == 0 || !(may_leave || there.len() == number) || !could {
+                continue;
+            }
+            let held = there.iter().filter(|&&device| does(device) == 1).count();
+            let way = state.way(&Ranks::of(there, |device| does(device) == 1));
+            seconds = way.iter().map(|way| way.seconds).fold(seconds, f64::min);
+            ways.extend(way.map(|way| (held, way)));
+        }
+        ways
+    }
+
+    #[test]
+    fn several_that_are_in_the_way_hold_together() {
+        let config = model();
+        for slow in [[(0.02, 190), (0.02, 190)], [(0.015, 208), (0.02, 170)]] {
+            let mut devices = vec![device(1.0, 102, Link::MEMORY)];
+            devices.extend(slow.map(|(pace, mib)| device(pace, mib, Link::MEMORY)));
+            let team = team(&config, &devices, 3, Bytes::ZERO);
+            let state = State::new(&team, &[]);
+            let way = state.fastest().expect("they hold it together");
+            assert_eq!(way.devices(), [0, 1, 2]);
+            assert!((1..3).all(|device| only_holds(&way, device)), "{way:?}");
+            let all = every_way(&state, true, f64::INFINITY);
+            let few = all.iter().filter(|(held, _)| *held < 2).map(|(_, way)| way.seconds);
+            let few = few.fold(f64::INFINITY, f64::min);
+            println!("{slow:?}: {} s, {few} s with one that holds at most", way.seconds);
+            assert!(few.is_finite() && way.seconds < 0.5 * few, "{} s and {few} s", way.seconds);
+            let whose = if slow[0] == slow[1] { "their own it and 1 other like it" } else { "its own it" };
+            for why in state.why_holds(&way).into_iter().skip(1) {
+                let why = why.expect("it holds");
+                let part = why.strip_prefix(&format!("with some of {whose} would slow the team to "));
+                let part: f64 =
+                    part.and_then(|part| part.split_once(' ')?.0.parse().ok()).unwrap_or_else(|| panic!("{why}"));
+                assert!(part < 50.0, "{why}");
+            }
+        }
+    }
+
+    /// Whoever computes, holds or is not there.
+    #[test]
+    fn hardly_any_other_way_is_faster() {
+        let config = model();
+        let mut seed = 1u64;
+        // The upper bits of a linear congruential generator.
+        let mut random = || {
+            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (seed >> 40) as f64 / (1u64 << 24) as f64
+        };
+        let (mut planned, mut held) = (0, 0);
+        for case in 0..16 {
+            let link = Link { bytes_per_second: [1e10, 4e8][case % 2], latency_seconds: 1e-5 };
+            let mut devices = vec![device(1.0, (80.0 * 4f64.powf(random())) as u64, link)];
+            while devices.len() < 3 + case / 12 {
+                let slow = device(10f64.powf(-2.0 * random()), (80.0 * 4f64.powf(random())) as u64, link);
+                let again = devices[1..].last().filter(|_| random() < 0.4).cloned();
+                devices.push(again.unwrap_or(slow));
+            }
+            let team = team(&config, &devices, [6, 12, 24][case % 3], Bytes::mib(40 * u64::from(case % 4 == 3)));
+            let state = State::new(&team, &[]);
+            let may_leave = random() < 0.6;
+            let way = state.way_without_the_slow((0..devices.len()).collect(), may_leave);
+            let found = way.as_ref().map_or(f64::INFINITY, |way| way.seconds);
+            let ways = every_way(&state, may_leave, found);
+            let best = ways.iter().map(|(_, way)| way.seconds).fold(f64::INFINITY, f64::min);
+            assert!(found < 1.05 * best || best == f64::INFINITY, "{case}: {found} s and {best} s, {devices:?}");
+            planned += usize::from(way.is_some());
+            held += way.map_or(0, |way| way.ranks.iter().filter(|given| given.sequences == 0).count());
+        }
+        println!("{planned} planned, {held} hold");
+        assert!(planned >= 8 && held >= 6, "{planned} planned, {held} hold");
     }
 }
