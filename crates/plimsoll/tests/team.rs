@@ -634,6 +634,38 @@ fn a_device_with_a_part_of_the_state_that_becomes_slow_is_given_less_to_do_and_k
 }
 
 #[test]
+fn who_only_holds_is_given_sequences_where_the_one_that_computes_becomes_slow() {
+    let place = larger();
+    let words = ["--devices", "virtual:a=112MiB@0.3,virtual:b=104MiB@0.04,host=1MiB", "--set", "train.steps=30"];
+    train(&place, "even", &words);
+    assert_eq!(shares(&place, "even"), [6, 0]);
+    assert!(place.events("even").iter().all(|event| event["event"] != "warning"), "nothing drifts");
+    let result = train(&place, "slow", &[&words[..], &["--inject-slow", "virtual:a:2:6"]].concat());
+    assert_eq!((&result["sharing"], &result["status"]), (&"state".into(), &"done".into()));
+    let shares = shares(&place, "slow");
+    assert!(shares[0] > 0 && shares[1] > 0, "{shares:?}");
+    same_experiment(&place, "even", "slow", 1e-4);
+}
+
+#[test]
+fn who_was_too_slow_for_any_sequence_has_some_again_when_it_is_not() {
+    let place = larger();
+    let words = ["--devices", "virtual:a=112MiB@0.3,virtual:b=112MiB@0.3,host=1MiB"];
+    // Slow learning: two sequences a step throw the loss about, and other orders of sums with it.
+    let long = ["--set", "train.steps=90", "--set", "train.batch_tokens=64", "--set", "train.learning_rate=1e-5"];
+    let words = [&words[..], &long].concat();
+    let slow = ["--inject-slow", "virtual:b:2:4", "--inject-slow", "virtual:b:30:1"];
+    train(&place, "even", &words);
+    assert_eq!(shares(&place, "even"), [1, 1]);
+    let result = train(&place, "slow", &[&words[..], &slow].concat());
+    assert!(result["status"] == "done" && result["not_rehearsed"].as_array().is_none_or(Vec::is_empty), "{result}");
+    let had = |retreat: &Value| retreat["device"] == "virtual:b" && retreat["sequences"] == serde_json::json!([1, 0]);
+    assert!(result["retreats"].as_array().unwrap().iter().any(had), "{result}");
+    assert_eq!(shares(&place, "slow"), [1, 1]);
+    same_experiment(&place, "even", "slow", 1e-4);
+}
+
+#[test]
 fn the_line_of_one_device_is_moved_by_its_name() {
     let place = Place::new(&Shape { steps: 400, ..QUICK });
     let running = place.start(&[

@@ -17,45 +17,71 @@ const REST: u64 = 32;
 /// Work that is predicted to take less than this says nothing of a device's speed: what lies between counts for more.
 pub(super) const SECONDS_LEAST: f64 = 0.02;
 
-/// What was seen of each device's speed.
-#[derive(Clone, Debug)]
+/// What was seen of each device's speed, and what came of it.
+#[derive(Clone, Debug, Default)]
 pub struct Drift {
     /// The newest steps: seconds of the slowest device's own work, and for each device measured over predicted.
     seen: VecDeque<(f64, Vec<f64>)>,
     /// No change before this step.
     not_before: u64,
+    /// How often the shares were looked at anew.
+    looks: u32,
+    /// Those that were too slow to compute: they hold a part of the state, or were left out.
+    benched: Vec<String>,
+    /// One of them computes again: whether it is as fast as it was is seen as soon as can be.
+    on_trial: bool,
 }
 
 impl Drift {
-    /// A team that has just begun with its shares.
-    pub fn new() -> Drift {
-        Drift { seen: VecDeque::new(), not_before: 0 }
+    /// A team begins with its shares in this step: after a change the next one has to wait.
+    pub fn begins(&mut self, step: u64) {
+        self.seen.clear();
+        self.not_before = if self.on_trial { step } else { step + (REST << self.looks.min(16)) };
     }
 
-    /// The same, after the shares were changed in this step: the next change has to wait.
-    pub fn rested(step: u64, times: u32) -> Drift {
-        Drift { not_before: step + (REST << times.min(16)), ..Drift::new() }
-    }
-
-    /// The own work of each device took so many seconds of a step, measured and predicted. Says by how much each is slower
-    /// than its plan, where the shares should be changed for it.
-    pub fn see(&mut self, step: u64, passed: &[(f64, f64)]) -> Option<Vec<f64>> {
-        if passed.iter().any(|(_, predicted)| *predicted < SECONDS_LEAST) {
-            return None;
+    /// The own work of each device took so many seconds of a step, measured and predicted; who computes nothing is as fast as
+    /// planned. Says by how much each is slower than its plan, where the shares should be changed for it, or where somebody
+    /// that was too slow may not be any more.
+    pub fn see(&mut self, step: u64, passed: &[Option<(f64, f64)>]) -> Option<Vec<f64>> {
+        let asks_again = !self.benched.is_empty() && !self.on_trial && step >= self.not_before;
+        let as_planned = || asks_again.then(|| vec![1.0; passed.len()]);
+        let computed = || passed.iter().flatten();
+        if computed().any(|(_, predicted)| *predicted < SECONDS_LEAST) {
+            return as_planned();
         }
-        let slowest = passed.iter().map(|(measured, _)| *measured).fold(0.0, f64::max);
-        self.seen.push_back((slowest, passed.iter().map(|(measured, predicted)| measured / predicted).collect()));
+        let slowest = computed().map(|(measured, _)| *measured).fold(0.0, f64::max);
+        let factor = |passed: &Option<(f64, f64)>| passed.map_or(1.0, |(measured, predicted)| measured / predicted);
+        self.seen.push_back((slowest, passed.iter().map(factor).collect()));
         let mut seconds: f64 = self.seen.iter().map(|(seconds, _)| seconds).sum();
         while self.seen.len() > STEPS_LEAST && seconds - self.seen[0].0 >= SECONDS_SEEN {
             seconds -= self.seen.pop_front().map_or(0.0, |(seconds, _)| seconds);
         }
         if self.seen.len() < STEPS_LEAST || seconds < SECONDS_SEEN || step < self.not_before {
-            return None;
+            return as_planned();
         }
         let of_device = |rank: usize| self.seen.iter().map(|(_, factors)| factors[rank]).collect::<Vec<_>>();
         let factors: Vec<f64> = (0..passed.len()).map(|rank| quantile(&of_device(rank), 0.5)).collect();
         let mean = factors.iter().sum::<f64>() / factors.len() as f64;
-        factors.iter().any(|factor| (factor / mean - 1.0).abs() > MOST).then_some(factors)
+        let drifts = factors.iter().any(|factor| (factor / mean - 1.0).abs() > MOST);
+        (drifts || asks_again).then_some(factors)
+    }
+
+    /// Who is too slow to compute until now, of those that this is said of.
+    pub fn benched(&mut self, still: impl Fn(&str) -> bool) -> &[String] {
+        self.benched.retain(|name| still(name));
+        &self.benched
+    }
+
+    /// The shares were looked at anew in this step: these computed, and these do from now on. The next time has to wait, twice
+    /// as long as the last time.
+    pub fn looked(&mut self, step: u64, before: &[String], after: &[String]) {
+        self.on_trial = self.benched.iter().any(|name| after.contains(name));
+        self.benched.extend(before.iter().cloned());
+        self.benched.retain(|name| !after.contains(name));
+        if !self.on_trial {
+            self.looks += 1;
+        }
+        self.begins(step);
     }
 }
 
@@ -64,13 +90,13 @@ mod tests {
     use super::*;
 
     /// Devices that take so many times what was predicted.
-    fn took(factors: &[f64]) -> Vec<(f64, f64)> {
-        factors.iter().map(|factor| (0.5 * factor, 0.5)).collect()
+    fn took(factors: &[f64]) -> Vec<Option<(f64, f64)>> {
+        factors.iter().map(|factor| Some((0.5 * factor, 0.5))).collect()
     }
 
     #[test]
     fn a_device_that_stays_slow_is_noticed_and_one_slow_step_is_not() {
-        let mut drift = Drift::new();
+        let mut drift = Drift::default();
         for step in 1..50 {
             let factors = if step == 20 { [1.0, 1.3] } else { [1.0, 1.01] };
             assert_eq!(drift.see(step, &took(&factors)), None, "step {step}");
@@ -81,30 +107,77 @@ mod tests {
 
     #[test]
     fn all_devices_slower_alike_change_nothing() {
-        let mut drift = Drift::new();
+        let mut drift = Drift::default();
         assert!((1..100).all(|step| drift.see(step, &took(&[1.4, 1.42, 1.38])).is_none()));
     }
 
     #[test]
     fn after_a_change_it_takes_longer() {
-        let mut drift = Drift::rested(100, 1);
+        let mut drift = Drift { looks: 1, ..Drift::default() };
+        drift.begins(100);
         let noticed = (101..).find(|&step| drift.see(step, &took(&[1.0, 1.3])).is_some()).unwrap();
         assert_eq!(noticed, 164);
     }
 
     #[test]
     fn a_first_moment_of_other_work_is_forgotten() {
-        let mut drift = Drift::new();
+        let mut drift = Drift::default();
         for step in 1..100 {
             // Seven slow steps while a program starts beside it; quick steps, so that the seconds decide.
             let factor = if step <= 7 { 4.5 } else { 1.0 };
-            assert_eq!(drift.see(step, &[(0.03 * factor, 0.03), (0.03, 0.03)]), None, "step {step}");
+            assert_eq!(drift.see(step, &[Some((0.03 * factor, 0.03)), Some((0.03, 0.03))]), None, "step {step}");
         }
     }
 
     #[test]
     fn passes_of_no_time_say_nothing() {
-        let mut drift = Drift::new();
-        assert!((1..100).all(|step| drift.see(step, &[(0.002, 0.001), (0.001, 0.001)]).is_none()));
+        let mut drift = Drift::default();
+        assert!((1..100).all(|step| drift.see(step, &[Some((0.002, 0.001)), Some((0.001, 0.001))]).is_none()));
+    }
+
+    #[test]
+    fn beside_those_that_only_hold_the_one_that_computes_is_noticed() {
+        let mut drift = Drift::default();
+        assert!((1..50).all(|step| drift.see(step, &[Some((0.51, 0.5)), None, None]).is_none()));
+        let noticed = (50..80).find_map(|step| drift.see(step, &[Some((1.0, 0.5)), None, None])).expect("it is slow");
+        assert_eq!(noticed, [2.0, 1.0, 1.0]);
+        // What it computes decides how long is looked, as ever.
+        assert!((80..180).all(|step| Drift::default().see(step, &[Some((0.002, 0.001)), None]).is_none()));
+    }
+
+    #[test]
+    fn who_was_too_slow_is_asked_again_after_a_rest_that_doubles_each_time() {
+        let (both, one) = (["a".to_owned(), "b".to_owned()], ["a".to_owned()]);
+        let mut drift = Drift::default();
+        let mut step = (1..).find(|&step| drift.see(step, &took(&[1.0, 3.0])).is_some()).unwrap();
+        for rest in [64, 128, 256] {
+            drift.looked(step, &both, &one);
+            assert_eq!(drift.benched(|_| true), ["b"]);
+            let asked = (step + 1..).find(|&step| drift.see(step, &[Some((0.5, 0.5)), None]).is_some()).unwrap();
+            assert_eq!(asked, step + rest);
+            // It computes again, and is as slow as it was.
+            drift.looked(asked, &one, &both);
+            assert!(drift.benched(|_| true).is_empty());
+            step = (asked + 1..).find(|&step| drift.see(step, &took(&[1.0, 3.0])).is_some()).unwrap();
+            assert_eq!(step, asked + STEPS_LEAST as u64);
+        }
+        // Where it does not come back, nobody asks before the next rest is over; nor for one that is gone.
+        drift.looked(step, &both, &one);
+        drift.looked(step + 512, &one, &one);
+        assert!((step + 513..step + 1536).all(|step| drift.see(step, &[Some((0.5, 0.5)), None]).is_none()));
+        assert!(drift.benched(|_| false).is_empty());
+        assert_eq!(drift.see(step + 5000, &[Some((0.5, 0.5)), None]), None);
+    }
+
+    #[test]
+    fn one_that_is_as_fast_as_it_was_stays() {
+        let (both, one) = (["a".to_owned(), "b".to_owned()], ["a".to_owned()]);
+        let mut drift = Drift::default();
+        drift.looked(20, &both, &one);
+        // One that works alone is not measured.
+        let asked = (21..).find(|&step| drift.see(step, &[Some((0.0, 0.0))]).is_some()).unwrap();
+        assert_eq!(asked, 84);
+        drift.looked(asked, &one, &both);
+        assert!((asked + 1..asked + 500).all(|step| drift.see(step, &took(&[1.0, 1.01])).is_none()));
     }
 }

@@ -407,7 +407,8 @@ pub struct Rehearsal {
     /// The name of the device, and from where on it is gone.
     device: String,
     lost_at: Option<(Arc<Asked>, u64, Option<String>)>,
-    slow_from: Option<(Arc<Asked>, u64, f64)>,
+    /// From which steps on it is so much slower, the last one at the end.
+    slow_from: Vec<(Arc<Asked>, u64, f64)>,
     silent_from: Option<(Arc<Asked>, Silence)>,
     /// Its signs of life, where others would miss it.
     pulse: Option<Arc<Pulse>>,
@@ -452,7 +453,8 @@ impl Rehearsal {
                 }
                 Injection::Slow { device: of, step, factor } => {
                     if of == device {
-                        rehearsal.slow_from = Some((this, *step, *factor));
+                        rehearsal.slow_from.push((this, *step, *factor));
+                        rehearsal.slow_from.sort_by_key(|(_, step, _)| *step);
                     }
                 }
                 Injection::Loss { device: of, step, program } => {
@@ -513,12 +515,12 @@ impl Rehearsal {
     /// Whether nothing will ever be refused any more.
     pub fn is_over(&self) -> bool {
         let gone = self.lost_at.is_some() || self.silent_from.is_some();
-        self.once.is_empty() && self.random.is_none() && !gone && self.slow_from.is_none()
+        self.once.is_empty() && self.random.is_none() && !gone && self.slow_from.is_empty()
     }
 
     /// How many times as long as they do the passes of the present step shall take.
     pub fn slower(&self) -> f64 {
-        let Some((asked, _, factor)) = self.slow_from.as_ref().filter(|(_, step, _)| self.step >= *step) else {
+        let Some((asked, _, factor)) = self.slow_from.iter().rfind(|(_, step, _)| self.step >= *step) else {
             return 1.0;
         };
         asked.happens();

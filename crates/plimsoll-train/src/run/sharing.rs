@@ -3,7 +3,6 @@
 //! stands on them, only sequences go to others; else all goes by way of a checkpoint of the present step.
 
 use super::absent::Absent;
-use super::drift::Drift;
 use super::events::EventLog;
 use super::prepare::{Known, Part, Planned, share_among};
 use super::rehearsal::{Asked, Injection};
@@ -146,7 +145,11 @@ impl Trainer {
 
     /// The same with these, in the order of the run file: sums are taken in it.
     fn all_devices(&self, team: &[DeviceSpec]) -> Vec<DeviceSpec> {
-        let mut all = [team, &self.left_out(team)].concat();
+        self.with(team, &self.left_out(team))
+    }
+
+    fn with(&self, team: &[DeviceSpec], others: &[DeviceSpec]) -> Vec<DeviceSpec> {
+        let mut all = [team, others].concat();
         self.order(&mut all);
         all
     }
@@ -224,45 +227,72 @@ impl Trainer {
         Ok(true)
     }
 
-    /// Devices that turn out to be faster or slower than planned share the work as they really are, in the same way. Between
-    /// two steps.
+    /// Devices that turn out to be faster or slower than planned share the work as they really are, in the same way. Those that
+    /// were too slow for any of it are asked again after a rest, as fast as before the run. Between two steps.
     pub(super) fn watch_drift(&mut self, log: &mut EventLog) -> Result<(), Halt> {
-        let Some(sharing) = self.plan.sharing.filter(|_| self.team.len() > 1) else { return Ok(()) };
         let computed = self.team.computed();
-        let passed: Vec<(f64, f64)> = computed.iter().flatten().copied().collect();
-        let Some(factors) = self.drift.see(self.info.step, &passed) else { return Ok(()) };
+        let Some(factors) = self.drift.see(self.info.step, &computed) else { return Ok(()) };
         let start = Instant::now();
-        let mut specs = self.team.specs();
-        // Who only holds a part of the state is as fast as planned, for all that is known.
-        let computing = specs.iter_mut().zip(&computed).filter(|(_, computed)| computed.is_some());
-        let mut slower = Vec::new();
-        for ((spec, _), factor) in computing.zip(&factors) {
-            spec.rates = spec.rates.paced(1.0 / factor);
-            slower.push(format!("{} takes {factor:.2} times what was planned", spec.name));
+        let computes = |trainer: &Trainer, name: &str| {
+            let rank = trainer.team.rank_of(name);
+            rank.is_some_and(|rank| trainer.team.workers()[rank].sequences > 0)
+        };
+        let mut drift = std::mem::take(&mut self.drift);
+        let benched = drift.benched(|name| !self.is_gone(name) && !computes(self, name)).to_vec();
+        self.drift = drift;
+        if self.team.len() == 1 && benched.is_empty() {
+            return Ok(());
         }
-        let (host, whole) = (self.host_line(), Only::Sharing(sharing));
-        let among = |known: Option<&Known>, only: &Only| {
-            let planned = share_among(&self.run, &self.resolved.model, &specs, host, known, Some(only.clone()), None);
+        let mut specs = self.team.specs();
+        let mut why = Vec::new();
+        for ((spec, computed), factor) in specs.iter_mut().zip(&computed).zip(&factors) {
+            match computed {
+                Some(_) => {
+                    spec.rates = spec.rates.paced(1.0 / factor);
+                    why.push(format!("{} takes {factor:.2} times what was planned", spec.name));
+                }
+                // Who only holds a part of the state is as fast as before the run, for all that is known.
+                None => {
+                    let same = self.devices().find(|device| device.name == spec.name);
+                    spec.rates = same.map_or(&spec.rates, |device| &device.rates).clone();
+                }
+            }
+        }
+        let left_out: Vec<DeviceSpec> =
+            self.left_out(&specs).into_iter().filter(|device| benched.contains(&device.name)).collect();
+        why.extend(benched.iter().map(|name| format!("{name} may be as fast again as before the run")));
+        let host = self.host_line();
+        let whole = self.plan.sharing.map(Only::Sharing);
+        let among = |specs: &[DeviceSpec], known: Option<&Known>, only: Option<&Only>| {
+            let planned = share_among(&self.run, &self.resolved.model, specs, host, known, only.cloned(), None);
             // What planning took goes back: it is beside arenas that are full.
             process::give_back();
             planned
         };
-        let as_they_are = among(Known::of_plan(&self.plan).as_ref(), &whole)?.plan.predicted.step_seconds;
+        let as_they_are = match self.team.len() {
+            1 => self.plan.predicted.step_seconds,
+            _ => among(&specs, Known::of_plan(&self.plan).as_ref(), whole.as_ref())?.plan.predicted.step_seconds,
+        };
         // Parts of the state stay where they are, if that is enough.
         let parts = self.team.workers()[0].share.state.clone();
-        let parts = (sharing == Sharing::State).then_some(Only::Parts(parts));
+        let parts = (self.plan.sharing == Some(Sharing::State) && left_out.is_empty()).then_some(Only::Parts(parts));
+        let all = if left_out.is_empty() { specs.clone() } else { self.with(&specs, &left_out) };
         let mut found = None;
-        for only in parts.iter().chain([&whole]) {
-            let planned = among(None, only)?;
+        for only in parts.iter().map(Some).chain([whole.as_ref()]) {
+            let planned = among(&all, None, only)?;
             if planned.plan.fits && self.pays(&planned, as_they_are, PAYS) {
                 found = Some(planned);
                 break;
             }
         }
-        self.shared_again += 1;
-        self.drift = Drift::rested(self.info.step, self.shared_again);
+        let before: Vec<String> = self.team.names().into_iter().filter(|name| computes(self, name)).collect();
+        let after: Vec<String> = found.as_ref().map_or(before.clone(), |planned| {
+            let computing = planned.parts.iter().filter(|part| part.sequences > 0);
+            computing.map(|part| part.device.name.clone()).collect()
+        });
+        self.drift.looked(self.info.step, &before, &after);
         let Some(planned) = found else { return Ok(()) };
-        self.take_shares(planned, &slower.join(", "), start, log)
+        self.take_shares(planned, &why.join(", "), start, log)
     }
 
     /// Whether other shares save so many `times`, over the steps that are left, what the move to them takes; `as_they_are` are
@@ -391,7 +421,7 @@ impl Trainer {
             }
         }
         self.goes_by(plan);
-        self.drift = Drift::rested(self.info.step, self.shared_again);
+        self.drift.begins(self.info.step);
         self.write_plan()?;
         for (rank, left) in left.into_iter().enumerate() {
             self.told(rank, left, Class::Reordered, why.to_owned(), start, log)?;

@@ -282,8 +282,6 @@ pub(super) struct Trainer {
     /// Whether weights and optimizer are there.
     pub(super) filled: bool,
     pub(super) drift: Drift,
-    /// How often the shares were looked at anew because of it.
-    pub(super) shared_again: u32,
     /// What each device refused since the run last came further, by its name: a device that was opened anew is the same one.
     pub(super) refused: BTreeMap<String, u32>,
     pub(super) cooling: Cooling,
@@ -400,8 +398,7 @@ impl Trainer {
             rehearsed,
             filled: false,
             refused: BTreeMap::new(),
-            drift: Drift::new(),
-            shared_again: 0,
+            drift: Drift::default(),
             cooling,
             pace: Pace::default(),
             last_eval: None,
@@ -482,7 +479,7 @@ impl Trainer {
         self.evaluator.iter_mut().for_each(|evaluator| evaluator.forget_after(step));
         self.now = step;
         self.last_saved = (step, Instant::now());
-        self.drift = Drift::rested(step, self.shared_again);
+        self.drift.begins(step);
         self.filled = false;
         self.write_plan()?;
         self.fill_up(checkpoint.as_ref(), log)
