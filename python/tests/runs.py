@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -95,7 +96,11 @@ class Started:
         # Of steps in a row the last is enough.
         ends = (event for event, after in zip(there, [*there[1:], {}]) if not event["event"] == after.get("event") == "step")
         self.process.kill()
-        raise AssertionError("\n".join([self.process.communicate()[0], *map(json.dumps, ends)]))
+        said = ""
+        # What it has started ends after it.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            said, _ = self.process.communicate(timeout=30)
+        raise AssertionError("\n".join([said, *map(json.dumps, ends)]))
 
     def stop(self) -> None:
         """Has it end early."""

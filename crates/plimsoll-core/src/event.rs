@@ -97,7 +97,7 @@ pub enum Event {
         device: String,
         /// What is known of it.
         why: String,
-        /// The devices that are left.
+        /// The devices that go on, of those that worked on the run or were left out.
         left: Vec<String>,
         /// The step of the checkpoint from which they go on, 0 for the beginning; none where no finished step was lost with it.
         #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -54,7 +54,7 @@ pub struct LostDevice {
     pub device: String,
     /// While this step was done, or between it and the next.
     pub step: u64,
-    /// The step of the checkpoint from which the others went on, 0 for the beginning; none where no finished step was lost.
+    /// The step of the checkpoint from which others went on, 0 for the beginning; none where no finished step was lost.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub back_to: Option<u64>,
     /// After this step it was there again.

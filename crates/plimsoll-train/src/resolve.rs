@@ -159,7 +159,7 @@ pub struct Resolved {
     pub model: Arc<Model>,
     /// The device. Its charges are assumed until model and data are open.
     pub device: DeviceSpec,
-    /// Further devices that were asked for, or could be. This version uses one.
+    /// Further devices that were asked for, or could be.
     pub others: Vec<DeviceSpec>,
     /// Whether the user has left it to us which of them is used.
     pub open: bool,

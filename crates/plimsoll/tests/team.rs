@@ -262,6 +262,22 @@ fn who_was_left_out_takes_over_where_nobody_else_works_on_the_run() {
 }
 
 #[test]
+fn the_last_of_a_team_is_missed_where_somebody_could_take_over() {
+    let place = Place::new(&QUICK);
+    let words = ["--devices", "virtual:a=64MiB@0.3,virtual:b=64MiB@0.3,virtual:c=48MiB@0.1::1MB/s"];
+    let words = [&words[..], &["--set", "run.heartbeat_seconds=1"]].concat();
+    let result = train(&place, "plain", &words);
+    assert_eq!((names(&result), &result["sharing"]), (vec!["virtual:a", "virtual:b"], &"batch".into()), "{result}");
+    let gone = ["--inject-loss", "virtual:b:3", "--inject-silence", "virtual:a:6:forever"];
+    let result = train(&place, "run", &[&words[..], &gone].concat());
+    let lost: Vec<Value> = place.events("run").into_iter().filter(|event| event["event"] == "lost").collect();
+    let left: Vec<&Value> = lost.iter().map(|event| &event["left"]).collect();
+    assert_eq!(left, [&serde_json::json!(["virtual:a"]), &serde_json::json!(["virtual:c"])], "{result}");
+    assert_eq!((&result["status"], &result["steps"]), (&"done".into(), &8.into()), "{result}");
+    same_weights(&place, "plain", "run", 1e-3);
+}
+
+#[test]
 fn a_run_whose_last_device_is_lost_stops_where_none_that_was_left_out_can_hold_it() {
     let place = larger();
     let words = ["--devices", "virtual:a=256MiB@0.4,virtual:b=40MiB@0.1::1MB/s,host=1MiB"];

@@ -190,9 +190,11 @@ class Hosting:
                     remove_placement_group(before.placement_group)
             worker = _start(one)
             ready = worker.device.remote()
-            if _comes(one.node, lambda: bool(ray.wait([ready], timeout=LOOK_SECONDS)[0])):
+            if _comes([one], lambda: bool(ray.wait([ready], timeout=LOOK_SECONDS)[0])):
                 ray.get(ready)
                 self.workers[device], worker = worker, None
+            else:
+                print(f"{device}: no worker starts there", file=sys.stderr)
         except Exception as error:  # It is tried again as long as somebody asks.
             print(f"{device}: {_last_line(error)}", file=sys.stderr)
         finally:
@@ -211,17 +213,19 @@ def _keep(asked: list[Asked]) -> list[Any] | None:
         bundle_label_selector=[{"ray.io/node-id": one.node["id"]} for one in asked],
         name=f"plimsoll train ({os.getpid()}, {next(NUMBERS)})",
     )
-    if not all(_comes(one.node, lambda: bool(group.wait(LOOK_SECONDS))) for one in asked):
+    if not _comes(asked, lambda: bool(group.wait(LOOK_SECONDS))):
         remove_placement_group(group)
         return None
     return [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number) for number in range(len(asked))]
 
 
-def _comes(node: Node, has_come: Callable[[], bool]) -> bool:
-    """Whether what a node is asked for comes while it is there, and in time. It is not said of a node at once that it is gone."""
+def _comes(asked: list[Asked], has_come: Callable[[], bool]) -> bool:
+    """Whether what nodes are asked for comes while all of them are there, and in time. It is not said of a node at once that it
+    is gone."""
     patience = time.monotonic() + START_SECONDS
     while not has_come():
-        if time.monotonic() > patience or all(there["id"] != node["id"] or not there["alive"] for there in nodes()):
+        alive = {node["id"] for node in nodes() if node["alive"]}
+        if time.monotonic() > patience or any(one.node["id"] not in alive for one in asked):
             return False
     return True
 

@@ -1,9 +1,8 @@
 //! Weights, gradients and the optimizer's state stand in parts on all devices, as large as each one's memory allows, and
 //! every device computes some of the sequences of every micro-batch, as many as its speed allows. What a layer needs is
 //! gathered for each pass over it, so nobody has to hold the model, and everybody waits for everybody, layer by layer: all
-//! have the same number of micro-batches. Who has no room for one sequence, or would be in
-//! the way of the others even with that, can do without any: it holds a part of the state, and computes nothing but the update
-//! of that.
+//! have the same number of micro-batches. Who has no room for one sequence, or would be in the way of the others even with
+//! that, can do without any: it holds a part of the state, and computes nothing but the update of that.
 //!
 //! How many micro-batches there are is tried, fewest first: each takes the exchange once more, and what is large has to be
 //! computed again. A sketch of each is made from what a rank takes and holds where nothing is computed again, and where
@@ -456,12 +455,12 @@ impl<'t, 'q> State<'t, 'q> {
                 break;
             }
             let idle = [&unable, slow].concat();
-            let Some(way) = self.way(&Ranks::of(devices.clone(), |device| idle.contains(&device))) else { continue };
+            let with = self.way(&Ranks::of(devices.clone(), |device| idle.contains(&device)));
             let mut others = compute.to_vec();
             others.sort_unstable();
             let without = may_leave && others.len() > 1 && others.len() < devices.len();
             let without = without.then(|| self.way(&Ranks::of(others, |_| false))).flatten();
-            best = fastest(best.into_iter().chain([way]).chain(without));
+            best = fastest(best.into_iter().chain(with).chain(without));
         }
         while let Some(way) = best.as_ref().filter(|_| may_leave).and_then(|best| self.without_a_holder(best)) {
             best = Some(way);
@@ -638,6 +637,7 @@ mod tests {
             prop_assert!(parts.iter().zip(&room).all(|(part, room)| part == room || *part > most - 1e-9), "{parts:?} {room:?}");
         }
     }
+
     fn device(pace: f64, mib: u64, team_link: Link) -> DeviceSpec {
         let core = Rates {
             f32_flops: 100e9,

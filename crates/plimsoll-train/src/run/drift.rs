@@ -3,7 +3,7 @@
 //! change nothing.
 
 use super::pace::quantile;
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 
 /// How far a device's speed, against that of the others, may be from the plan before anything is done.
 const MOST: f64 = 0.05;
@@ -26,9 +26,9 @@ pub struct Drift {
     not_before: u64,
     /// How often the shares were looked at anew.
     looks: u32,
-    /// Those that were too slow to compute: they hold a part of the state, or were left out.
-    benched: Vec<String>,
-    /// One of them computes again: whether it is as fast as it was is seen as soon as can be.
+    /// Whoever had sequences at some time.
+    have_worked: BTreeSet<String>,
+    /// One that was too slow for any has some again: whether it is as fast as it was is seen as soon as can be.
     on_trial: bool,
 }
 
@@ -39,11 +39,23 @@ impl Drift {
         self.not_before = if self.on_trial { step } else { step + (REST << self.looks.min(16)) };
     }
 
-    /// The own work of each device took so many seconds of a step, measured and predicted; who computes nothing is as fast as
-    /// planned. Says by how much each is slower than its plan, where the shares should be changed for it, or where somebody
-    /// that was too slow may not be any more.
-    pub fn see(&mut self, step: u64, passed: &[Option<(f64, f64)>]) -> Option<Vec<f64>> {
-        let asks_again = !self.benched.is_empty() && !self.on_trial && step >= self.not_before;
+    /// These have sequences now.
+    pub fn work(&mut self, devices: &[String]) {
+        for device in devices.iter().filter(|device| !self.have_worked.contains(*device)).collect::<Vec<_>>() {
+            self.have_worked.insert(device.clone());
+        }
+    }
+
+    /// Those that had some at some time.
+    pub fn have_worked(&self) -> impl Iterator<Item = &String> {
+        self.have_worked.iter()
+    }
+
+    /// The own work of each device took so many seconds of a step, measured and predicted; of who computes nothing that is not
+    /// known. Says by how much each is slower than its plan, where the shares should be changed for it, or where there is
+    /// somebody who `may_work` again. Devices that compute are compared with each other; one that does so alone with its plan.
+    pub fn see(&mut self, step: u64, passed: &[Option<(f64, f64)>], may_work: bool) -> Option<Vec<f64>> {
+        let asks_again = may_work && !self.on_trial && step >= self.not_before;
         let as_planned = || asks_again.then(|| vec![1.0; passed.len()]);
         let computed = || passed.iter().flatten();
         if computed().any(|(_, predicted)| *predicted < SECONDS_LEAST) {
@@ -61,24 +73,22 @@ impl Drift {
         }
         let of_device = |rank: usize| self.seen.iter().map(|(_, factors)| factors[rank]).collect::<Vec<_>>();
         let factors: Vec<f64> = (0..passed.len()).map(|rank| quantile(&of_device(rank), 0.5)).collect();
-        let mean = factors.iter().sum::<f64>() / factors.len() as f64;
-        let drifts = factors.iter().any(|factor| (factor / mean - 1.0).abs() > MOST);
+        let compared = |rank: &usize| passed[*rank].is_some() || computed().count() == 1;
+        let compared: Vec<f64> = (0..passed.len()).filter(compared).map(|rank| factors[rank]).collect();
+        let mean = compared.iter().sum::<f64>() / compared.len() as f64;
+        let drifts = compared.iter().any(|factor| (factor / mean - 1.0).abs() > MOST);
+        if self.on_trial && !drifts {
+            self.on_trial = false;
+            self.begins(step);
+        }
         (drifts || asks_again).then_some(factors)
     }
 
-    /// Who is too slow to compute until now, of those that this is said of.
-    pub fn benched(&mut self, still: impl Fn(&str) -> bool) -> &[String] {
-        self.benched.retain(|name| still(name));
-        &self.benched
-    }
-
-    /// The shares were looked at anew in this step: these computed, and these do from now on. The next time has to wait, twice
-    /// as long as the last time.
-    pub fn looked(&mut self, step: u64, before: &[String], after: &[String]) {
-        self.on_trial = self.benched.iter().any(|name| after.contains(name));
-        self.benched.extend(before.iter().cloned());
-        self.benched.retain(|name| !after.contains(name));
-        if !self.on_trial {
+    /// The shares were looked at anew in this step, and somebody who had none has some again, perhaps. The next time has to
+    /// wait, twice as long as the last time.
+    pub fn looked(&mut self, step: u64, somebody_is_back: bool) {
+        self.on_trial = somebody_is_back;
+        if !somebody_is_back {
             self.looks += 1;
         }
         self.begins(step);
@@ -99,23 +109,24 @@ mod tests {
         let mut drift = Drift::default();
         for step in 1..50 {
             let factors = if step == 20 { [1.0, 1.3] } else { [1.0, 1.01] };
-            assert_eq!(drift.see(step, &took(&factors)), None, "step {step}");
+            assert_eq!(drift.see(step, &took(&factors), false), None, "step {step}");
         }
-        let noticed = (50..80).find(|&step| drift.see(step, &took(&[1.0, 1.3])).is_some()).expect("it stays slow");
+        let noticed =
+            (50..80).find(|&step| drift.see(step, &took(&[1.0, 1.3]), false).is_some()).expect("it stays slow");
         assert!((57..66).contains(&noticed), "{noticed}");
     }
 
     #[test]
     fn all_devices_slower_alike_change_nothing() {
         let mut drift = Drift::default();
-        assert!((1..100).all(|step| drift.see(step, &took(&[1.4, 1.42, 1.38])).is_none()));
+        assert!((1..100).all(|step| drift.see(step, &took(&[1.4, 1.42, 1.38]), false).is_none()));
     }
 
     #[test]
     fn after_a_change_it_takes_longer() {
         let mut drift = Drift { looks: 1, ..Drift::default() };
         drift.begins(100);
-        let noticed = (101..).find(|&step| drift.see(step, &took(&[1.0, 1.3])).is_some()).unwrap();
+        let noticed = (101..).find(|&step| drift.see(step, &took(&[1.0, 1.3]), false).is_some()).unwrap();
         assert_eq!(noticed, 164);
     }
 
@@ -125,59 +136,69 @@ mod tests {
         for step in 1..100 {
             // Seven slow steps while a program starts beside it; quick steps, so that the seconds decide.
             let factor = if step <= 7 { 4.5 } else { 1.0 };
-            assert_eq!(drift.see(step, &[Some((0.03 * factor, 0.03)), Some((0.03, 0.03))]), None, "step {step}");
+            assert_eq!(drift.see(step, &[Some((0.03 * factor, 0.03)), Some((0.03, 0.03))], false), None, "step {step}");
         }
     }
 
     #[test]
     fn passes_of_no_time_say_nothing() {
         let mut drift = Drift::default();
-        assert!((1..100).all(|step| drift.see(step, &[Some((0.002, 0.001)), Some((0.001, 0.001))]).is_none()));
+        assert!((1..100).all(|step| drift.see(step, &[Some((0.002, 0.001)), Some((0.001, 0.001))], false).is_none()));
     }
 
     #[test]
     fn beside_those_that_only_hold_the_one_that_computes_is_noticed() {
         let mut drift = Drift::default();
-        assert!((1..50).all(|step| drift.see(step, &[Some((0.51, 0.5)), None, None]).is_none()));
-        let noticed = (50..80).find_map(|step| drift.see(step, &[Some((1.0, 0.5)), None, None])).expect("it is slow");
+        assert!((1..50).all(|step| drift.see(step, &[Some((0.51, 0.5)), None, None], false).is_none()));
+        let noticed =
+            (50..80).find_map(|step| drift.see(step, &[Some((1.0, 0.5)), None, None], false)).expect("it is slow");
         assert_eq!(noticed, [2.0, 1.0, 1.0]);
         // What it computes decides how long is looked, as ever.
-        assert!((80..180).all(|step| Drift::default().see(step, &[Some((0.002, 0.001)), None]).is_none()));
+        assert!((80..180).all(|step| Drift::default().see(step, &[Some((0.002, 0.001)), None], false).is_none()));
+    }
+
+    #[test]
+    fn beside_one_that_only_holds_those_that_compute_are_compared_with_each_other() {
+        let mut drift = Drift::default();
+        let alike = [Some((0.7, 0.5)), None, Some((0.71, 0.5))];
+        assert!((1..100).all(|step| drift.see(step, &alike, false).is_none()));
+        let apart = [Some((0.7, 0.5)), None, Some((0.5, 0.5))];
+        assert!((100..130).any(|step| drift.see(step, &apart, false).is_some()));
     }
 
     #[test]
     fn who_was_too_slow_is_asked_again_after_a_rest_that_doubles_each_time() {
-        let (both, one) = (["a".to_owned(), "b".to_owned()], ["a".to_owned()]);
         let mut drift = Drift::default();
-        let mut step = (1..).find(|&step| drift.see(step, &took(&[1.0, 3.0])).is_some()).unwrap();
+        let alone = [Some((0.5, 0.5)), None];
+        let mut step = (1..).find(|&step| drift.see(step, &took(&[1.0, 3.0]), false).is_some()).unwrap();
         for rest in [64, 128, 256] {
-            drift.looked(step, &both, &one);
-            assert_eq!(drift.benched(|_| true), ["b"]);
-            let asked = (step + 1..).find(|&step| drift.see(step, &[Some((0.5, 0.5)), None]).is_some()).unwrap();
+            drift.looked(step, false);
+            let asked = (step + 1..).find(|&step| drift.see(step, &alone, true).is_some()).unwrap();
             assert_eq!(asked, step + rest);
             // It computes again, and is as slow as it was.
-            drift.looked(asked, &one, &both);
-            assert!(drift.benched(|_| true).is_empty());
-            step = (asked + 1..).find(|&step| drift.see(step, &took(&[1.0, 3.0])).is_some()).unwrap();
+            drift.looked(asked, true);
+            step = (asked + 1..).find(|&step| drift.see(step, &took(&[1.0, 3.0]), false).is_some()).unwrap();
             assert_eq!(step, asked + STEPS_LEAST as u64);
         }
-        // Where it does not come back, nobody asks before the next rest is over; nor for one that is gone.
-        drift.looked(step, &both, &one);
-        drift.looked(step + 512, &one, &one);
-        assert!((step + 513..step + 1536).all(|step| drift.see(step, &[Some((0.5, 0.5)), None]).is_none()));
-        assert!(drift.benched(|_| false).is_empty());
-        assert_eq!(drift.see(step + 5000, &[Some((0.5, 0.5)), None]), None);
+        // Where it does not come back, nobody asks before the next rest is over.
+        drift.looked(step, false);
+        drift.looked(step + 512, false);
+        assert!((step + 513..step + 1536).all(|step| drift.see(step, &alone, true).is_none()));
     }
 
     #[test]
-    fn one_that_is_as_fast_as_it_was_stays() {
-        let (both, one) = (["a".to_owned(), "b".to_owned()], ["a".to_owned()]);
+    fn one_that_is_as_fast_as_it_was_stays_and_the_others_are_asked_again() {
         let mut drift = Drift::default();
-        drift.looked(20, &both, &one);
+        drift.work(&["b".to_owned(), "a".to_owned()]);
+        drift.work(&["a".to_owned()]);
+        assert!(drift.have_worked().eq(["a", "b"]));
+        drift.looked(20, false);
         // One that works alone is not measured.
-        let asked = (21..).find(|&step| drift.see(step, &[Some((0.0, 0.0))]).is_some()).unwrap();
+        let asked = (21..).find(|&step| drift.see(step, &[Some((0.0, 0.0))], true).is_some()).unwrap();
         assert_eq!(asked, 84);
-        drift.looked(asked, &one, &both);
-        assert!((asked + 1..asked + 500).all(|step| drift.see(step, &took(&[1.0, 1.01])).is_none()));
+        drift.looked(asked, true);
+        // There is a third one that is too slow.
+        let found = (asked + 1..).find(|&step| drift.see(step, &took(&[1.0, 1.01]), true).is_some()).unwrap();
+        assert_eq!(found, asked + STEPS_LEAST as u64 + 64);
     }
 }

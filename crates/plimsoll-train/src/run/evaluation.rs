@@ -263,10 +263,15 @@ impl Trainer {
             return Ok(());
         }
         let found = evaluator.wait();
-        match self.tell_found(found, log)? {
-            Some(trouble) => self.go_on_without_evaluator(trouble, log),
-            None => Ok(self.dismiss().map(drop)?),
+        let trouble = self.tell_found(found, log)?;
+        if let Some(Trouble::Failure(failure)) = trouble {
+            return Err(failure.into());
         }
+        if let (Some(name), Some(trouble)) = (self.dismiss()?, trouble) {
+            // Whether it is there at all turns out when it is opened.
+            log.emit(Event::Warning { message: format!("{name}: {}: that is not evaluated", trouble.what()) })?;
+        }
+        Ok(())
     }
 
     /// Says what the device beside the team has found. Why there is no answer, where there is none.

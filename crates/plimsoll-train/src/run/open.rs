@@ -139,8 +139,8 @@ fn processor(spec: &DeviceSpec, scratch: Option<&Path>) -> Virtual {
 /// What a GPU holds beside the arena wavers: a plan that was made with a little less is made again.
 const PLANS_MAX: u32 = 3;
 
-/// Opens the devices of a plan; `behind` is what those before them have left. Gives what all go by, which is the plan of a
-/// device alone.
+/// Opens the devices of a plan; `behind` is what those before them have left, and others could take over from one that works
+/// alone if it is `relieved`. Gives what all go by, which is the plan of a device alone.
 ///
 /// # Errors
 /// What the machine refuses, and who is lost.
@@ -151,6 +151,7 @@ pub(super) fn open_team(
     asked: &[Arc<Asked>],
     behind: &Behind,
     under_way: bool,
+    relieved: bool,
     log: &mut EventLog,
 ) -> Result<(Team, Plan), Trouble> {
     let Planned { mut plan, parts, .. } = planned;
@@ -176,7 +177,6 @@ pub(super) fn open_team(
         workers.push(worker);
     }
     drop(watches);
-    let relieved = !plan.left_out.is_empty();
     let mut team = Team::new(workers, run.elsewhere.clone(), silence(run), behind.clone(), relieved)?;
     team.rehearse(asked, run.train.seed);
     if let [only] = team.workers() {

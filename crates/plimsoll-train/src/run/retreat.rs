@@ -5,7 +5,8 @@
 //! are drawn anew (`sharing`). A refusal takes the next recipe below the arena that was refused, first among those that leave every bit as
 //! it is, then among all. A moved line takes the fastest recipe under it. When room returns the run goes back up,
 //! later each time that this turned out to be too early. No retreat goes on for ever: after [`TRIES`] refusals of a device
-//! without any finished work the others go on without it, and one that is alone ends the run, resumable.
+//! without any finished work the others, or those that were left out, go on without it; where there are none the run ends,
+//! resumable.
 
 use super::control::Moved;
 use super::evaluator::Evaluator;

@@ -66,25 +66,26 @@ impl Trainer {
         log: &mut EventLog,
     ) -> Result<Planned, Halt> {
         let (step, device) = (self.now, self.is_lost(gone, back_to));
-        // Who takes over where nobody is left is known when that is planned.
-        let instead = if rest.is_empty() { self.fitting(rest, host)? } else { None };
-        let left = match &instead {
-            Some(planned) => planned.parts.iter().map(|part| part.device.name.clone()).collect(),
-            None => rest.iter().map(|device| device.name.clone()).collect(),
-        };
+        // Who goes on is known when that is planned.
+        let planned = self.fitting(rest, host);
+        let parts = planned.iter().flatten().flat_map(|planned| &planned.parts);
+        let left = parts.map(|part| part.device.name.clone()).collect();
         log.emit(Event::Lost { step, device, why: why.to_owned(), left, back_to })?;
-        match instead {
-            Some(planned) => Ok(planned),
-            None if rest.is_empty() => {
-                let hint = match self.left_out(rest).is_empty() {
-                    true => "no other device works on this run",
-                    false => "no other device works on this run, and no recipe of it fits on those that were left out",
-                };
-                let failure = Failure::stopped(format!("step {step}: {why}")).hint(hint);
-                Err(Halt::Stop { failure, whole: false })
-            }
-            None => self.planned_among(rest, host, why),
-        }
+        planned?.ok_or_else(|| {
+            let failure = match rest {
+                [] => {
+                    let hint = match self.left_out(rest).is_empty() {
+                        true => "no other device works on this run",
+                        false => {
+                            "no other device works on this run, and no recipe of it fits on those that were left out"
+                        }
+                    };
+                    Failure::stopped(format!("step {step}: {why}")).hint(hint)
+                }
+                _ => fits_nowhere(why),
+            };
+            Halt::Stop { failure, whole: false }
+        })
     }
 
     /// A device that was lost is asked for, if it is another host's: one that is of no use, or that was to be lost, is not. Those
@@ -135,6 +136,11 @@ impl Trainer {
     /// All devices of the run, in the order of the run file.
     fn devices(&self) -> impl Iterator<Item = &DeviceSpec> {
         std::iter::once(&self.resolved.device).chain(&self.resolved.others)
+    }
+
+    /// One of them, as it was measured before the run.
+    fn before(&self, name: &str) -> &DeviceSpec {
+        self.devices().find(|device| device.name == name).expect("it is one of them")
     }
 
     /// Those that could work on the run beside these, as they were measured before it: who evaluates is one of them.
@@ -230,36 +236,33 @@ impl Trainer {
     /// Devices that turn out to be faster or slower than planned share the work as they really are, in the same way. Those that
     /// were too slow for any of it are asked again after a rest, as fast as before the run. Between two steps.
     pub(super) fn watch_drift(&mut self, log: &mut EventLog) -> Result<(), Halt> {
+        let at_work = self.team.workers().iter().filter(|worker| worker.sequences > 0);
+        let at_work: Vec<String> = at_work.map(|worker| worker.device.name.clone()).collect();
+        self.drift.work(&at_work);
+        let benched = self.drift.have_worked().filter(|name| !at_work.contains(name) && !self.is_gone(name));
+        let benched: Vec<String> = benched.cloned().collect();
         let computed = self.team.computed();
-        let Some(factors) = self.drift.see(self.info.step, &computed) else { return Ok(()) };
+        let Some(factors) = self.drift.see(self.info.step, &computed, !benched.is_empty()) else { return Ok(()) };
         let start = Instant::now();
-        let computes = |trainer: &Trainer, name: &str| {
-            let rank = trainer.team.rank_of(name);
-            rank.is_some_and(|rank| trainer.team.workers()[rank].sequences > 0)
-        };
-        let mut drift = std::mem::take(&mut self.drift);
-        let benched = drift.benched(|name| !self.is_gone(name) && !computes(self, name)).to_vec();
-        self.drift = drift;
-        if self.team.len() == 1 && benched.is_empty() {
-            return Ok(());
-        }
         let mut specs = self.team.specs();
-        let mut why = Vec::new();
-        for ((spec, computed), factor) in specs.iter_mut().zip(&computed).zip(&factors) {
-            match computed {
-                Some(_) => {
-                    spec.rates = spec.rates.paced(1.0 / factor);
-                    why.push(format!("{} takes {factor:.2} times what was planned", spec.name));
-                }
-                // Who only holds a part of the state is as fast as before the run, for all that is known.
-                None => {
-                    let same = self.devices().find(|device| device.name == spec.name);
-                    spec.rates = same.map_or(&spec.rates, |device| &device.rates).clone();
-                }
+        let (mut why, mut slower) = (Vec::new(), Vec::new());
+        for ((spec, factor), _) in
+            specs.iter_mut().zip(&factors).zip(&computed).filter(|(_, computed)| computed.is_some())
+        {
+            spec.rates = spec.rates.paced(1.0 / factor);
+            slower.push(self.before(&spec.name).rates.f32_flops / spec.rates.f32_flops);
+            if *factor != 1.0 {
+                why.push(format!("{} takes {factor:.2} times what was planned", spec.name));
             }
         }
-        let left_out: Vec<DeviceSpec> =
-            self.left_out(&specs).into_iter().filter(|device| benched.contains(&device.name)).collect();
+        // Who computes nothing is as fast as before the run, for all that is known, or slower by what all others are.
+        let alike = if slower.len() > 1 { slower.into_iter().fold(f64::INFINITY, f64::min) } else { 1.0 };
+        let mut left_out = self.left_out(&specs);
+        left_out.retain(|device| benched.contains(&device.name));
+        let idle = specs.iter_mut().zip(&computed).filter(|(_, computed)| computed.is_none());
+        for spec in idle.map(|(spec, _)| spec).chain(&mut left_out) {
+            spec.rates = self.before(&spec.name).rates.paced(1.0 / alike);
+        }
         why.extend(benched.iter().map(|name| format!("{name} may be as fast again as before the run")));
         let host = self.host_line();
         let whole = self.plan.sharing.map(Only::Sharing);
@@ -285,12 +288,9 @@ impl Trainer {
                 break;
             }
         }
-        let before: Vec<String> = self.team.names().into_iter().filter(|name| computes(self, name)).collect();
-        let after: Vec<String> = found.as_ref().map_or(before.clone(), |planned| {
-            let computing = planned.parts.iter().filter(|part| part.sequences > 0);
-            computing.map(|part| part.device.name.clone()).collect()
-        });
-        self.drift.looked(self.info.step, &before, &after);
+        let parts = found.iter().flat_map(|planned| &planned.parts).filter(|part| part.sequences > 0);
+        let back = parts.map(|part| &part.device.name).any(|name| benched.contains(name));
+        self.drift.looked(self.info.step, back);
         let Some(planned) = found else { return Ok(()) };
         self.take_shares(planned, &why.join(", "), start, log)
     }
@@ -336,25 +336,14 @@ impl Trainer {
     /// The devices that are left share the work of a step anew, under the load lines that hold now.
     pub(super) fn share_anew(&mut self, why: &str, log: &mut EventLog) -> Result<(), Halt> {
         let start = Instant::now();
-        let planned = self.planned_among(&self.team.specs(), self.host_line(), why).map_err(|halt| match halt {
-            // The others have all that the run needs.
-            Halt::Stop { failure, .. } => Halt::Stop { failure, whole: true },
-            other => other,
-        })?;
+        let planned = self.fitting(&self.team.specs(), self.host_line())?;
+        // The others have all that the run needs.
+        let planned = planned.ok_or_else(|| Halt::Stop { failure: fits_nowhere(why), whole: true })?;
         self.take_shares(planned, &format!("{why}: the others share its work"), start, log)
     }
 
     /// How these devices would share the work beside such a host, where nothing of it stands on them; with those that were left
-    /// out, where they cannot by themselves.
-    fn planned_among(&self, devices: &[DeviceSpec], host: Bytes, why: &str) -> Result<Planned, Halt> {
-        self.fitting(devices, host)?.ok_or_else(|| {
-            let failure = Failure::stopped(format!("{why}; no recipe of this run fits on what is left"))
-                .hint("name more devices, or allow more: --allow");
-            Halt::Stop { failure, whole: false }
-        })
-    }
-
-    /// The same where it fits.
+    /// out, where they cannot by themselves; nothing where it does not fit.
     fn fitting(&self, devices: &[DeviceSpec], host: Bytes) -> Result<Option<Planned>, Failure> {
         let all = self.all_devices(devices);
         let among = [devices, if all.len() > devices.len() { &all } else { &[] }];
@@ -405,6 +394,7 @@ impl Trainer {
             let rank = self.team.rank_of(&name).expect("it is one of them");
             self.team.leave(rank);
         }
+        self.team.is_relieved(!self.left_out(&self.team.specs()).is_empty());
         // By name: the plan may order them otherwise.
         self.team.order_as(&parts.iter().map(|part| part.device.name.clone()).collect::<Vec<_>>());
         let left: Vec<Left> = (0..self.team.len()).map(|rank| self.leaves(rank)).collect();
@@ -428,4 +418,10 @@ impl Trainer {
         }
         Ok(())
     }
+}
+
+/// A run that comes to its end, resumable.
+fn fits_nowhere(why: &str) -> Failure {
+    Failure::stopped(format!("{why}; no recipe of this run fits on what is left"))
+        .hint("name more devices, or allow more: --allow")
 }

@@ -246,6 +246,11 @@ impl Team {
         Team::new(Vec::new(), elsewhere, Duration::ZERO, behind, false).expect("nobody refuses a seat")
     }
 
+    /// Whether others could take over from the last device: then that is missed, too, from the next plan on.
+    pub fn is_relieved(&mut self, relieved: bool) {
+        self.relieved = relieved;
+    }
+
     /// From now on these devices are missed where they are silent.
     fn watch(&mut self) {
         let pulse = |(rank, worker): (u32, &Worker)| Some((rank, worker.device.name.clone(), worker.pulse()?));
@@ -479,8 +484,9 @@ impl Team {
             worker.rows = rows;
             losses.push(loss);
         }
-        // Of who computes no sequences nothing of the kind is known.
-        for worker in self.workers.iter_mut().filter(|worker| worker.sequences > 0) {
+        // Of who computes no sequences nothing of the kind is known, and of who is alone it is not asked.
+        let together = self.workers.len() > 1;
+        for worker in self.workers.iter_mut().filter(|worker| together && worker.sequences > 0) {
             let Some(own) = worker.engine.computed() else { continue };
             let predicted = own.micro_batches as f64 * worker.computing.micro_batch + worker.computing.once;
             worker.computed = (own.seconds, predicted);
@@ -673,6 +679,8 @@ impl Team {
             let worker = &mut self.workers[rank];
             (worker.share, worker.sequences) = (part.share.clone(), part.sequences);
             worker.device.rates = part.device.rates.clone();
+            // What it was compared with is no more.
+            worker.computed = (0.0, 0.0);
             worker.goes_by(part.answer.plan.clone(), Computing::of(&part.device, &part.answer));
             worker.line.home = worker.plan.recipe.clone();
         }

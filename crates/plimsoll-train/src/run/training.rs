@@ -426,7 +426,9 @@ impl Trainer {
             let mut devices: Vec<DeviceSpec> = planned.parts.iter().map(|part| part.device.clone()).collect();
             let host = planned.host;
             self.recall_evaluator(&planned, log)?;
-            let opened = open_team(&self.run, &self.resolved, planned, &self.rehearsed, &self.behind, under_way, log);
+            let relieved = !self.left_out(&devices).is_empty();
+            let (run, resolved, asked, behind) = (&self.run, &self.resolved, &self.rehearsed, &self.behind);
+            let opened = open_team(run, resolved, planned, asked, behind, under_way, relieved, log);
             match opened {
                 Ok((team, plan)) => {
                     self.team = team;

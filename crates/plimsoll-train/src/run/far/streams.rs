@@ -4,7 +4,7 @@
 use super::host::Host;
 use super::{Channel, Invitation, Wires};
 use plimsoll_device::transport::wire::Wire;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -120,8 +120,8 @@ pub struct TcpWires {
     address: SocketAddr,
     /// Who has called, and not been asked for yet.
     came: Mutex<HashMap<Greeting, TcpStream>>,
-    /// The secret of the team that was last called off.
-    called_off: Mutex<Option<String>>,
+    /// The secrets of the teams that were called off.
+    called_off: Mutex<HashSet<String>>,
 }
 
 impl TcpWires {
@@ -138,7 +138,7 @@ impl TcpWires {
 
     /// Whether this process still waits for the others of the team with this secret.
     fn waits(&self, secret: &str, until: Instant) -> io::Result<bool> {
-        match locked(&self.called_off).as_deref() == Some(secret) {
+        match locked(&self.called_off).contains(secret) {
             true => Err(io::Error::new(io::ErrorKind::ConnectionAborted, "the meeting was called off")),
             false => Ok(Instant::now() < until),
         }
@@ -222,7 +222,7 @@ impl Wires for TcpWires {
     }
 
     fn call_off(&self, secret: &str) {
-        *locked(&self.called_off) = Some(secret.to_owned());
+        locked(&self.called_off).insert(secret.to_owned());
     }
 }
 
