@@ -403,54 +403,17 @@ pub(super) fn shares(sequences: &[u64]) -> Vec<Share> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::search::{Lossy, Pins};
-    use plimsoll_core::{Bytes, DType, DeviceKind, HostSpec, Link, Rates};
-    use plimsoll_program::Share;
-    use plimsoll_program::models::decoder::{AdamState, Optimizer, Source};
+    use crate::team::testing;
+    use plimsoll_core::{Bytes, HostSpec, Link};
     use plimsoll_program::models::{ModelConfig, preset};
     use proptest::prelude::*;
 
     fn device(pace: f64, budget: Bytes, megabytes_per_second: f64) -> DeviceSpec {
-        let core = Rates {
-            f32_flops: 100e9,
-            bf16_flops: 200e9,
-            memory_bytes_per_second: 20e9,
-            op_seconds: 2e-6,
-            host_link: Link { bytes_per_second: 16e9, latency_seconds: 10e-6 },
-            measured: false,
-            ops: plimsoll_core::OpRates::default(),
-        };
-        DeviceSpec {
-            name: "any".into(),
-            kind: DeviceKind::Paper,
-            budget,
-            charges: Bytes::mib(8),
-            charges_measured: false,
-            link_measured: false,
-            threads: 1,
-            rates: core.paced(pace),
-            team_link: Link { bytes_per_second: megabytes_per_second * 1e6, latency_seconds: 1e-5 },
-        }
+        testing::device(pace, budget, Link { bytes_per_second: megabytes_per_second * 1e6, latency_seconds: 1e-5 })
     }
 
     fn question<'a>(config: &'a ModelConfig, device: &'a DeviceSpec, sequences: u64) -> Question<'a> {
-        let state = AdamState::Full;
-        Question {
-            config,
-            precision: DType::F32,
-            sequence: 64,
-            sequences,
-            source: Source::Random { seed: 1 },
-            optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state }),
-            evaluate: false,
-            generation: None,
-            device,
-            host: HostSpec::NONE,
-            lossy: Lossy::default(),
-            pins: Pins::default(),
-            rungs: vec![],
-            share: Share::ALONE,
-        }
+        testing::question(config, device, 64, sequences)
     }
 
     proptest! {

@@ -13,6 +13,8 @@ mod exchange;
 mod hints;
 mod layers;
 mod state;
+#[cfg(test)]
+mod testing;
 mod whole;
 
 use crate::search::{

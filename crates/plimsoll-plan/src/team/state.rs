@@ -619,9 +619,8 @@ fn whole_parts(room: &[f64]) -> Vec<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::search::{Lossy, Pins};
-    use plimsoll_core::{DType, DeviceKind, HostSpec, Link, Rates};
-    use plimsoll_program::models::decoder::{AdamState, Optimizer, Source};
+    use crate::team::testing::{device, question};
+    use plimsoll_core::{HostSpec, Link};
     use plimsoll_program::models::{ModelConfig, preset};
     use proptest::prelude::*;
 
@@ -638,48 +637,11 @@ mod tests {
         }
     }
 
-    fn device(pace: f64, mib: u64, team_link: Link) -> DeviceSpec {
-        let core = Rates {
-            f32_flops: 100e9,
-            bf16_flops: 200e9,
-            memory_bytes_per_second: 20e9,
-            op_seconds: 2e-6,
-            host_link: Link { bytes_per_second: 16e9, latency_seconds: 10e-6 },
-            measured: false,
-            ops: plimsoll_core::OpRates::default(),
-        };
-        DeviceSpec {
-            name: "any".into(),
-            kind: DeviceKind::Virtual,
-            budget: Bytes::mib(mib),
-            charges: Bytes::mib(8),
-            charges_measured: false,
-            link_measured: false,
-            threads: 1,
-            rates: core.paced(pace),
-            team_link,
-        }
-    }
-
     /// A small model over some devices, so many sequences a step.
     fn team<'a>(config: &'a ModelConfig, devices: &'a [DeviceSpec], sequences: u64, host: Bytes) -> TeamQuestion<'a> {
-        let betas = [0.9, 0.95];
-        let of = |device| Question {
-            config,
-            precision: DType::F32,
-            sequence: 256,
-            sequences,
-            source: Source::Random { seed: 1 },
-            optimizer: Some(Optimizer::AdamW { betas, eps: 1e-8, decay: 0.1, state: AdamState::Full }),
-            evaluate: true,
-            generation: None,
-            device,
-            host: HostSpec { budget: host, memory_bytes_per_second: 30e9, ..HostSpec::NONE },
-            lossy: Lossy::default(),
-            pins: Pins::default(),
-            rungs: vec![],
-            share: Share::ALONE,
-        };
+        let host_of = HostSpec { budget: host, memory_bytes_per_second: 30e9, ..HostSpec::NONE };
+        let of =
+            |device| Question { evaluate: true, host: host_of.clone(), ..question(config, device, 256, sequences) };
         TeamQuestion { devices: devices.iter().map(of).collect(), host, all: false, only: None, evaluations: None }
     }
 
@@ -711,8 +673,8 @@ mod tests {
     fn several_that_are_in_the_way_hold_together() {
         let config = model();
         for slow in [[(0.02, 190), (0.02, 190)], [(0.015, 208), (0.02, 170)]] {
-            let mut devices = vec![device(1.0, 102, Link::MEMORY)];
-            devices.extend(slow.map(|(pace, mib)| device(pace, mib, Link::MEMORY)));
+            let mut devices = vec![device(1.0, Bytes::mib(102), Link::MEMORY)];
+            devices.extend(slow.map(|(pace, mib)| device(pace, Bytes::mib(mib), Link::MEMORY)));
             let team = team(&config, &devices, 3, Bytes::ZERO);
             let state = State::new(&team, &[]);
             let way = state.fastest().expect("they hold it together");
@@ -747,9 +709,10 @@ mod tests {
         let (mut planned, mut held) = (0, 0);
         for case in 0..16 {
             let link = Link { bytes_per_second: [1e10, 4e8][case % 2], latency_seconds: 1e-5 };
-            let mut devices = vec![device(1.0, (80.0 * 4f64.powf(random())) as u64, link)];
+            let mut devices = vec![device(1.0, Bytes::mib((80.0 * 4f64.powf(random())) as u64), link)];
             while devices.len() < 3 + case / 12 {
-                let slow = device(10f64.powf(-2.0 * random()), (80.0 * 4f64.powf(random())) as u64, link);
+                let pace = 10f64.powf(-2.0 * random());
+                let slow = device(pace, Bytes::mib((80.0 * 4f64.powf(random())) as u64), link);
                 let again = devices[1..].last().filter(|_| random() < 0.4).cloned();
                 devices.push(again.unwrap_or(slow));
             }
