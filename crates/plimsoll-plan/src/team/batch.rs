@@ -404,12 +404,13 @@ pub(super) fn shares(sequences: &[u64]) -> Vec<Share> {
 mod tests {
     use super::*;
     use crate::team::testing;
-    use plimsoll_core::{Bytes, HostSpec, Link};
+    use plimsoll_core::{Bytes, DeviceKind, HostSpec, Link};
     use plimsoll_program::models::{ModelConfig, preset};
     use proptest::prelude::*;
 
     fn device(pace: f64, budget: Bytes, megabytes_per_second: f64) -> DeviceSpec {
-        testing::device(pace, budget, Link { bytes_per_second: megabytes_per_second * 1e6, latency_seconds: 1e-5 })
+        let team_link = Link { bytes_per_second: megabytes_per_second * 1e6, latency_seconds: 1e-5 };
+        DeviceSpec { kind: DeviceKind::Paper, ..testing::device(pace, budget, team_link) }
     }
 
     fn question<'a>(config: &'a ModelConfig, device: &'a DeviceSpec, sequences: u64) -> Question<'a> {

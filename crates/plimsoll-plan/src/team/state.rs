@@ -640,8 +640,7 @@ mod tests {
     /// A small model over some devices, so many sequences a step.
     fn team<'a>(config: &'a ModelConfig, devices: &'a [DeviceSpec], sequences: u64, host: Bytes) -> TeamQuestion<'a> {
         let host_of = HostSpec { budget: host, memory_bytes_per_second: 30e9, ..HostSpec::NONE };
-        let of =
-            |device| Question { evaluate: true, host: host_of.clone(), ..question(config, device, 256, sequences) };
+        let of = |device| Question { evaluate: true, host: host_of, ..question(config, device, 256, sequences) };
         TeamQuestion { devices: devices.iter().map(of).collect(), host, all: false, only: None, evaluations: None }
     }
 
