@@ -41,9 +41,7 @@ impl Drift {
 
     /// These have sequences now.
     pub fn work(&mut self, devices: &[String]) {
-        for device in devices.iter().filter(|device| !self.have_worked.contains(*device)).collect::<Vec<_>>() {
-            self.have_worked.insert(device.clone());
-        }
+        self.have_worked.extend(devices.iter().cloned());
     }
 
     /// Those that had some at some time.

@@ -24,6 +24,16 @@ pub enum Member {
     Far(Arc<Line>),
 }
 
+impl Member {
+    /// The way to it, where it is elsewhere.
+    fn far(&self) -> Option<&Arc<Line>> {
+        match self {
+            Member::Here => None,
+            Member::Far(line) => Some(line),
+        }
+    }
+}
+
 /// What this process knows of the meetings of such a team. Devices meet at their own wires, not here.
 pub struct Spread {
     epoch: Instant,
@@ -89,12 +99,11 @@ impl Spread {
                 // Who is lost keeps the others from finding it.
                 (rank, Err(error)) if error.is_loss() => {
                     wires.call_off(&secret);
-                    for (_, member) in members.iter().enumerate().filter(|(other, _)| *other != rank) {
-                        if let Member::Far(line) = member {
-                            let (line, secret) = (Arc::clone(line), secret.clone());
-                            // Without a thread it has waited for long enough by itself.
-                            let _ = thread::Builder::new().spawn(move || line.call_off(&secret));
-                        }
+                    let others = members.iter().enumerate().filter(|(other, _)| *other != rank);
+                    for line in others.filter_map(|(_, member)| member.far()) {
+                        let (line, secret) = (Arc::clone(line), secret.clone());
+                        // Without a thread it waits until nobody has come.
+                        let _ = thread::Builder::new().spawn(move || line.call_off(&secret));
                     }
                     return Err((rank, error));
                 }
@@ -104,10 +113,7 @@ impl Spread {
         if let Some(failed) = failed {
             return Err(failed);
         }
-        let far = (0..).zip(members).filter_map(|(rank, member)| match member {
-            Member::Far(line) => Some((rank, Arc::clone(line))),
-            Member::Here => None,
-        });
+        let far = (0..).zip(members).filter_map(|(rank, member)| Some((rank, Arc::clone(member.far()?))));
         let transport = Arc::new(Spread {
             epoch,
             here: seats.iter().flatten().cloned().collect(),

@@ -235,14 +235,9 @@ mod tests {
     fn who_waits_for_a_team_that_is_called_off_is_let_go() {
         let wires = TcpWires::listen("127.0.0.1:0").unwrap();
         let places = vec![wires.place(), "127.0.0.1:9".into()];
-        let of = |team, secret: &str| Invitation {
-            team,
-            secret: secret.into(),
-            places: places.clone(),
-            epoch: Instant::now(),
-        };
+        let began = Instant::now();
+        let team = Invitation { team: 2, secret: "this one".into(), places, epoch: began };
         wires.call_off("the one before");
-        let (team, began) = (of(2, "this one"), Instant::now());
         let error = thread::scope(|scope| {
             let meets = scope.spawn(|| wires.meet(&team, 0).map(|_| ()).unwrap_err());
             thread::sleep(Duration::from_millis(50));
