@@ -21,10 +21,16 @@ fn train(place: &Place, run: &str, more: &[&str]) -> Value {
 /// Where all of them take part.
 const ALL: [&str; 4] = ["--devices", TRIO, "--set", "run.team=all"];
 
+/// A run, `plain`, that nothing happens to, and how to begin another one: by the plan of that one, which nobody looks for again.
+fn plain<'a>(place: &Place, words: &[&'a str]) -> (Value, Vec<&'a str>) {
+    let result = train(place, "plain", words);
+    (result, [words, &["--plan", "plain/plan.json"]].concat())
+}
+
 /// A place with a run, `plain`, of all three that nothing happened to, and how to begin another one.
 fn of_all(more: &[&'static str]) -> (Place, Vec<&'static str>) {
-    let (place, words) = (Place::new(&QUICK), [&ALL[..], more].concat());
-    train(&place, "plain", &words);
+    let place = Place::new(&QUICK);
+    let (_, words) = plain(&place, &[&ALL[..], more].concat());
     (place, words)
 }
 
@@ -86,8 +92,7 @@ fn unequal_devices_do_the_same_experiment_as_one() {
 #[test]
 fn a_killed_team_goes_on_with_the_same_bits() {
     let place = Place::new(&QUICK);
-    let words = [&ALL[..], &["--set", "train.save_every=2"]].concat();
-    train(&place, "whole", &words);
+    let (_, words) = plain(&place, &[&ALL[..], &["--set", "train.save_every=2"]].concat());
     train(&place, "cut", &[&words[..], &["--set", "train.steps=4"]].concat());
     let text = place.read("cut/run.toml").replace("steps = 4", "steps = 8");
     place.write("cut/run.toml", text);
@@ -211,8 +216,7 @@ const SPARE: &str = "virtual:a=64MiB@0.4,virtual:b=48MiB@0.1::1MB/s";
 #[test]
 fn who_was_left_out_takes_over_where_nobody_else_works_on_the_run() {
     let place = Place::new(&QUICK);
-    let words = ["--devices", SPARE, "--set", "run.heartbeat_seconds=1"];
-    train(&place, "plain", &words);
+    let (_, words) = plain(&place, &["--devices", SPARE, "--set", "run.heartbeat_seconds=1"]);
     let plan = place.json("plain/plan.json");
     assert_eq!(plan["left_out"][0]["device"], "virtual:b", "{plan}");
     assert!(plan["team"].as_array().is_none_or(Vec::is_empty) && plan["left_out"][0]["evaluates"].is_null(), "{plan}");
@@ -265,8 +269,7 @@ fn who_was_left_out_takes_over_where_nobody_else_works_on_the_run() {
 fn the_last_of_a_team_is_missed_where_somebody_could_take_over() {
     let place = Place::new(&QUICK);
     let words = ["--devices", "virtual:a=64MiB@0.3,virtual:b=64MiB@0.3,virtual:c=48MiB@0.1::1MB/s"];
-    let words = [&words[..], &["--set", "run.heartbeat_seconds=1"]].concat();
-    let result = train(&place, "plain", &words);
+    let (result, words) = plain(&place, &[&words[..], &["--set", "run.heartbeat_seconds=1"]].concat());
     assert_eq!((names(&result), &result["sharing"]), (vec!["virtual:a", "virtual:b"], &"batch".into()), "{result}");
     let gone = ["--inject-loss", "virtual:b:3", "--inject-silence", "virtual:a:6:forever"];
     let result = train(&place, "run", &[&words[..], &gone].concat());
@@ -280,8 +283,7 @@ fn the_last_of_a_team_is_missed_where_somebody_could_take_over() {
 #[test]
 fn a_run_whose_last_device_is_lost_stops_where_none_that_was_left_out_can_hold_it() {
     let place = larger();
-    let words = ["--devices", "virtual:a=256MiB@0.4,virtual:b=40MiB@0.1::1MB/s,host=1MiB"];
-    train(&place, "plain", &words);
+    let (_, words) = plain(&place, &["--devices", "virtual:a=128MiB@0.4,virtual:b=40MiB@0.1::1MB/s,host=1MiB"]);
     let start = ["train", "run.toml", "--quiet", "--set", "run.dir=run", "--inject-loss", "virtual:a:5"];
     let said = place.refuse(4, &[&start[..], &words].concat());
     assert!(said.contains("step 5: virtual:a is gone") && said.contains("fits on those that were left out"), "{said}");
@@ -387,18 +389,18 @@ fn a_device_that_hangs_while_it_is_opened_is_missed_and_holds_up_nobody() {
     same_experiment(&place, "plain", "alone", 1e-4);
 }
 
-/// A model of 7 million parameters: whole, with gradients and optimizer, it takes 108 MiB.
+/// A model of 2.4 million parameters: whole, with gradients and optimizer, it takes 36 MiB.
 fn larger() -> Place {
     let place = Place::new(&Shape { hidden: 256, steps: 6, batch_sequences: 6, save_every: 3, ..QUICK });
     let mut config: Value = serde_json::from_str(&place.read("model/config.json")).unwrap();
-    config["num_hidden_layers"] = 12.into();
+    config["num_hidden_layers"] = 4.into();
     place.write("model/config.json", config.to_string());
     place
 }
 
 /// Neither can hold that model by itself, and nothing can wait on the host. Sequences go into their speeds: so the state in
 /// parts is faster than a pipeline.
-const PAIR: &str = "virtual:a=112MiB@1.0,virtual:b=104MiB@0.5,host=1MiB";
+const PAIR: &str = "virtual:a=56MiB@1.0,virtual:b=52MiB@0.5,host=1MiB";
 
 /// The numbers of a saved model, near to each other as other orders of sums are.
 fn same_weights(place: &Place, one: &str, other: &str, apart: f32) {
@@ -453,7 +455,7 @@ fn a_model_too_large_for_either_device_is_trained_by_both() {
 }
 
 /// The second is in the way of the first with any sequence of its own, and the first cannot hold the model.
-const HOLDS: &str = "virtual:a=112MiB@1.0,virtual:b=104MiB@0.02,host=1MiB";
+const HOLDS: &str = "virtual:a=56MiB@1.0,virtual:b=52MiB@0.02,host=1MiB";
 
 #[test]
 fn who_would_be_in_the_way_with_any_sequence_holds_a_part_of_the_state() {
@@ -483,7 +485,7 @@ fn who_would_be_in_the_way_with_any_sequence_holds_a_part_of_the_state() {
     place.write("cut/run.toml", text);
     place.succeed(&["train", "--resume", "cut", "--quiet"]);
     assert!(steps(&place, "cut") == steps(&place, "team"), "the same team, the same bits");
-    let turned = "virtual:b=104MiB@0.02,virtual:a=112MiB@1.0,host=1MiB";
+    let turned = "virtual:b=52MiB@0.02,virtual:a=56MiB@1.0,host=1MiB";
     let result = train(&place, "turned", &["--devices", turned, "--inject-oom", "virtual:b/3:checkpoint"]);
     assert_eq!(result["team"][0]["sequences"], 0, "{result}");
     for run in ["cut", "turned"] {
@@ -494,9 +496,8 @@ fn who_would_be_in_the_way_with_any_sequence_holds_a_part_of_the_state() {
 #[test]
 fn what_becomes_of_a_device_that_only_holds_a_part_of_the_state_is_told_and_the_run_goes_on() {
     let place = larger();
-    let trio = "virtual:a=112MiB@0.75,virtual:b=104MiB@0.5,virtual:c=104MiB@0.02,host=1MiB";
-    let words = ["--devices", trio, "--set", "run.team=all"];
-    let result = train(&place, "plain", &words);
+    let trio = "virtual:a=56MiB@0.75,virtual:b=52MiB@0.5,virtual:c=52MiB@0.02,host=1MiB";
+    let (result, words) = plain(&place, &["--devices", trio, "--set", "run.team=all"]);
     assert_eq!(result["team"][2]["sequences"], 0, "{result}");
     holds(&result);
     let result = train(&place, "lost", &[&words[..], &["--inject-loss", "virtual:c:5:backward"]].concat());
@@ -514,9 +515,9 @@ fn what_becomes_of_a_device_that_only_holds_a_part_of_the_state_is_told_and_the_
 #[test]
 fn what_a_device_with_a_part_of_the_state_refuses_is_done_again() {
     let place = larger();
-    train(&place, "plain", &["--devices", PAIR]);
+    let (_, words) = plain(&place, &["--devices", PAIR]);
     let places = ["virtual:b/2:backward:9", "virtual:a/3:norm", "virtual:a/4:update:3", "virtual:b/3:checkpoint"];
-    let result = refuse_at(&place, "run", &["--devices", PAIR], &places);
+    let result = refuse_at(&place, "run", &words, &places);
     assert_eq!((&result["status"], &result["steps"]), (&"done".into(), &6.into()), "{result}");
     same_weights(&place, "plain", "run", 1e-3);
 }
@@ -524,9 +525,8 @@ fn what_a_device_with_a_part_of_the_state_refuses_is_done_again() {
 #[test]
 fn a_part_of_the_state_that_is_lost_takes_the_others_back_to_the_checkpoint() {
     let place = larger();
-    let trio = "virtual:a=112MiB@0.75,virtual:b=104MiB@0.5,virtual:c=104MiB@0.25,host=1MiB";
-    let words = ["--devices", trio, "--set", "run.team=all"];
-    train(&place, "plain", &words);
+    let trio = "virtual:a=56MiB@0.75,virtual:b=52MiB@0.5,virtual:c=52MiB@0.25,host=1MiB";
+    let (_, words) = plain(&place, &["--devices", trio, "--set", "run.team=all"]);
     for (run, at, step, back_to) in [
         ("first", "virtual:c:2", 2, 0),
         ("later", "virtual:a:5:backward", 5, 3),
@@ -553,8 +553,7 @@ fn a_part_of_the_state_that_is_lost_takes_the_others_back_to_the_checkpoint() {
 #[test]
 fn a_part_of_the_state_that_is_silent_for_good_ends_the_run_in_order_where_the_rest_is_too_small() {
     let place = larger();
-    let words = ["--devices", PAIR, "--set", "run.heartbeat_seconds=1"];
-    train(&place, "plain", &words);
+    let (_, words) = plain(&place, &["--devices", PAIR, "--set", "run.heartbeat_seconds=1"]);
     for (run, at, left) in [("start", "virtual:b:0:forever", 0), ("step", "virtual:a:5:forever", 3)] {
         let dir = format!("run.dir={run}");
         let start = ["train", "run.toml", "--quiet", "--set", &dir, "--inject-silence", at];
@@ -572,9 +571,8 @@ fn a_part_of_the_state_that_is_silent_for_good_ends_the_run_in_order_where_the_r
 #[test]
 fn a_part_of_the_state_is_saved_before_who_refuses_for_ever_is_left_out() {
     let place = larger();
-    let trio = "virtual:a=112MiB@0.7,virtual:b=104MiB@0.5,virtual:c=104MiB@0.3,host=1MiB";
-    let words = ["--devices", trio, "--set", "run.team=all"];
-    train(&place, "plain", &words);
+    let trio = "virtual:a=56MiB@0.7,virtual:b=52MiB@0.5,virtual:c=52MiB@0.3,host=1MiB";
+    let (_, words) = plain(&place, &["--devices", trio, "--set", "run.team=all"]);
     // Where the update is half done, there is nothing to save.
     for (run, at, back_to) in [("whole", "virtual:c/6:backward", 5), ("half", "virtual:b/6:update:4", 3)] {
         let result = train(&place, run, &[&words[..], &for_ever(at)].concat());
@@ -600,7 +598,7 @@ fn a_part_of_the_state_is_saved_before_who_refuses_for_ever_is_left_out() {
 #[test]
 fn parts_of_the_state_that_are_shared_anew_again_and_again_come_to_an_end() {
     let place = larger();
-    let trio = "virtual:a=112MiB@0.7,virtual:b=104MiB@0.5,virtual:c=104MiB@0.3,host=1MiB";
+    let trio = "virtual:a=56MiB@0.7,virtual:b=52MiB@0.5,virtual:c=52MiB@0.3,host=1MiB";
     let words = ["train", "run.toml", "--quiet", "--set", "run.dir=run", "--set", "run.team=all", "--devices", trio];
     // No step is ever done: to be where one was before is no progress.
     let done = place.run(&[&words[..], &["--inject-oom", "random:0.3"]].concat());
@@ -630,7 +628,7 @@ fn shares(place: &Place, run: &str) -> Vec<u64> {
 #[test]
 fn a_device_with_a_part_of_the_state_that_becomes_slow_is_given_less_to_do_and_keeps_its_part() {
     let place = larger();
-    let words = ["--devices", "virtual:a=112MiB@0.15,virtual:b=112MiB@0.15,host=1MiB"];
+    let words = ["--devices", "virtual:a=56MiB@0.15,virtual:b=56MiB@0.15,host=1MiB"];
     let words = [&words[..], &["--set", "train.steps=20", "--set", "train.batch_tokens=128"]].concat();
     let result = train(&place, "even", &words);
     assert_eq!((&result["sharing"], &result["retreats"]), (&"state".into(), &Value::Array(vec![])), "nothing drifts");
@@ -652,7 +650,7 @@ fn a_device_with_a_part_of_the_state_that_becomes_slow_is_given_less_to_do_and_k
 #[test]
 fn who_only_holds_is_given_sequences_where_the_one_that_computes_becomes_slow() {
     let place = larger();
-    let words = ["--devices", "virtual:a=112MiB@0.3,virtual:b=104MiB@0.04,host=1MiB", "--set", "train.steps=30"];
+    let words = ["--devices", "virtual:a=56MiB@0.3,virtual:b=52MiB@0.04,host=1MiB", "--set", "train.steps=30"];
     train(&place, "even", &words);
     assert_eq!(shares(&place, "even"), [6, 0]);
     assert!(place.events("even").iter().all(|event| event["event"] != "warning"), "nothing drifts");
@@ -666,7 +664,7 @@ fn who_only_holds_is_given_sequences_where_the_one_that_computes_becomes_slow() 
 #[test]
 fn who_was_too_slow_for_any_sequence_has_some_again_when_it_is_not() {
     let place = larger();
-    let words = ["--devices", "virtual:a=112MiB@0.3,virtual:b=112MiB@0.3,host=1MiB"];
+    let words = ["--devices", "virtual:a=56MiB@0.3,virtual:b=56MiB@0.3,host=1MiB"];
     // Slow learning: two sequences a step throw the loss about, and other orders of sums with it.
     let long = ["--set", "train.steps=90", "--set", "train.batch_tokens=64", "--set", "train.learning_rate=1e-5"];
     let words = [&words[..], &long].concat();
@@ -785,8 +783,8 @@ fn a_team_is_evaluated_for_with_its_own_bits() {
 #[test]
 fn a_run_survives_whatever_becomes_of_the_device_that_evaluates_for_it() {
     let place = Place::new(&QUICK);
-    let words = [&["--devices", BESIDE, "--set", "run.heartbeat_seconds=1"][..], &EVALUATED].concat();
-    train(&place, "plain", &words);
+    let (_, words) =
+        plain(&place, &[&["--devices", BESIDE, "--set", "run.heartbeat_seconds=1"][..], &EVALUATED].concat());
     let weights_of_all = weights(&place, "plain");
     let again = ["virtual:b/0:load", "virtual:b/2:renew:3", "virtual:a/4:save", "virtual:b/6:evaluate"];
     let cases: [(Vec<&str>, Option<&str>); 11] = [
@@ -845,8 +843,8 @@ fn a_run_survives_whatever_becomes_of_the_device_that_evaluates_for_it() {
 #[test]
 fn who_evaluates_takes_over_where_nobody_else_works_on_the_run() {
     let place = Place::new(&QUICK);
-    let words = [&["--devices", BESIDE, "--set", "run.heartbeat_seconds=1"][..], &EVALUATED].concat();
-    train(&place, "plain", &words);
+    let (_, words) =
+        plain(&place, &[&["--devices", BESIDE, "--set", "run.heartbeat_seconds=1"][..], &EVALUATED].concat());
     // Before an evaluation, while one is under way, and when its weights are handed over.
     for (number, at) in ["virtual:a:2", "virtual:a:7:begin", "virtual:a:6:save", "virtual:a:0:load"].iter().enumerate()
     {
@@ -918,8 +916,7 @@ fn what_never_happens_to_a_device_that_only_evaluates_is_refused_and_what_did_no
 fn an_evaluation_that_a_kill_cut_off_is_made_again_and_one_that_was_made_is_not() {
     let place = Place::new(&QUICK);
     let saved = ["--set", "train.save_every=2", "--set", "train.keep=4"];
-    let words = [&["--devices", BESIDE][..], &saved, &EVALUATED].concat();
-    train(&place, "plain", &words);
+    let (_, words) = plain(&place, &[&["--devices", BESIDE][..], &saved, &EVALUATED].concat());
     train(&place, "cut", &words);
     // As a kill leaves it between the checkpoint of step 4 and the end of the evaluation after that step.
     std::fs::remove_file(place.path("cut/result.json")).unwrap();
