@@ -47,20 +47,30 @@ fn shown(value: &Value) -> String {
 #[test]
 fn every_command_of_a_refusal_plans_what_it_says() {
     let place = Place::new(&SMALL);
-    let model = ["--model", "smollm2-135m", "--sequence", "512", "--batch-tokens", "4096"];
+    // What several share is shared in layers, too: few of them have few ways.
+    let few = json!({
+        "hidden_size": 576, "num_hidden_layers": 6, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
+        "intermediate_size": 1536, "vocab_size": 8192, "max_position_embeddings": 512,
+    });
+    let mut config = common::config(SMALL.hidden);
+    few.as_object().unwrap().iter().for_each(|(key, value)| config[key] = value.clone());
+    std::fs::create_dir(place.path("few")).unwrap();
+    place.write("few/config.json", config.to_string());
+    let (one, several) = ("smollm2-135m", "few/config.json");
     let (mut seen, mut of_all) = ([0; 3], 0);
-    for devices in [
-        &["--devices", "rtx3090", "--budget", "1GiB"][..],
-        &["--devices=rtx3090=1GiB,host=300MiB", "--allow", "adam8bit"],
-        &["--set", "run.devices=rtx3070", "--set", "memory.budget=900MiB"],
-        &["--devices", "rtx3070=1GiB", "--set", "train.precision=f32", "--set", "memory.allow=[\"lora\"]"],
+    for (model, devices) in [
+        (one, &["--devices", "rtx3090", "--budget", "1GiB"][..]),
+        (one, &["--devices=rtx3090=1GiB,host=300MiB", "--allow", "adam8bit"]),
+        (one, &["--set", "run.devices=rtx3070", "--set", "memory.budget=900MiB"]),
+        (one, &["--devices", "rtx3070=1GiB", "--set", "train.precision=f32", "--set", "memory.allow=[\"lora\"]"]),
         // What one of them would hold is not what it holds where all share the work; of one name, who has more keeps it.
-        &["--devices", "rtx3090=500MiB,rtx3070=400MiB,host=64MiB"],
-        &["--devices", "rtx3070=600MiB,rtx3070=300MiB"],
+        (several, &["--devices", "rtx3090=400MiB,rtx3070=380MiB,host=24MiB"]),
+        (several, &["--devices", "rtx3070=400MiB,rtx3070=300MiB"]),
         // All of them have to take part, and each lacks something.
-        &["--devices", "rtx3090=700MiB,rtx3070=600MiB,host=64MiB", "--set", "run.team=all"],
-        &["--devices", "rtx3090,rtx3070=300MiB", "--set", "run.team=all", "--set", "train.precision=f32"],
+        (several, &["--devices", "rtx3090=500MiB,rtx3070=400MiB,host=24MiB", "--set", "run.team=all"]),
+        (several, &["--devices", "rtx3090,rtx3070=300MiB", "--set", "run.team=all", "--set", "train.precision=f32"]),
     ] {
+        let model = ["--model", model, "--sequence", "512", "--batch-tokens", "4096"];
         let args = [&["plan"][..], &model, devices].concat();
         let refusal = place.run(&args);
         assert_eq!(refusal.code, Some(3), "{devices:?}: {}", refusal.stderr);
@@ -295,43 +305,25 @@ fn a_plan_of_something_else_or_one_that_does_not_fit_is_not_followed() {
     place.succeed(&["train", "run.toml", "--plan", "plan.json"]);
 }
 
-/// Others that take all cores, until it goes.
-struct Others(Vec<std::process::Child>);
-
-impl Others {
-    fn at_work() -> Others {
-        let cores = std::thread::available_parallelism().unwrap().get();
-        let busy = || Command::new("sh").args(["-c", "while :; do :; done"]).spawn().unwrap();
-        Others((0..cores).map(|_| busy()).collect())
-    }
-}
-
-impl Drop for Others {
-    fn drop(&mut self) {
-        for child in &mut self.0 {
-            let _ = child.kill();
-            let _ = child.wait();
-        }
-    }
-}
-
 /// What was measured beside other work is no peak either, and nothing that a speed is learned against: what was known stays.
 #[test]
 fn rates_that_were_measured_beside_other_programs_are_called_so_and_nothing_is_learned_from_them() {
     let place = Place::new(&Shape { steps: 8, hidden: 64, batch_sequences: 32, ..SMALL });
     assert!(place.succeed(&["plan", "run.toml", "--json"]).json().get("disturbed").is_none());
-    // Nothing is known of this processor but that it is slow, and others have it.
+    place.succeed(&["train", "run.toml", "--set", "run.dir=before", "--set", "train.steps=1"]);
+    // Nothing is known of this processor but that it is slow, and two programs measure it at once: each beside the other.
     std::fs::remove_file(place.path("cache/devices.json")).unwrap();
     let known = json!([{"device": "cpu", "model": Cpu::read().model, "slower": 3.0, "why": "it was"}]);
     place.write("cache/shortfalls.json", known.to_string());
-    let others = Others::at_work();
-    let table = place.succeed(&["plan", "run.toml"]).stdout.replace('\n', " ").replace("  ", " ");
+    let beside = place.start(&["generate", "before/model", "--prompt", "abc", "--max-tokens", "3"]);
+    // Every start measures: the table of `plan` is the one that `train` begins with.
+    let said = place.succeed(&["train", "run.toml"]).stdout;
+    let table = said.replace('\n', " ").replace("  ", " ");
     assert!(table.contains("rates: others took ") && table.contains("plimsoll bench devices"), "{table}");
     assert!(table.contains("no share of the peak is told"), "{table}");
-    let said = place.succeed(&["train", "run.toml"]).stdout;
-    let text = place.succeed(&["generate", "run/model", "--prompt", "abc", "--max-tokens", "3"]);
+    let text = beside.end();
+    assert_eq!(text.code, Some(0), "{}", text.stderr);
     assert!(text.stderr.starts_with("note: rates: others took "), "{}", text.stderr);
-    drop(others);
     assert!(said.contains("loss ") && !said.contains(" of peak"), "{said}");
     let start = place.events("run").into_iter().find(|event| event["event"] == "start").unwrap();
     assert_eq!(start["peak_flops"], 0.0);
