@@ -28,6 +28,11 @@ struct Case {
 impl Case {
     /// Plans, says what came of it, and checks that what fits is well-formed.
     fn planned(&self) -> Answer {
+        self.offered(&Rung::ALL)
+    }
+
+    /// The same where what does not fit is offered these rungs.
+    fn offered(&self, offer: &[Rung]) -> Answer {
         let Case { model, device, budget, host, sequence, tokens, .. } = *self;
         let config = preset(model).expect("listed");
         let device = paper(device, budget).expect("listed");
@@ -35,7 +40,7 @@ impl Case {
         let answer = search(&Question {
             precision: DType::Bf16,
             host: common::host(host),
-            lossy: Lossy { allow: self.allow.clone(), offer: Rung::ALL.to_vec(), ..self.lossy.clone() },
+            lossy: Lossy { allow: self.allow.clone(), offer: offer.to_vec(), ..self.lossy.clone() },
             ..question(&config, &device, [tokens / sequence, sequence])
         });
         let plan = &answer.plan;
@@ -152,7 +157,7 @@ const LITTLE: f64 = 1.006;
 fn never_slower(case: &Case, rooms: impl Iterator<Item = (Budget, Bytes)>) {
     let mut before = f64::INFINITY;
     for (budget, host) in rooms {
-        let plan = Case { budget, host, ..case.clone() }.planned().plan;
+        let plan = Case { budget, host, ..case.clone() }.offered(&[]).plan;
         let seconds = if plan.fits { plan.predicted.step_seconds } else { f64::INFINITY };
         assert!(seconds <= before * LITTLE, "{budget:?}, {host} on the host: {seconds} s, with less {before} s");
         before = before.min(seconds);

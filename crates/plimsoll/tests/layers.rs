@@ -8,10 +8,10 @@ use serde_json::Value;
 
 /// A model of some layers that is large beside what a process holds anyway, and enough sequences for stages to work at the
 /// same time.
-const WIDE: Shape = Shape { hidden: 384, steps: 6, batch_sequences: 6, threads: "1", save_every: 3, ..SMALL };
+const WIDE: Shape = Shape { hidden: 256, steps: 6, batch_sequences: 6, threads: "1", save_every: 3, ..SMALL };
 
 /// Neither holds the model, and nothing may wait on the host.
-const PAIR: &str = "virtual:a=150MiB@0.4::1gbit,virtual:b=110MiB@0.3::1gbit,host=1MiB";
+const PAIR: &str = "virtual:a=78MiB@0.4::1gbit,virtual:b=60MiB@0.3::1gbit,host=1MiB";
 
 fn place() -> Place {
     let place = Place::new(&WIDE);
@@ -59,7 +59,7 @@ fn stages(place: &Place, run: &str) -> Vec<(String, u64)> {
 #[test]
 fn a_stage_that_becomes_slow_gives_layers_to_the_others() {
     let place = place();
-    let words = ["--devices", "virtual:a=170MiB@0.3::0.4gbit,virtual:b=170MiB@0.3::0.4gbit,host=1MiB"];
+    let words = ["--devices", "virtual:a=86MiB@0.3::0.4gbit,virtual:b=86MiB@0.3::0.4gbit,host=1MiB"];
     // As many as are looked at before anything is done, and some more for which that pays.
     let words = [&words[..], &["--set", "train.steps=24", "--set", "train.save_every=0"]].concat();
     let words = [&words[..], &["--set", "train.batch_tokens=128"]].concat();
@@ -92,7 +92,7 @@ fn a_model_that_fits_neither_device_trains_as_a_pipeline() {
 }
 
 /// Both together do not hold the model either: state waits on the host.
-const SMALL_PAIR: &str = "virtual:a=100MiB@0.4::1gbit,virtual:b=80MiB@0.3::1gbit,host=128MiB";
+const SMALL_PAIR: &str = "virtual:a=55MiB@0.4::1gbit,virtual:b=47MiB@0.3::1gbit,host=56MiB";
 
 #[test]
 fn stages_let_wait_on_the_host_what_they_have_no_room_for() {
@@ -165,7 +165,7 @@ fn what_one_stage_refuses_is_dropped_by_all_and_done_again() {
 fn a_stage_that_is_gone_takes_the_others_back_to_the_checkpoint_or_stops_the_run() {
     let place = place();
     train(&place, "plain", &["--devices", PAIR]);
-    let trio = PAIR.replace(",host", ",virtual:c=90MiB@0.3::1gbit,host");
+    let trio = PAIR.replace(",host", ",virtual:c=52MiB@0.3::1gbit,host");
     let lost = ["--devices", &trio, "--set", "run.team=all", "--inject-loss", "virtual:c:5"];
     let result = train(&place, "trio", &lost);
     let names: Vec<&str> = result["team"].as_array().unwrap().iter().map(|m| m["device"].as_str().unwrap()).collect();
