@@ -11,6 +11,7 @@ use crate::formats::{NF4_BLOCK, NF4_GROUP, STATE_BLOCK};
 use crate::tensor::{Index, Operand, TensorId};
 use plimsoll_core::DType;
 use serde::{Deserialize, Serialize};
+use smallvec::SmallVec;
 
 /// The queue an op runs on. Order between queues follows from hazards on arena ranges.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -483,6 +484,9 @@ pub struct Cost {
     pub other_flops: f64,
 }
 
+/// The places that an op touches.
+pub type Accesses = SmallVec<[Access; 8]>;
+
 impl Op {
     /// The name of the op's kind as it is written in plans.
     pub fn name(&self) -> &'static str {
@@ -537,8 +541,8 @@ impl Op {
     }
 
     /// Every place the op touches. The elements of workspaces are the whole tensor's: `elements_of` knows them.
-    pub fn accesses(&self, elements_of: &dyn Fn(TensorId) -> u64) -> Vec<Access> {
-        let mut list = Vec::with_capacity(8);
+    pub fn accesses(&self, elements_of: &dyn Fn(TensorId) -> u64) -> Accesses {
+        let mut list = SmallVec::new();
         self.each_access(elements_of, &mut |access| list.push(access));
         list
     }

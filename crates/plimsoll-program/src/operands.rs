@@ -2,6 +2,7 @@
 
 use crate::op::{Op, OpKind, Piece, Quantised};
 use crate::tensor::{Index, Operand, TensorId};
+use smallvec::{SmallVec, smallvec};
 
 impl Op {
     /// The same op on other tensors.
@@ -50,80 +51,83 @@ impl Op {
     }
 }
 
+/// So many operands has any op, but for collectives, whose lists need memory of their own.
+const MOST: usize = 8;
+
 /// Every operand of an op's kind, as the kind is borrowed; `pieces` goes through those of a collective alike.
 macro_rules! listed {
     ($kind:expr, $pieces:ident) => {
         match $kind {
             OpKind::Product { a, b, out, bias, residual, workspace, .. } => {
-                let mut list = vec![a, b, out, workspace];
+                let mut list = smallvec![a, b, out, workspace];
                 list.extend(bias);
                 list.extend(residual);
                 list
             }
-            OpKind::Embed { tokens, table, out, .. } => vec![tokens, table, out],
-            OpKind::EmbedGrad { tokens, dout, dtable, workspace, .. } => vec![tokens, dout, dtable, workspace],
-            OpKind::RmsNorm { x, weight, out, rstd, .. } => vec![x, weight, out, rstd],
+            OpKind::Embed { tokens, table, out, .. } => smallvec![tokens, table, out],
+            OpKind::EmbedGrad { tokens, dout, dtable, workspace, .. } => smallvec![tokens, dout, dtable, workspace],
+            OpKind::RmsNorm { x, weight, out, rstd, .. } => smallvec![x, weight, out, rstd],
             OpKind::RmsNormGrad { x, weight, rstd, dout, dx, dweight, workspace, .. } => {
-                let mut list = vec![x, weight, rstd, dout, dx, workspace];
+                let mut list = smallvec![x, weight, rstd, dout, dx, workspace];
                 list.extend(dweight);
                 list
             }
-            OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, .. } => vec![x, q_weight, k_weight, out, rstd],
+            OpKind::HeadNorm { x, q_weight, k_weight, out, rstd, .. } => smallvec![x, q_weight, k_weight, out, rstd],
             OpKind::HeadNormGrad { x, q_weight, k_weight, rstd, dx, dweights, workspace, .. } => {
-                let mut list = vec![x, q_weight, k_weight, rstd, dx, workspace];
+                let mut list = smallvec![x, q_weight, k_weight, rstd, dx, workspace];
                 list.extend(dweights.into_iter().flatten());
                 list
             }
-            OpKind::Rope { qkv, table, positions, .. } => vec![qkv, table, positions],
-            OpKind::RopeTable { table, .. } => vec![table],
+            OpKind::Rope { qkv, table, positions, .. } => smallvec![qkv, table, positions],
+            OpKind::RopeTable { table, .. } => smallvec![table],
             OpKind::Attention { qkv, document_start, out, stats, workspace, .. } => {
-                vec![qkv, document_start, out, stats, workspace]
+                smallvec![qkv, document_start, out, stats, workspace]
             }
             OpKind::AttentionGrad { qkv, out, dout, stats, document_start, dqkv, workspace, .. } => {
-                vec![qkv, out, dout, stats, document_start, dqkv, workspace]
+                smallvec![qkv, out, dout, stats, document_start, dqkv, workspace]
             }
             OpKind::CachedAttention { qkv, keys, values, scalars, out, workspace, .. } => {
-                vec![qkv, keys, values, scalars, out, workspace]
+                smallvec![qkv, keys, values, scalars, out, workspace]
             }
-            OpKind::AppendCache { qkv, keys, values, scalars, .. } => vec![qkv, keys, values, scalars],
-            OpKind::SwiGlu { gate_up, out, .. } => vec![gate_up, out],
-            OpKind::SwiGluGrad { gate_up, dout, dgate_up, .. } => vec![gate_up, dout, dgate_up],
-            OpKind::SoftmaxStats { logits, labels, weights, stats, .. } => vec![logits, labels, weights, stats],
+            OpKind::AppendCache { qkv, keys, values, scalars, .. } => smallvec![qkv, keys, values, scalars],
+            OpKind::SwiGlu { gate_up, out, .. } => smallvec![gate_up, out],
+            OpKind::SwiGluGrad { gate_up, dout, dgate_up, .. } => smallvec![gate_up, dout, dgate_up],
+            OpKind::SoftmaxStats { logits, labels, weights, stats, .. } => smallvec![logits, labels, weights, stats],
             OpKind::CrossEntropy { stats, labels, weights, metrics, correct, .. } => {
-                let mut list = vec![stats, labels, weights, metrics];
+                let mut list = smallvec![stats, labels, weights, metrics];
                 list.extend(correct);
                 list
             }
             OpKind::SoftmaxGrad { logits, labels, weights, stats, scalars, .. } => {
-                vec![logits, labels, weights, stats, scalars]
+                smallvec![logits, labels, weights, stats, scalars]
             }
-            OpKind::SumRows { x, into, workspace, .. } => vec![x, into, workspace],
-            OpKind::PickRow { x, scalars, out, .. } => vec![x, scalars, out],
-            OpKind::Add { x, into, .. } => vec![x, into],
-            OpKind::Dropout { x, out, scalars, .. } => vec![x, out, scalars],
+            OpKind::SumRows { x, into, workspace, .. } => smallvec![x, into, workspace],
+            OpKind::PickRow { x, scalars, out, .. } => smallvec![x, scalars, out],
+            OpKind::Add { x, into, .. } => smallvec![x, into],
+            OpKind::Dropout { x, out, scalars, .. } => smallvec![x, out, scalars],
             OpKind::Fill { into, .. } | OpKind::InitNormal { into, .. } | OpKind::InitUniform { into, .. } => {
-                vec![into]
+                smallvec![into]
             }
             OpKind::Quantise { from: plain, into: quantised, .. }
             | OpKind::Dequantise { into: plain, from: quantised, .. } => match quantised {
-                Quantised::Int8 { codes, scales } => vec![plain, codes, scales],
-                Quantised::Nf4 { codes, scales, groups } => vec![plain, codes, scales, groups],
+                Quantised::Int8 { codes, scales } => smallvec![plain, codes, scales],
+                Quantised::Nf4 { codes, scales, groups } => smallvec![plain, codes, scales, groups],
             },
-            OpKind::SquaredNorm { x, metrics, workspace, .. } => vec![x, metrics, workspace],
-            OpKind::ClipFactor { metrics, scalars } => vec![metrics, scalars],
+            OpKind::SquaredNorm { x, metrics, workspace, .. } => smallvec![x, metrics, workspace],
+            OpKind::ClipFactor { metrics, scalars } => smallvec![metrics, scalars],
             OpKind::AdamW { weight, gradient, first, second, scalars, .. } => {
-                vec![weight, gradient, first, second, scalars]
+                smallvec![weight, gradient, first, second, scalars]
             }
             OpKind::AdamW8 { weight, gradient, first, first_scale, second, second_scale, scalars, .. } => {
-                vec![weight, gradient, first, first_scale, second, second_scale, scalars]
+                smallvec![weight, gradient, first, first_scale, second, second_scale, scalars]
             }
             OpKind::Sgd { weight, gradient, momentum_buffer, scalars, .. } => {
-                let mut list = vec![weight, gradient, scalars];
+                let mut list = smallvec![weight, gradient, scalars];
                 list.extend(momentum_buffer);
                 list
             }
-            OpKind::Cast { from, to, .. } => vec![from, to],
-            OpKind::TransferStart { from, to, .. } | OpKind::TransferWait { from, to, .. } => vec![from, to],
+            OpKind::Cast { from, to, .. } => smallvec![from, to],
+            OpKind::TransferStart { from, to, .. } | OpKind::TransferWait { from, to, .. } => smallvec![from, to],
             OpKind::CollectiveStart(exchange) | OpKind::CollectiveWait(exchange) => {
                 exchange.pieces.$pieces().flat_map(|Piece { input, output, .. }| [input, output]).collect()
             }
@@ -133,12 +137,12 @@ macro_rules! listed {
 
 /// The operands of an op.
 pub(crate) fn operands(op: &Op) -> impl Iterator<Item = Operand> {
-    let list: Vec<&Operand> = listed!(&op.kind, iter);
+    let list: SmallVec<[&Operand; MOST]> = listed!(&op.kind, iter);
     list.into_iter().copied()
 }
 
 /// The operands of an op, to be changed in place.
-pub(crate) fn operands_mut(kind: &mut OpKind) -> Vec<&mut Operand> {
+pub(crate) fn operands_mut(kind: &mut OpKind) -> SmallVec<[&mut Operand; MOST]> {
     listed!(kind, iter_mut)
 }
 

@@ -28,7 +28,6 @@ use plimsoll_program::op::Queue;
 use plimsoll_program::workspace::Kernels;
 use plimsoll_program::{Op, OpKind, Program, ProgramSet, Share, passes};
 use profile::{Profile, choose, profile};
-use rungs::Sets;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -38,8 +37,8 @@ pub(crate) use measure::{Candidate, bare};
 pub(crate) use menu::Menu;
 pub(crate) use parts::{InParts, Rank, computing_seconds, fastest_by_bounds};
 pub use rungs::under;
-pub(crate) use rungs::{leanest, sets};
-pub(crate) use side_by_side::side_by_side;
+pub(crate) use rungs::{Sets, leanest, sets};
+pub(crate) use side_by_side::{both, side_by_side};
 
 /// Finalists that are packed before the search gives up on packing luck.
 const FINALISTS: usize = 20;
@@ -353,7 +352,7 @@ impl Laid {
 /// Finds the fastest plan that fits, with the least loss that is needed; where nothing fits, the leanest, with the
 /// budgets that would do.
 pub fn search(question: &Question) -> Answer {
-    searched(question, |known, refused| {
+    searched(&Sets::new(question), |known, refused| {
         let mut needs = rungs::needs(known, refused);
         rungs::foresee(known, refused, &mut needs);
         needs
@@ -361,13 +360,13 @@ pub fn search(question: &Question) -> Answer {
 }
 
 /// The same for one of several devices: what it would hold where a refusal's needs are met is for all of them to plan.
-pub(crate) fn search_one_of(question: &Question) -> Answer {
-    searched(question, rungs::needs)
+pub(crate) fn search_one_of(known: &Sets) -> Answer {
+    searched(known, rungs::needs)
 }
 
-fn searched(question: &Question, needs: impl Fn(&Sets, &Plan) -> Vec<Need>) -> Answer {
+fn searched(known: &Sets, needs: impl Fn(&Sets, &Plan) -> Vec<Need>) -> Answer {
     let mut tried = Vec::new();
-    let known = Sets::new(question);
+    let question = known.question;
     for rungs in rungs::sets(question, &question.lossy.allow) {
         if let Some(laid) = known.fastest(&rungs, &mut tried) {
             return Arc::unwrap_or_clone(laid).answer(&rungs::under(question, &rungs), tried);
@@ -377,7 +376,7 @@ fn searched(question: &Question, needs: impl Fn(&Sets, &Plan) -> Vec<Need>) -> A
     let under = rungs::under(question, &leanest.recipe.rungs);
     let mut answer = Arc::unwrap_or_clone(leanest.laid(&under)).answer(&under, tried);
     if !answer.plan.fits {
-        answer.plan.needs = needs(&known, &answer.plan);
+        answer.plan.needs = needs(known, &answer.plan);
     }
     answer
 }

@@ -81,8 +81,9 @@ enum Lean {
 
 /// What is known of the sets of rungs of one question. A refusal asks for most of them several times.
 #[derive(Debug)]
-pub(super) struct Sets<'q> {
-    question: &'q Question<'q>,
+pub(crate) struct Sets<'q> {
+    /// What is asked under each of them.
+    pub question: &'q Question<'q>,
     /// What has been measured under each set, whatever the load lines.
     measured: Arc<Mutex<HashMap<Vec<Rung>, Arc<Known>>>>,
     leanest: Mutex<HashMap<Vec<Rung>, Lean>>,

@@ -25,6 +25,15 @@ pub fn side_by_side<Q: Sync, A: Send>(questions: &[Q], answer: impl Fn(&Q) -> A 
     answers.into_iter().map(|answer| answer.expect("every question has been taken")).collect()
 }
 
+/// Two answers, found at the same time.
+pub fn both<A: Send, B>(first: impl FnOnce() -> A + Send, second: impl FnOnce() -> B) -> (A, B) {
+    thread::scope(|scope| {
+        let first = scope.spawn(first);
+        let second = second();
+        (first.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), second)
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -4,7 +4,7 @@
 use super::batch::{Crew, Split};
 use super::layers::Layers;
 use super::state::State;
-use super::{Part, ShareOut, TeamAnswer, TeamQuestion, Way, slowest};
+use super::{Part, ShareOut, TeamAnswer, TeamQuestion, Way, parts_of, slowest, whole};
 use crate::search::{Question, ladder, leanest, under};
 use plimsoll_core::{
     Alternative, Bytes, DeviceSpec, FasterAlone, Plan, Predicted, Recipe, Rung, Sharing, Worth, counted,
@@ -55,8 +55,9 @@ fn apart(team: &TeamQuestion, devices: &[usize]) -> Vec<(String, Vec<usize>)> {
 }
 
 /// The ways to share out beside a plan, and the plan's own: each device alone, of the fastest devices so many as there are,
-/// the same number of sequences for everybody, the state in parts, and a pipeline. Those that fit come first, fastest first. What is not taken has bounds
-/// of its bytes, without packing.
+/// the same number of sequences for everybody, the state in parts, and a pipeline. Those that fit come first, fastest first. What
+/// is not taken has bounds of its bytes, without packing; but for a shared batch that seems to be faster than what is taken: how
+/// long the others are really waited for is known of what is packed.
 pub fn alternatives(team: &TeamQuestion, plan: &Plan) -> Vec<Alternative> {
     let questions = team.about(&plan.rungs, &vec![team.host; team.devices.len()]);
     let mut crew = Crew::new(&questions, team.total());
@@ -88,7 +89,9 @@ pub fn alternatives(team: &TeamQuestion, plan: &Plan) -> Vec<Alternative> {
     let state = fastest.filter(|_| plan.sharing != Some(Sharing::State)).into_iter().chain(otherwise);
     let layers = Layers::new(team, &plan.rungs).fastest().filter(|_| plan.sharing != Some(Sharing::Layers));
     let ways = ways.iter().map(|split| crew.way(split, team.host)).chain(state).chain(layers);
-    let mut list: Vec<Alternative> = ways.map(|way| written(team, &way)).collect();
+    let seems_faster = |way: &Way| way.sharing == Some(Sharing::Batch) && way.seconds < plan.predicted.step_seconds;
+    let of = |way: Way| if seems_faster(&way) { packed(team, &plan.rungs, &way) } else { written(team, &way) };
+    let mut list: Vec<Alternative> = ways.map(of).collect();
     let unable = team.kinds().into_iter().filter(|device| !able.contains(device));
     list.extend(unable.map(|device| self::unable(team, &plan.rungs, device)));
     let taken = taken(plan);
@@ -154,6 +157,15 @@ fn written(team: &TeamQuestion, way: &Way) -> Alternative {
         peak_bytes: ranks().map(|given| Bytes(given.device_bytes) + spec(given.device).charges).collect(),
         predicted: Predicted { step_seconds: way.seconds, tokens_per_second: team.tokens() / way.seconds },
     }
+}
+
+/// The same of a way that is packed for it.
+fn packed(team: &TeamQuestion, rungs: &[Rung], way: &Way) -> Alternative {
+    let bounds = written(team, way);
+    let Ok(mut parts) = parts_of(team, rungs, way) else { return Alternative { fits: false, ..bounds } };
+    let Plan { fits, predicted, devices, .. } = whole::plan(team, &mut parts);
+    let peak_bytes = devices.into_iter().map(|device| device.peak_bytes).collect();
+    Alternative { fits, predicted, peak_bytes, ..bounds }
 }
 
 /// What a device is given, in words.

@@ -143,6 +143,32 @@ fn line_of(question: &Question) -> Option<Bytes> {
     Some(Bytes::mib(need.budget_bytes.0.div_ceil(1 << 20)) + WAVER)
 }
 
+/// Where no lossy rung by itself lets one device hold what is asked: the first that does where all share it. What takes more
+/// rungs is no longer among the needs then.
+pub(super) fn with_one_rung(team: &TeamQuestion, refused: &mut Plan) {
+    let (question, line) = (&team.devices[0], refused.devices[0].budget_bytes);
+    let of_rungs = |need: &Need| need.host_bytes.is_none() && need.file_bytes.is_none() && need.budget_bytes <= line;
+    if refused.needs.iter().any(|need| of_rungs(need) && need.allow.len() <= 1) {
+        return;
+    }
+    let further = |rung: &Rung| question.lossy.offer.contains(rung) && !question.lossy.allow.contains(rung);
+    let alone =
+        |rung: Rung| Change { allow: vec![rung], ..Change::default() }.planned(team).map(|answer| answer.plan.rungs);
+    let Some(taken) = Rung::ALL.into_iter().filter(further).find_map(alone) else { return };
+    let covered = |need: &Need| of_rungs(need) && taken.iter().all(|rung| need.allow.contains(rung));
+    refused.needs.retain(|need| !covered(need));
+    let allow = taken.into_iter().filter(|rung| !question.rungs.contains(rung)).collect();
+    let others = BTreeMap::new();
+    refused.needs.push(Need {
+        allow,
+        budget_bytes: line,
+        host_bytes: None,
+        file_bytes: None,
+        peak_bytes: None,
+        others,
+    });
+}
+
 /// The needs of the one device that lacks the least, as they are where every device has to take part: each with its part of
 /// the sequences and of the host, under the lines that the others need then, too. What is not enough for all together is not
 /// among them.
@@ -184,4 +210,31 @@ pub(super) fn for_all(team: &TeamQuestion, refused: &Plan) -> Vec<Need> {
     };
     let here = |need: &&Need| need.host_bytes.is_none() && need.file_bytes.is_none();
     refused.needs.iter().filter(here).filter_map(of_all).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::search::Lossy;
+    use crate::team::{share_out, testing};
+    use plimsoll_core::Link;
+    use plimsoll_program::models::{ModelConfig, preset};
+
+    #[test]
+    fn one_rung_that_is_enough_for_all_together_is_named_instead_of_two_that_one_device_needs() {
+        let config = ModelConfig { layers: 4, vocab: 1024, ..preset("smollm2-135m").expect("listed") };
+        let device = testing::device(1.0, Bytes::mib(50), Link::MEMORY);
+        let lossy = Lossy { offer: vec![Rung::Adam8bit, Rung::Lora, Rung::Nf4], ..Lossy::default() };
+        let needs = |devices: usize| {
+            let question = Question { lossy: lossy.clone(), ..testing::question(&config, &device, 64, 6) };
+            let devices = vec![question; devices];
+            let team = TeamQuestion { devices, host: Bytes::ZERO, all: false, only: None, evaluations: None };
+            let plan = share_out(&team).plan;
+            assert!(!plan.fits);
+            let enough = plan.needs.into_iter().filter(|need| need.budget_bytes <= device.budget);
+            enough.map(|need| need.allow).collect::<Vec<_>>()
+        };
+        assert_eq!(needs(1), [vec![Rung::Lora, Rung::Nf4]]);
+        assert_eq!(needs(3), [vec![Rung::Lora]]);
+    }
 }

@@ -18,16 +18,18 @@ mod testing;
 mod whole;
 
 use crate::search::{
-    Answer, Pins, Question, can_hold, leanest, plan_like, plan_of, search, search_one_of, sets, side_by_side, under,
+    Answer, Pins, Question, Sets, both, can_hold, leanest, plan_like, plan_of, search, search_one_of, sets,
+    side_by_side, under,
 };
 pub use alternatives::{alternatives, ladders};
 pub use evaluator::evaluating;
 pub use hints::say_what_would_use;
 use layers::Layers;
-use plimsoll_core::{Bytes, HostSpec, LeftOut, Link, Member, Need, Plan, Recipe, Rung, Sharing, Worth};
+use plimsoll_core::{Bytes, FileSpec, HostSpec, LeftOut, Link, Member, Need, Plan, Recipe, Rung, Sharing, Worth};
 use plimsoll_program::Share;
 use state::State;
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Recipes that are given up because they do not pack.
 const TRIES: usize = 40;
@@ -162,7 +164,7 @@ impl<'a> TeamQuestion<'a> {
     /// What a device does by itself.
     fn alone(&self, device: usize) -> Answer {
         let question = &self.devices[device];
-        if self.devices.len() == 1 { search(question) } else { search_one_of(question) }
+        if self.devices.len() == 1 { search(question) } else { search_one_of(&Sets::new(question)) }
     }
 
     /// Sequences of a step, of all devices together.
@@ -234,36 +236,43 @@ fn shared_out(team: &TeamQuestion) -> TeamAnswer {
         return answer;
     }
     // Where all have to take part, one of them does not fit. Where none fits, what is missing is worked out for one.
-    let refused = match team.all {
+    let (device, mut answer) = match team.all {
         true => fastest_alone(team, true),
-        false => {
-            let kinds = team.kinds();
-            let lacks = side_by_side(&kinds, |&device| {
-                let question = &team.devices[device];
-                leanest(question, &question.lossy.allow).device.saturating_sub(question.device.arena_budget().0)
-            });
-            let least = (0..kinds.len()).min_by_key(|&kind| lacks[kind]).expect("a team has a device");
-            (kinds[least], team.alone(kinds[least]))
-        }
+        false => lacks_the_least(team),
     };
-    let mut refused = refused;
-    if team.all && !refused.1.plan.fits {
-        refused.1.plan.needs = hints::for_all(team, &refused.1.plan);
+    if team.all && !answer.plan.fits {
+        answer.plan.needs = hints::for_all(team, &answer.plan);
     }
     // With one of these all are planned for, and how much this one then holds is not known.
-    refused.1.plan.needs.iter_mut().for_each(|need| need.peak_bytes = None);
-    if !refused.1.plan.fits
-        && let Some(need) = with_more_of_the_host(team, &refused.1.plan)
-    {
-        let needs = &mut refused.1.plan.needs;
+    answer.plan.needs.iter_mut().for_each(|need| need.peak_bytes = None);
+    let others: Vec<usize> = (0..team.devices.len()).filter(|&other| other != device && !team.all).collect();
+    let (more, left_out) = both(
+        || if answer.plan.fits { None } else { with_more_of_the_host(team, &answer.plan) },
+        || cannot_hold(team, &others, &[], &first.lossy.allow),
+    );
+    if !answer.plan.fits && !team.all {
+        hints::with_one_rung(team, &mut answer.plan);
+    }
+    if let Some(need) = more {
+        let needs = &mut answer.plan.needs;
         match needs.iter_mut().find(|need| need.host_bytes.is_some()) {
             Some(alone) => *alone = need,
             None => needs.push(need),
         }
     }
-    let others: Vec<usize> = (0..team.devices.len()).filter(|&device| device != refused.0 && !team.all).collect();
-    let left_out = cannot_hold(team, &others, &[], &first.lossy.allow);
-    alone(team, refused, left_out)
+    alone(team, (device, answer), left_out)
+}
+
+/// The device that lacks the least to hold the model by itself, with the budgets that would do.
+fn lacks_the_least(team: &TeamQuestion) -> (usize, Answer) {
+    let kinds = team.kinds();
+    let known: Vec<Sets> = kinds.iter().map(|&device| Sets::new(&team.devices[device])).collect();
+    let lacks = side_by_side(&known, |known| {
+        let Question { lossy, device, .. } = known.question;
+        known.leanest(&lossy.allow).device.saturating_sub(device.arena_budget().0)
+    });
+    let least = (0..kinds.len()).min_by_key(|&kind| lacks[kind]).expect("a team has a device");
+    (kinds[least], search_one_of(&known[least]))
 }
 
 /// The fastest team with the least loss that is needed, where some team fits.
@@ -341,12 +350,13 @@ fn under_rungs(team: &TeamQuestion, rungs: &[Rung]) -> Option<TeamAnswer> {
     }
     // What does not promise enough is not packed.
     let (mut least, mut best) = (batch.as_ref().map_or(0.0, |batch| tokens(batch) / WORTH), batch);
-    let promised = |sharing: Sharing, ways: &dyn ShareOut| {
+    let promised = |sharing: Sharing, ways: &mut dyn ShareOut| {
         let way = if team.asked(sharing) { ways.fastest() } else { None };
         way.map_or(0.0, |way| team.tokens() / way.seconds)
     };
-    let mut others: [(f64, &mut dyn ShareOut); 2] =
-        [(promised(Sharing::State, &state), &mut state), (promised(Sharing::Layers, &layers), &mut layers)];
+    let (of_state, of_layers) =
+        both(|| promised(Sharing::State, &mut state), || promised(Sharing::Layers, &mut layers));
+    let mut others: [(f64, &mut dyn ShareOut); 2] = [(of_state, &mut state), (of_layers, &mut layers)];
     others.sort_by(|a, b| b.0.total_cmp(&a.0));
     for (promises, ways) in others {
         let found = if promises > least { packed(team, rungs, ways) } else { None };
@@ -362,7 +372,8 @@ fn under_rungs(team: &TeamQuestion, rungs: &[Rung]) -> Option<TeamAnswer> {
 fn with_more_of_the_host(team: &TeamQuestion, refused: &Plan) -> Option<Need> {
     let first = &team.devices[0];
     let alone = refused.needs.iter().find_map(|need| need.host_bytes);
-    if team.host == Bytes::ZERO || first.pins.offload.is_some() {
+    let none = |question: &Question| HostSpec { file: FileSpec::NONE, ..question.host } == HostSpec::NONE;
+    if team.devices.iter().all(none) || first.pins.offload.is_some() {
         return None;
     }
     let with = |host: Bytes| {
@@ -372,8 +383,10 @@ fn with_more_of_the_host(team: &TeamQuestion, refused: &Plan) -> Option<Need> {
     };
     let endless = with(Bytes::gib(1 << 20));
     for rungs in sets(first, &first.lossy.allow) {
-        let layers = team.asked(Sharing::Layers).then(|| Layers::new(&endless, &rungs).least_host()).flatten();
-        let state = team.asked(Sharing::State).then(|| State::new(&endless, &rungs).least_host()).flatten();
+        let (layers, state) = both(
+            || team.asked(Sharing::Layers).then(|| Layers::new(&endless, &rungs).least_host()).flatten(),
+            || team.asked(Sharing::State).then(|| State::new(&endless, &rungs).least_host()).flatten(),
+        );
         // The state in parts takes longer to look at: where it is no less, that is not done.
         let layers = layers.map(|least| (least, Sharing::Layers)).into_iter();
         let ways = layers.chain(state.map(|least| (least, Sharing::State)));
@@ -419,42 +432,61 @@ fn packed(team: &TeamQuestion, rungs: &[Rung], ways: &mut dyn ShareOut) -> Optio
                 return Some(alone(team, (device, answer), ways.left_out(&way)));
             }
         }
-        let mut parts: Vec<Part> = Vec::new();
-        let mut struck = None;
-        for (rank, given) in way.ranks.iter().enumerate() {
-            let Given { device, ref share, sequences, ref recipe, host, .. } = *given;
-            let question = under(&team.of(device, share, sequences, host), rungs);
-            let like = |part: &&Part| {
-                team.first_alike(part.device) == team.first_alike(device)
-                    && (part.sequences, part.share.own_part()) == (sequences, share.own_part())
-                    && part.answer.plan.recipe == *recipe
-            };
-            let answer = match parts.iter().find(like) {
-                Some(part) => plan_like(&question, recipe, &part.answer),
-                None => plan_of(&question, recipe),
-            };
-            if !answer.plan.fits {
-                struck = Some((rank, over(&answer.plan)));
-                break;
+        let (rank, over) = match parts_of(team, rungs, &way) {
+            Ok(mut parts) => {
+                let mut plan = whole::plan(team, &mut parts);
+                if plan.fits {
+                    plan.left_out = ways.left_out(&way);
+                    plan.worth = ways.worth(&way);
+                    plan.team.iter_mut().zip(ways.why_holds(&way)).for_each(|(member, why)| member.why = why);
+                    return Some(TeamAnswer { parts, plan, evaluator: None });
+                }
+                // Packed, they want more of the host than there is.
+                let host = |rank: &usize| parts[*rank].answer.layout.host.bytes;
+                ((0..parts.len()).max_by_key(host)?, Bytes::ZERO)
             }
-            parts.push(Part { device, share: share.clone(), sequences, answer });
-        }
-        if parts.len() == way.ranks.len() {
-            let mut plan = whole::plan(team, &mut parts);
-            if plan.fits {
-                plan.left_out = ways.left_out(&way);
-                plan.worth = ways.worth(&way);
-                plan.team.iter_mut().zip(ways.why_holds(&way)).for_each(|(member, why)| member.why = why);
-                return Some(TeamAnswer { parts, plan, evaluator: None });
-            }
-            // Packed, they want more of the host than there is.
-            let host = |rank: &usize| parts[*rank].answer.layout.host.bytes;
-            struck = (0..parts.len()).max_by_key(host).map(|rank| (rank, Bytes::ZERO));
-        }
-        let (rank, over) = struck?;
+            Err(over) => over,
+        };
         ways.strike(&way, rank, over);
     }
     None
+}
+
+/// What each rank of a way holds, packed, those that are alike once; or the first that does not fit, and by how much.
+fn parts_of(team: &TeamQuestion, rungs: &[Rung], way: &Way) -> Result<Vec<Part>, (usize, Bytes)> {
+    let question = |given: &Given| {
+        let Given { device, ref share, sequences, host, .. } = *given;
+        under(&team.of(device, share, sequences, host), rungs)
+    };
+    let like = |a: &Given, b: &Given| {
+        team.first_alike(a.device) == team.first_alike(b.device)
+            && (a.sequences, a.share.own_part()) == (b.sequences, b.share.own_part())
+            && a.recipe == b.recipe
+    };
+    let first = |given: &Given| way.ranks.iter().position(|other| like(other, given)).expect("it is like itself");
+    let firsts: Vec<usize> = (0..way.ranks.len()).filter(|&rank| first(&way.ranks[rank]) == rank).collect();
+    let enough = AtomicBool::new(false);
+    // They are begun in order: before one that does not fit none is missing.
+    let found = side_by_side(&firsts, |&rank| {
+        let given = &way.ranks[rank];
+        let answer = (!enough.load(Ordering::Relaxed)).then(|| plan_of(&question(given), &given.recipe))?;
+        enough.fetch_or(!answer.plan.fits, Ordering::Relaxed);
+        Some(answer)
+    });
+    let mut found = found.into_iter();
+    let mut parts: Vec<Part> = Vec::new();
+    for (rank, given) in way.ranks.iter().enumerate() {
+        let answer = match first(given) {
+            first if first < rank => plan_like(&question(given), &given.recipe, &parts[first].answer),
+            _ => found.next().flatten().expect("it has been begun"),
+        };
+        if !answer.plan.fits {
+            return Err((rank, over(&answer.plan)));
+        }
+        let Given { device, ref share, sequences, .. } = *given;
+        parts.push(Part { device, share: share.clone(), sequences, answer });
+    }
+    Ok(parts)
 }
 
 /// How far a plan is above the load line of its device.

@@ -17,7 +17,7 @@
 //! move files, or take rows of the loss after each other, stay as they are.
 
 use crate::formats::STATE_BLOCK;
-use crate::op::{Access, Mode, Op, OpKind, Queue};
+use crate::op::{Access, Accesses, Mode, Op, OpKind, Queue};
 use crate::operands::{elements_mut, operands, operands_mut};
 use crate::passes::scratch::IN_FILE;
 use crate::program::{Block, Program, ProgramSet};
@@ -278,7 +278,7 @@ impl Pass {
         self.set.tensor(operand.tensor).space
     }
 
-    fn accesses(&self, op: &Op) -> Vec<Access> {
+    fn accesses(&self, op: &Op) -> Accesses {
         op.accesses(&|id| self.set.tensor(id).elements())
     }
 

@@ -11,7 +11,8 @@ const MOST: f64 = 0.05;
 const STEPS_LEAST: usize = 16;
 /// and of so many seconds: a machine that is busy for a moment is no reason.
 const SECONDS_SEEN: f64 = 1.0;
-/// Steps after a change before the next one, doubled each time.
+/// Steps after a change before the next one, doubled each time; fewer by as many times as a device is further from the plan
+/// than [`MOST`].
 const REST: u64 = 32;
 
 /// Work that is predicted to take less than this says nothing of a device's speed: what lies between counts for more.
@@ -22,8 +23,10 @@ pub(super) const SECONDS_LEAST: f64 = 0.02;
 pub struct Drift {
     /// The newest steps: seconds of the slowest device's own work, and for each device measured over predicted.
     seen: VecDeque<(f64, Vec<f64>)>,
-    /// No change before this step.
-    not_before: u64,
+    /// The last change was in this step, or the first.
+    since: u64,
+    /// The next one that is no larger than [`MOST`] has to wait for so many.
+    rest: u64,
     /// How often the shares were looked at anew.
     looks: u32,
     /// Whoever had sequences at some time.
@@ -36,7 +39,8 @@ impl Drift {
     /// A team begins with its shares in this step: after a change the next one has to wait.
     pub fn begins(&mut self, step: u64) {
         self.seen.clear();
-        self.not_before = if self.on_trial { step } else { step + (REST << self.looks.min(16)) };
+        self.since = step;
+        self.rest = if self.on_trial { 0 } else { REST << self.looks.min(16) };
     }
 
     /// These have sequences now.
@@ -53,7 +57,7 @@ impl Drift {
     /// known. Says by how much each is slower than its plan, where the shares should be changed for it, or where there is
     /// somebody who `may_work` again. Devices that compute are compared with each other; one that does so alone with its plan.
     pub fn see(&mut self, step: u64, passed: &[Option<(f64, f64)>], may_work: bool) -> Option<Vec<f64>> {
-        let asks_again = may_work && !self.on_trial && step >= self.not_before;
+        let asks_again = may_work && !self.on_trial && step >= self.since + self.rest;
         let as_planned = || asks_again.then(|| vec![1.0; passed.len()]);
         let computed = || passed.iter().flatten();
         if computed().any(|(_, predicted)| *predicted < SECONDS_LEAST) {
@@ -66,7 +70,7 @@ impl Drift {
         while self.seen.len() > STEPS_LEAST && seconds - self.seen[0].0 >= SECONDS_SEEN {
             seconds -= self.seen.pop_front().map_or(0.0, |(seconds, _)| seconds);
         }
-        if self.seen.len() < STEPS_LEAST || seconds < SECONDS_SEEN || step < self.not_before {
+        if self.seen.len() < STEPS_LEAST || seconds < SECONDS_SEEN {
             return as_planned();
         }
         let of_device = |rank: usize| self.seen.iter().map(|(_, factors)| factors[rank]).collect::<Vec<_>>();
@@ -74,7 +78,9 @@ impl Drift {
         let compared = |rank: &usize| passed[*rank].is_some() || computed().count() == 1;
         let compared: Vec<f64> = (0..passed.len()).filter(compared).map(|rank| factors[rank]).collect();
         let mean = compared.iter().sum::<f64>() / compared.len() as f64;
-        let drifts = compared.iter().any(|factor| (factor / mean - 1.0).abs() > MOST);
+        let drift = compared.iter().map(|factor| (factor / mean - 1.0).abs()).fold(0.0, f64::max);
+        let rested = step.saturating_sub(self.since) as f64 >= self.rest as f64 * MOST / drift.max(MOST);
+        let drifts = drift > MOST && rested;
         if self.on_trial && !drifts {
             self.on_trial = false;
             self.begins(step);
@@ -121,11 +127,17 @@ mod tests {
     }
 
     #[test]
-    fn after_a_change_it_takes_longer() {
-        let mut drift = Drift { looks: 1, ..Drift::default() };
-        drift.begins(100);
-        let noticed = (101..).find(|&step| drift.see(step, &took(&[1.0, 1.3]), false).is_some()).unwrap();
-        assert_eq!(noticed, 164);
+    fn after_a_change_it_takes_longer_but_not_for_one_that_is_far_from_the_plan() {
+        let drift = Drift { looks: 1, ..Drift::default() };
+        let noticed = |slow: f64| {
+            let mut drift = drift.clone();
+            drift.begins(100);
+            (101..).find(|&step| drift.see(step, &took(&[1.0, slow]), false).is_some()).unwrap()
+        };
+        // Of 64 steps; one that is twice as far from the plan waits half as long.
+        let (near, further, far) = (noticed(1.1053), noticed(1.2223), noticed(3.0));
+        assert!((162..=164).contains(&near) && (131..=133).contains(&further), "{near} {further}");
+        assert_eq!(far, 100 + STEPS_LEAST as u64);
     }
 
     #[test]
