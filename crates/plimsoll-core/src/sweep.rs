@@ -137,6 +137,9 @@ pub struct SweepDevice {
     pub given_bytes: Bytes,
     /// The most workers at a time.
     pub workers: u32,
+    /// Why it got no run, where there were some to be given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub why: Option<String>,
 }
 
 /// A sweep.

@@ -563,6 +563,14 @@ pub(crate) fn plan_of_what(file: &RunFile, config: &ModelConfig) -> PlanOf {
     PlanOf { parameters: config.parameters(), sequence: u64::from(data.sequence), batch_tokens: train.batch_tokens }
 }
 
+/// What can be said of the devices that are asked for before any is looked at.
+///
+/// # Errors
+/// Virtual devices that want more of this machine than there is.
+pub fn check_asked(file: &RunFile) -> Result<(), Failure> {
+    check_paces(&file.devices().devices, Cpu::read().usable_cores())
+}
+
 /// The same with what is free on each.
 fn open_devices(file: &RunFile) -> Result<Vec<DeviceSpec>, Failure> {
     let request = file.devices();
@@ -580,7 +588,7 @@ fn open_devices(file: &RunFile) -> Result<Vec<DeviceSpec>, Failure> {
             _ => Ok(vec![cpu(file, None)?]),
         };
     }
-    check_paces(&request.devices, Cpu::read().usable_cores())?;
+    check_asked(file)?;
     let mut devices = Vec::new();
     for asked in &request.devices {
         match asked {

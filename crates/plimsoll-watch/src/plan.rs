@@ -260,7 +260,8 @@ fn rungs(ladder: &[RungPrice], of: &str) -> String {
                 _ => signed(effect.freed_bytes, |bytes| Bytes(bytes).to_string()),
             },
             signed_seconds(effect.costs_seconds),
-            count(effect.tokens_per_second),
+            // Who computes no sequences makes none.
+            if effect.tokens_per_second > 0.0 { count(effect.tokens_per_second) } else { "-".to_owned() },
             rung.loses.clone(),
         ]
     };

@@ -105,11 +105,9 @@ impl Progress {
             if self.steps > 0 { format!("{}/{}", last.step, self.steps) } else { format!("step {}", last.step) },
             format!("loss {:.4}", last.loss),
             format!("rate {:.1e}", last.learning_rate),
-            format!("{} tok/s", count(last.tokens as f64 / mean)),
+            format!("{} tok/s{}", count(last.tokens as f64 / mean), if self.simulated { " (simulated)" } else { "" }),
         ];
-        if self.simulated {
-            parts.push("simulated".to_owned());
-        } else if self.peak_flops > 0.0 {
+        if !self.simulated && self.peak_flops > 0.0 {
             parts.push(format!("{} of peak", percent(self.product_flops / mean / self.peak_flops, 0)));
         }
         parts.push(last.bytes.to_string());
@@ -214,7 +212,7 @@ pub(crate) mod tests {
         }
         progress.see(&event);
         progress.see(&step(120, 0.08));
-        let line = "120/450  loss 1.2346  rate 1.9e-3  51.2 k tok/s  simulated  40.00 MiB  0:26 left";
+        let line = "120/450  loss 1.2346  rate 1.9e-3  51.2 k tok/s (simulated)  40.00 MiB  0:26 left";
         assert_eq!(progress.line(), line);
     }
 

@@ -3,6 +3,11 @@
 use crate::text::{columns, percent, seconds};
 use plimsoll_core::{Bytes, SweepDevice, SweepReport, SweepRun, SweepState, counted};
 
+/// That so many runs are planned: that takes a while, and nothing starts before.
+pub fn planning(runs: usize) -> String {
+    format!("plan   {}: what the devices can do, and what each run needs there\n", counted(runs, "run"))
+}
+
 /// That a worker has started.
 pub fn started(run: &SweepRun) -> String {
     let device = run.device.as_deref().unwrap_or_default();
@@ -86,7 +91,10 @@ fn state(state: SweepState) -> &'static str {
 
 fn device(device: &SweepDevice) -> String {
     let simulated = if device.simulated { " (simulated)" } else { "" };
-    let SweepDevice { name, given_bytes, budget_bytes, workers, .. } = device;
+    let SweepDevice { name, given_bytes, budget_bytes, workers, why, .. } = device;
+    if let Some(why) = why {
+        return format!("{name}{simulated}: not used: {why}\n");
+    }
     let workers = counted(*workers, "worker");
     format!("{name}{simulated}: at most {workers} at a time, {given_bytes} of {budget_bytes} given away\n")
 }
@@ -103,14 +111,18 @@ fn ending(report: &SweepReport) -> String {
     // What was stopped says nothing of how all were packed.
     let ended = |run: &SweepRun| matches!(run.state, SweepState::Done | SweepState::DoesNotFit);
     if report.bound_seconds > 0.0 && report.runs.iter().all(ended) {
-        let above = |seconds: f64| percent(seconds / report.bound_seconds - 1.0, 1);
+        let above = |seconds: f64, of: f64| match percent((seconds / of - 1.0).abs(), 1) {
+            share if seconds < of => format!("{share} less"),
+            share => format!("{share} more"),
+        };
         text += &format!(
-            "first start to last end: {} measured, {} predicted; no packing could be below {} (predicted): {} and {} above\n",
-            seconds(report.seconds),
+            "first start to last end, predicted: {}; any packing takes {} at least: {}\n\
+             first start to last end, measured: {}: {} than predicted\n",
             seconds(report.predicted_seconds),
             seconds(report.bound_seconds),
-            above(report.seconds),
-            above(report.predicted_seconds),
+            above(report.predicted_seconds, report.bound_seconds),
+            seconds(report.seconds),
+            above(report.seconds, report.predicted_seconds),
         );
     }
     text
@@ -144,6 +156,7 @@ mod tests {
             budget_bytes: Bytes::mib(96),
             given_bytes: Bytes::mib(80),
             workers: 2,
+            why: None,
         };
         let mut report = SweepReport {
             version: SweepReport::VERSION,
@@ -164,8 +177,11 @@ mod tests {
         assert!(text.contains(&format!("huge: {why}\n")), "{text}");
         assert!(text.contains("virtual:a (simulated): at most 2 workers at a time, 80.00 MiB of 96.00 MiB"), "{text}");
         assert!(text.contains("1 of 2 runs done (50.0 %), 0 retries\n"), "{text}");
-        assert!(text.contains("(predicted): 10.0 % and 5.0 % above\n"), "{text}");
+        assert!(text.contains("predicted: 10.50 s; any packing takes 10.00 s at least: 5.0 % more\n"), "{text}");
+        assert!(text.contains("measured: 11.00 s: 4.8 % more than predicted\n"), "{text}");
+        report.devices[0].why = Some("no run fits there".into());
+        assert!(table(&report).contains("virtual:a (simulated): not used: no run fits there\n"), "{}", table(&report));
         report.runs[1].state = SweepState::Stopped;
-        assert!(!table(&report).contains("above"), "what was stopped is not compared with a bound");
+        assert!(!table(&report).contains("packing"), "what was stopped is not compared with a bound");
     }
 }

@@ -50,6 +50,18 @@ pub fn clock(number: f64) -> String {
     }
 }
 
+/// A place, counted from 1: `1st`, `2nd`, `11th`.
+pub fn ordinal(place: usize) -> String {
+    let ending = match (place % 10, place % 100) {
+        (_, 11..=13) => "th",
+        (1, _) => "st",
+        (2, _) => "nd",
+        (3, _) => "rd",
+        _ => "th",
+    };
+    format!("{place}{ending}")
+}
+
 /// A share of one with so many decimals: `97.5 %`.
 pub fn percent(share: f64, decimals: usize) -> String {
     format!("{:.decimals$} %", share * 100.0)

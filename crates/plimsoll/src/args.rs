@@ -214,11 +214,10 @@ impl TrainArgs {
     pub fn plan(&self) -> Result<Option<Plan>, Failure> {
         let Some(path) = &self.plan else { return Ok(None) };
         let name = path.display();
-        let text = std::fs::read_to_string(path)
-            .map_err(|error| Failure::input(format!("cannot read the plan {name}: {error}")))?;
-        let plan = serde_json::from_str(&text).map_err(|error| {
-            Failure::input(format!("{name} is no plan: {error}")).hint("make one with plimsoll plan RUN.toml --json")
-        })?;
+        let wrong = |what: String| Failure::input(what).hint("make one with plimsoll plan RUN.toml --json");
+        let text =
+            std::fs::read_to_string(path).map_err(|error| wrong(format!("cannot read the plan {name}: {error}")))?;
+        let plan = serde_json::from_str(&text).map_err(|error| wrong(format!("{name} is no plan: {error}")))?;
         Ok(Some(plan))
     }
 

@@ -26,10 +26,10 @@ fn main() -> ExitCode {
         }
     };
     let (json, words) = (cli.command.json(), cli.command.words());
-    // A plan says it by itself.
-    let shows_plan = matches!(cli.command, Command::Train(_) | Command::Plan(_));
+    // A plan says it by itself, a sweep before its runs start.
+    let says_it = matches!(cli.command, Command::Train(_) | Command::Plan(_) | Command::Sweep(_));
     let ended = run(cli.command);
-    if let Some(disturbed) = disturbed().filter(|_| !shows_plan && ended.is_ok()) {
+    if let Some(disturbed) = disturbed().filter(|_| !says_it && ended.is_ok()) {
         say::note(&disturbed);
     }
     let exit = ended.unwrap_or_else(|failure| {

@@ -26,11 +26,7 @@ impl<'a> EventLog<'a> {
         let path = run_dir.join("events.jsonl");
         let failed = |error| Failure::from(FilesError::io(&path, "write", error));
         let mut file = OpenOptions::new().create(true).read(true).append(true).open(&path).map_err(failed)?;
-        // A file system without locks (some network ones) refuses in other words: there nothing guards the folder.
-        if flock(&file, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK) {
-            let message = format!("run.dir: another plimsoll trains in {} now", run_dir.display());
-            return Err(Failure::input(message).hint("wait until it ends, or stop it first"));
-        }
+        lock(&file, FlockOperation::NonBlockingLockExclusive, run_dir)?;
         // A line that a kill cut off must not swallow the next one.
         if cut_off(&mut file).map_err(failed)? {
             file.write_all(b"\n").map_err(failed)?;
@@ -63,6 +59,27 @@ impl<'a> EventLog<'a> {
         (self.watch)(&record);
         self.file.write_all(&line).map_err(|error| FilesError::io(&self.path, "write", error).into())
     }
+}
+
+/// That nobody trains in a run folder now, found out before anything is planned.
+///
+/// # Errors
+/// Another program holds it.
+pub fn check_free(run_dir: &Path) -> Result<(), Failure> {
+    match File::open(run_dir.join("events.jsonl")) {
+        Ok(file) => lock(&file, FlockOperation::NonBlockingLockShared, run_dir),
+        Err(_) => Ok(()),
+    }
+}
+
+/// Locks the log of a run folder, for as long as it is open.
+fn lock(file: &File, how: FlockOperation, run_dir: &Path) -> Result<(), Failure> {
+    // A file system without locks (some network ones) refuses in other words: there nothing guards the folder.
+    if flock(file, how) == Err(Errno::WOULDBLOCK) {
+        let message = format!("run.dir: another plimsoll trains in {} now", run_dir.display());
+        return Err(Failure::input(message).hint("wait until it ends, or stop it first"));
+    }
+    Ok(())
 }
 
 /// Whether the last line lacks its end.

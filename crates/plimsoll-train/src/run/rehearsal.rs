@@ -4,7 +4,7 @@
 
 use super::heartbeat::Pulse;
 use crate::data::mix;
-use plimsoll_core::{Failure, counted};
+use plimsoll_core::{Failure, LeftOut, counted};
 use plimsoll_device::device::{DeviceError, Memory, Observer};
 use plimsoll_program::{Op, Program, ProgramSet};
 use std::fmt;
@@ -222,8 +222,8 @@ pub struct Stage<'a> {
     pub devices: Vec<(&'a str, &'a ProgramSet)>,
     /// The one that evaluates beside them.
     pub evaluator: Option<(&'a str, &'a ProgramSet)>,
-    /// Whether others could take over from one that works alone.
-    pub relieved: bool,
+    /// Those that take no part: they could take over from one that works alone.
+    pub left_out: &'a [LeftOut],
     /// Steps that were done before.
     pub done: u64,
     /// Steps in all, where that is known.
@@ -243,7 +243,7 @@ impl Injection {
             // One that is opened, or lives elsewhere, is missed by the run.
             Injection::Silence { device, opening: false, .. }
                 if run.devices.len() == 1
-                    && !run.relieved
+                    && run.left_out.is_empty()
                     && run.evaluator.is_none_or(|(name, _)| name != device)
                     && !device.contains('/') =>
             {
@@ -262,7 +262,15 @@ impl Injection {
         }
         .ok_or_else(|| {
             let device = device.map_or("", String::as_str);
-            wrong(format!("no device `{device}` works on this run")).hint(format!("the devices are {}", names()))
+            let the_devices = format!("the devices are {}", names());
+            match run.left_out.iter().find(|out| out.device == device) {
+                None => wrong(format!("no device `{device}` works on this run")).hint(the_devices),
+                Some(LeftOut { why, used_by, .. }) => {
+                    let used = used_by.iter().map(|settings| format!("it would be used with {settings}"));
+                    let what = wrong(format!("`{device}` is left out of this run: {why}"));
+                    used.chain([the_devices]).fold(what, Failure::hint)
+                }
+            }
         })?;
         if let Some(steps) = run.steps.filter(|steps| step > *steps) {
             return Err(wrong(format!("the run has {}", counted(steps, "step"))));

@@ -8,7 +8,7 @@ use super::cooling::Cooling;
 use super::drift::Drift;
 use super::engine::StepInput;
 use super::evaluator::Evaluator;
-use super::events::EventLog;
+use super::events::{EventLog, check_free};
 use super::open::open_team;
 use super::pace::Pace;
 use super::prepare::{Known, Part, Planned, Prepared, load_weights, prepare};
@@ -92,6 +92,7 @@ impl Run {
 
     fn begin(run: RunFile, known: Option<&Known>) -> Result<Run, Failure> {
         let folder = Path::new(&run.run.dir);
+        check_free(folder)?;
         if folder.join("run.toml").exists() || folder.join("checkpoints").exists() {
             let message = format!("run.dir: {} holds a run already", folder.display());
             return Err(Failure::input(message)
@@ -109,6 +110,7 @@ impl Run {
     /// As [`Run::new`]; where no checkpoint is whole, and where the data are not those of the checkpoint.
     pub fn resume(mut run: RunFile) -> Result<Resumed, Failure> {
         let folder = PathBuf::from(&run.run.dir);
+        check_free(&folder)?;
         let (checkpoint, mut warnings) = checkpoint::newest(&folder)?;
         if let Some(Checkpoint { info, .. }) = &checkpoint {
             is_no_shorter(&run, info)?;
@@ -167,10 +169,14 @@ impl Run {
     /// What can never happen in this run.
     pub fn rehearse(&mut self, injections: Vec<Injection>) -> Result<(), Failure> {
         let Prepared { run, train, planned, .. } = &self.prepared;
+        if !planned.plan.fits {
+            // It is refused, whatever would happen in it.
+            return Ok(());
+        }
         let stage = Stage {
             devices: planned.parts.iter().map(Part::on_stage).collect(),
             evaluator: planned.evaluator.as_ref().map(Part::on_stage),
-            relieved: !planned.plan.left_out.is_empty(),
+            left_out: &planned.plan.left_out,
             done: self.checkpoint.as_ref().map_or(0, |checkpoint| checkpoint.info.step),
             steps: steps_of(run, train.rows()).1,
         };

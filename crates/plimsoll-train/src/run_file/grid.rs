@@ -2,6 +2,7 @@
 
 use super::{RunFile, RunFileError};
 use plimsoll_core::Failure;
+use std::fs;
 use std::path::Path;
 
 /// Keys that a sweep gives its runs itself.
@@ -39,6 +40,10 @@ pub fn grid(texts: &[String]) -> Result<Vec<Point>, Failure> {
         if values.iter().any(String::is_empty) {
             return Err(wrong("a value is missing").into());
         }
+        if let Some((_, twice)) = values.iter().enumerate().find(|(index, value)| values[..*index].contains(value)) {
+            return Err(Failure::input(format!("--set {text}: {key} is given {twice} twice"))
+                .hint("that would be the same run again: name each value once"));
+        }
         let several = values.len() > 1;
         let name = key.rsplit('.').next().unwrap_or(key);
         points = points
@@ -62,6 +67,13 @@ pub fn grid(texts: &[String]) -> Result<Vec<Point>, Failure> {
 /// # Errors
 /// What is wrong with a run file or a setting.
 pub fn runs(files: &[&Path], settings: &[String], points: &[Point]) -> Result<Vec<(String, RunFile)>, Failure> {
+    let real = |path: &Path| fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    let mut pairs = files.iter().enumerate().flat_map(|(index, a)| files[index + 1..].iter().map(move |b| (*a, *b)));
+    if let Some((a, b)) = pairs.find(|(a, b)| real(a) == real(b)) {
+        let twice = if a == b { a.display().to_string() } else { format!("{}, {}", a.display(), b.display()) };
+        return Err(Failure::input(format!("{twice}: the same run file is named twice"))
+            .hint("name each once; --set train.seed=1,2 makes several runs of one"));
+    }
     let files: Vec<Option<&Path>> = match files {
         [] => vec![None],
         files => files.iter().copied().map(Some).collect(),
@@ -156,6 +168,7 @@ mod tests {
     fn what_is_no_grid_is_told() {
         let refused = |text: &str| grid(&[text.to_owned()]).unwrap_err().to_string();
         assert!(refused("train.seed").starts_with("--set train.seed: no `=`"));
+        assert!(refused("train.seed=1, 2,1").contains("train.seed is given 1 twice"));
         assert!(refused("train.seed=1,,2").contains("a value is missing"));
         assert!(refused("run.dir=a,b").contains("--dir") && refused("run.devices=cpu").contains("--devices"));
         assert!(refused("memory.budget=1GiB,2GiB").contains("--budget"));

@@ -89,6 +89,12 @@ pub(super) fn nearest_key(section: &str, name: &str) -> Option<&'static str> {
     near.min_by_key(|(_, distance, elsewhere)| (*distance, *elsewhere)).map(|(known, ..)| known)
 }
 
+/// The word of these that was probably meant.
+pub(super) fn nearest(word: &str, known: impl Iterator<Item = String>) -> Option<String> {
+    let distances = known.map(|known| (strsim::osa_distance(word, &known), known));
+    distances.filter(|(distance, _)| *distance <= tolerance(word)).min().map(|(_, known)| known)
+}
+
 /// How many edits a typo may be away: more in a long word.
 fn tolerance(word: &str) -> usize {
     (word.chars().count() / 3).max(1)

@@ -8,7 +8,8 @@ use super::{EXAMPLE_PREFIX, Init, RunFile, Threads, keys};
 use plimsoll_core::{Failure, Rung};
 use serde::de::{self, Deserializer};
 use serde::{Deserialize, Serialize};
-use std::path::{self, Path};
+use std::io::ErrorKind;
+use std::path::{self, Path, PathBuf};
 use toml_edit::{Document, DocumentMut, Item, TableLike, Value};
 
 /// What is wrong with a run file.
@@ -94,6 +95,7 @@ impl From<RunFileError> for Failure {
         match error {
             RunFileError::UnknownKey { nearest: Some(near), .. } => failure.hint(format!("did you mean `{near}`?")),
             RunFileError::UnknownKey { key, nearest: None, .. } => failure.hint(known_keys(&key)),
+            RunFileError::Unreadable { path, source } => failure.hint(instead(Path::new(&path), source.kind())),
             RunFileError::Setting { .. } => failure.hint("write --set section.key=value, such as --set train.steps=20"),
             RunFileError::Cannot { hints, .. } => hints.into_iter().fold(failure, Failure::hint),
             RunFileError::Missing { hint, .. } => failure.hint(hint),
@@ -103,6 +105,29 @@ impl From<RunFileError> for Failure {
             _ => failure,
         }
     }
+}
+
+/// What to do where a run file cannot be read.
+fn instead(path: &Path, why: ErrorKind) -> String {
+    let near = near_file(path).filter(|_| why == ErrorKind::NotFound);
+    match why {
+        _ if near.is_some() => format!("did you mean `{}`?", near.unwrap_or_default().display()),
+        ErrorKind::IsADirectory if path.join("run.toml").is_file() => {
+            format!("to go on with the run in it: --resume {}", path.display())
+        }
+        ErrorKind::InvalidData => "a run file is TOML, a text in UTF-8: see docs/run-file.md".to_owned(),
+        _ => "name a run file, such as run.toml; without one the built-in example is taken".to_owned(),
+    }
+}
+
+/// The file beside this one that was probably meant.
+fn near_file(path: &Path) -> Option<PathBuf> {
+    let name = path.file_name()?.to_str()?;
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let names = std::fs::read_dir(folder).ok()?.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    let toml = names.filter(|other| other.ends_with(".toml"));
+    let near = keys::nearest(name, toml)?;
+    Some(path.with_file_name(near))
 }
 
 /// The keys of the section, or the sections, for a key that resembles nothing.

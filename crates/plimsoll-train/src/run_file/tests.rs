@@ -302,6 +302,12 @@ fn a_run_needs_data_and_a_length() {
 fn a_missing_file_is_named() {
     let failure = RunFile::load(Some(std::path::Path::new("no/such/run.toml")), &[]).unwrap_err();
     assert!(failure.message.starts_with("cannot read no/such/run.toml: "), "{failure}");
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("run.toml"), b"\xff").unwrap();
+    let hint = |name: &str| RunFile::load(Some(&folder.path().join(name)), &[]).unwrap_err().hints.concat();
+    assert!(hint("rnu.toml").ends_with("/run.toml`?"), "{}", hint("rnu.toml"));
+    assert!(hint("").contains("--resume") && hint("other").contains("such as run.toml"), "{}", hint(""));
+    assert!(hint("run.toml").contains("UTF-8"), "{}", hint("run.toml"));
 }
 
 fn any_text() -> impl Strategy<Value = String> {

@@ -2,20 +2,49 @@
 //! to share out.
 
 use super::{PlanView, WIDTH, class, rungs};
-use crate::text::{columns, count, percent, seconds, wrapped};
+use crate::text::{columns, count, ordinal, percent, seconds, wrapped};
 use plimsoll_core::{
     Alternative, DeviceKind, DevicePlan, DeviceSpec, Evaluates, FasterAlone, LeftOut, Member, Plan, Sharing, Worth,
     counted,
 };
 
-/// The devices that take no part, a line or two each.
+/// The devices that take no part, a line or two each; those of one name that are alike in all together.
 pub(super) fn left_out(plan: &Plan) -> String {
-    let line = |LeftOut { device, why, used_by, evaluates, .. }: &LeftOut| {
+    let mut groups: Vec<(Vec<usize>, &LeftOut)> = Vec::new();
+    for out in &plan.left_out {
+        let alike = |first: &LeftOut| LeftOut { number: first.number, ..out.clone() } == *first;
+        match groups.iter_mut().find(|(_, first)| alike(first)) {
+            Some((numbers, _)) => numbers.push(out.number),
+            None => groups.push((vec![out.number], out)),
+        }
+    }
+    let line = |(numbers, out): &(Vec<usize>, &LeftOut)| {
+        let LeftOut { why, used_by, evaluates, .. } = out;
         let used_by = used_by.as_ref().map_or(String::new(), |settings| format!("; it would be used with {settings}"));
         let does = evaluates.as_ref().map_or(String::new(), does);
-        wrapped(&format!("left out: {device}: {why}{used_by}{does}"), WIDTH, "  ")
+        wrapped(&format!("left out: {}: {why}{used_by}{does}", which(plan, &out.device, numbers)), WIDTH, "  ")
     };
-    plan.left_out.iter().map(line).collect()
+    groups.iter().map(line).collect()
+}
+
+/// Devices of one name, and which they are where others have it, too: `3 × rtx5090 (the 2nd to 4th of 8 devices)`.
+fn which(plan: &Plan, name: &str, numbers: &[usize]) -> String {
+    let names = || {
+        let used = plan.devices.iter().map(|device| &device.name);
+        used.chain(plan.left_out.iter().map(|out| &out.device))
+    };
+    let many = if numbers.len() > 1 { format!("{} × ", numbers.len()) } else { String::new() };
+    if names().filter(|other| *other == name).count() == numbers.len() {
+        return format!("{many}{name}");
+    }
+    let places: Vec<String> = numbers.iter().map(|number| ordinal(number + 1)).collect();
+    let in_a_row = numbers.windows(2).all(|pair| pair[1] == pair[0] + 1);
+    let places = match &*places {
+        [first, _, .., last] if in_a_row => format!("{first} to {last}"),
+        [before @ .., last] if !before.is_empty() => format!("{} and {last}", before.join(", ")),
+        places => places.concat(),
+    };
+    format!("{many}{name} (the {places} of {} devices)", names().count())
 }
 
 /// The devices that only hold a part of the state, a line or two each.

@@ -12,9 +12,10 @@ use folder::{Folder, Known};
 use places::{Needs, Places};
 use plimsoll_core::{Bytes, Exit, Failure, RunStatus, SweepReport, SweepState, counted};
 use plimsoll_plan::sweep::{Job, Sweep, bound, makespan, simulate};
+use plimsoll_train::resolve::disturbed;
 use plimsoll_train::run::demand::{MORE_BYTES, demand, run_seconds};
 use plimsoll_train::run_file::{MemorySection, RunFile};
-use plimsoll_watch::sweep::{ended, started, table};
+use plimsoll_watch::sweep::{ended, planning, started, table};
 use plimsoll_watch::text::shell_word;
 use signals::StopFlag;
 use std::path::PathBuf;
@@ -67,6 +68,11 @@ pub fn run(args: &SweepArgs) -> Result<Exit, Failure> {
         }
     }
     let devices = args.devices(known.map(|report| &*report.asked))?;
+    Places::check(&devices)?;
+    if !args.quiet {
+        let done = known.iter().flat_map(|report| &report.runs).filter(|run| run.state == SweepState::Done).count();
+        say::answer(&planning(names.len() - done));
+    }
     let places = Places::find(&devices, args.workers.or(known.and_then(|report| report.workers)))?;
     let (folder, runs, report) = match before {
         Some((folder, runs, mut report)) => {
@@ -79,6 +85,9 @@ pub fn run(args: &SweepArgs) -> Result<Exit, Failure> {
         None => Folder::make(args, asked, &devices, &places)?,
     };
     let mut going = Going::plan(args, places, folder, runs, report, injections)?;
+    if let Some(disturbed) = disturbed() {
+        say::note(&disturbed);
+    }
     // Not earlier: until here nothing is lost when a signal ends the program at once.
     let stop = signals::install().map_err(|error| Failure::bug(format!("signals cannot be caught: {error}")))?;
     going.see_through(&stop)?;
@@ -119,7 +128,6 @@ impl<'a> Going<'a> {
         mut report: SweepReport,
         injections: Vec<(String, String)>,
     ) -> Result<Going<'a>, Failure> {
-        say::stage("what the runs need");
         let open: Vec<usize> = (0..runs.len()).filter(|&run| report.runs[run].state != SweepState::Done).collect();
         let asked = places.ask(&folder, &runs, &open, &report)?;
         let mut needs: Vec<Option<Needs>> = (0..runs.len()).map(|_| None).collect();
@@ -220,6 +228,11 @@ impl<'a> Going<'a> {
         }
         for row in self.report.runs.iter_mut().filter(|row| row.state == SweepState::Waiting) {
             row.state = SweepState::Stopped;
+        }
+        if !stopping {
+            let needs: Vec<&Needs> = self.needs.iter().flatten().collect();
+            let unused = self.report.devices.iter_mut().enumerate().filter(|(_, device)| device.workers == 0);
+            unused.for_each(|(number, device)| device.why = self.places.unused(number, &needs));
         }
         self.write()
     }

@@ -6,7 +6,7 @@ use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Exit, Failure, RunDem
 use plimsoll_device::probe::Memory;
 use plimsoll_plan::request::{DeviceRequest, DevicesRequest};
 use plimsoll_plan::sweep::{Room, Worker};
-use plimsoll_train::resolve::devices;
+use plimsoll_train::resolve::{check_asked, devices};
 use plimsoll_train::run::demand::same_demand;
 use plimsoll_train::run_file::{RunFile, setting};
 use std::process::{Command, Stdio};
@@ -72,23 +72,32 @@ impl Needs {
     fn where_it_loses_least(mut self) -> Needs {
         let fitting = self.of.iter().flatten().filter(|needs| needs.fits);
         if let Some(least) = fitting.map(|needs| needs.rungs.clone()).min_by_key(Vec::len) {
-            self.of.iter_mut().for_each(|needs| *needs = needs.take().filter(|needs| needs.rungs == least));
+            let stays = |needs: &RunDemand| !needs.fits || needs.rungs == least;
+            self.of.iter_mut().for_each(|needs| *needs = needs.take().filter(stays));
         }
         self
     }
 }
 
 impl Places {
-    /// The devices that are asked for, or found.
+    /// What can be said of the devices that are asked for before any is looked at.
     ///
     /// # Errors
-    /// Devices that are not here, are not real, or not free.
-    pub fn find(file: &RunFile, workers: Option<u32>) -> Result<Places, Failure> {
-        let request = file.devices();
-        if request.on_paper() {
+    /// Devices that are not real, or more than this machine has.
+    pub fn check(file: &RunFile) -> Result<(), Failure> {
+        if file.devices().on_paper() {
             return Err(Failure::input("--devices: a sweep runs, and devices on paper can only be planned for")
                 .hint("plimsoll plan RUN.toml --devices ... plans for them"));
         }
+        check_asked(file)
+    }
+
+    /// The devices that are asked for, or found.
+    ///
+    /// # Errors
+    /// Devices that are not here, or not free.
+    pub fn find(file: &RunFile, workers: Option<u32>) -> Result<Places, Failure> {
+        let request = file.devices();
         let specs = devices(file)?;
         // Virtual devices are this machine's memory, too.
         let virtual_bytes: Bytes =
@@ -123,6 +132,18 @@ impl Places {
         &self.places[device].spec.name
     }
 
+    /// Why a device got none of the runs that need this.
+    pub fn unused(&self, device: usize, needs: &[&Needs]) -> Option<String> {
+        let here = || needs.iter().filter_map(|needs| needs.of[device].as_ref());
+        let line = self.places[device].spec.budget;
+        match here().map(|needs| needs.bytes).min() {
+            _ if needs.is_empty() => None,
+            _ if here().any(|needs| needs.fits) => Some("the runs end earlier on the others, by prediction".to_owned()),
+            Some(least) => Some(format!("no run fits there: it has {line}, the least that would do is {least}")),
+            None => Some("the runs would lose more there: on others they take fewer lossy rungs".to_owned()),
+        }
+    }
+
     /// What the first of them is: it decides what `train.precision = "auto"` means for all runs.
     pub fn first(&self) -> DeviceKind {
         self.places[0].spec.kind
@@ -136,6 +157,7 @@ impl Places {
             budget_bytes: place.spec.budget,
             given_bytes: Bytes::ZERO,
             workers: 0,
+            why: None,
         };
         self.places.iter().map(device).collect()
     }
