@@ -50,7 +50,13 @@ fn all_devices_take_part_or_none() {
         let held = text(&of(tokens, &all).stdout);
         assert_eq!(held.matches("and computes no sequences").count(), hold, "{held}");
     }
-    assert_eq!(of("256", &[]).status.code(), Some(0));
+    let one = of("256", &[]);
+    assert_eq!(one.status.code(), Some(0));
+    assert!(
+        text(&one.stdout).contains("left out: 2 × rtx3090 (the 2nd and 3rd of 3 devices): "),
+        "{}",
+        text(&one.stdout)
+    );
 }
 
 #[test]

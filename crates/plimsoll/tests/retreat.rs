@@ -363,6 +363,8 @@ fn a_rehearsal_that_cannot_be_is_refused_with_what_there_is() {
     }
     let refused = told("--inject-oom", "8:evaluate", &["--set", "data.eval=[]"]);
     assert!(refused.contains("this run has no Program `evaluate`") && refused.contains("backward, "), "{refused}");
+    // What does not fit is refused as such, whatever is rehearsed.
+    place.refuse(3, &["train", "run.toml", "--quiet", "--budget", "2MiB", "--inject-loss", "virtual:x:3"]);
     // What is done already does not come again.
     train(&place, "run", &[]);
     std::fs::remove_file(place.path("run/result.json")).unwrap();
