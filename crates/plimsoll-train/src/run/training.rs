@@ -334,7 +334,8 @@ impl Trainer {
         let precision = run.arithmetic(resolved.device.kind);
         let generates = planned.parts[0].answer.set.program("prefill").is_some();
         let product_flops = planned.parts.iter().map(step_product_flops).sum();
-        // From here on the peak is this run's: what the data took before has been given back or is a charge.
+        // From here on the peak is this run's: what data and planning took before is given back, or is a charge.
+        process::give_back();
         let _ = process::reset_peak();
         let start = Instant::now();
         let evaluator = planned.evaluator.take();
