@@ -21,7 +21,7 @@ use std::time::Duration;
 /// How often who waits looks whether the devices are still there.
 const LOOK: Duration = Duration::from_millis(50);
 /// Bytes of a file that are under way at most.
-const UNDER_WAY: usize = 1 << 20;
+const UNDER_WAY: usize = 128 << 10;
 
 /// What a device is to do; what it stores goes to the files.
 pub type Task<T> = Box<dyn FnOnce(&mut Engine, &mut dyn FileSpace) -> Result<T, Trouble> + Send>;

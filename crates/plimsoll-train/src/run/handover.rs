@@ -9,7 +9,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
 /// Bytes that are under way at most.
-const UNDER_WAY: usize = 1 << 20;
+const UNDER_WAY: usize = 128 << 10;
 /// How often who waits looks whether the other side is still there.
 const LOOK: Duration = Duration::from_millis(50);
 
