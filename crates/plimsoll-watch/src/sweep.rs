@@ -116,11 +116,11 @@ fn ending(report: &SweepReport) -> String {
             share => format!("{share} more"),
         };
         text += &format!(
-            "first start to last end, predicted: {}; any packing takes {} at least: {}\n\
+            "first start to last end, predicted: {}, {} than any packing takes at least ({}, predicted)\n\
              first start to last end, measured: {}: {} than predicted\n",
             seconds(report.predicted_seconds),
-            seconds(report.bound_seconds),
             above(report.predicted_seconds, report.bound_seconds),
+            seconds(report.bound_seconds),
             seconds(report.seconds),
             above(report.seconds, report.predicted_seconds),
         );
@@ -177,7 +177,10 @@ mod tests {
         assert!(text.contains(&format!("huge: {why}\n")), "{text}");
         assert!(text.contains("virtual:a (simulated): at most 2 workers at a time, 80.00 MiB of 96.00 MiB"), "{text}");
         assert!(text.contains("1 of 2 runs done (50.0 %), 0 retries\n"), "{text}");
-        assert!(text.contains("predicted: 10.50 s; any packing takes 10.00 s at least: 5.0 % more\n"), "{text}");
+        assert!(
+            text.contains("predicted: 10.50 s, 5.0 % more than any packing takes at least (10.00 s, predicted)\n"),
+            "{text}"
+        );
         assert!(text.contains("measured: 11.00 s: 4.8 % more than predicted\n"), "{text}");
         report.devices[0].why = Some("no run fits there".into());
         assert!(table(&report).contains("virtual:a (simulated): not used: no run fits there\n"), "{}", table(&report));

@@ -305,16 +305,37 @@ fn a_plan_of_something_else_or_one_that_does_not_fit_is_not_followed() {
     place.succeed(&["train", "run.toml", "--plan", "plan.json"]);
 }
 
+/// Others that take all cores, until it goes.
+struct Others(Vec<std::process::Child>);
+
+impl Others {
+    fn at_work() -> Others {
+        let cores = std::thread::available_parallelism().unwrap().get();
+        let busy = || Command::new("sh").args(["-c", "while :; do :; done"]).spawn().unwrap();
+        Others((0..cores).map(|_| busy()).collect())
+    }
+}
+
+impl Drop for Others {
+    fn drop(&mut self) {
+        for child in &mut self.0 {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
 /// What was measured beside other work is no peak either, and nothing that a speed is learned against: what was known stays.
 #[test]
 fn rates_that_were_measured_beside_other_programs_are_called_so_and_nothing_is_learned_from_them() {
     let place = Place::new(&Shape { steps: 8, hidden: 64, batch_sequences: 32, ..SMALL });
     assert!(place.succeed(&["plan", "run.toml", "--json"]).json().get("disturbed").is_none());
     place.succeed(&["train", "run.toml", "--set", "run.dir=before", "--set", "train.steps=1"]);
-    // Nothing is known of this processor but that it is slow, and two programs measure it at once: each beside the other.
+    // Nothing is known of this processor but that it is slow, and others have it; two programs measure it at once.
     std::fs::remove_file(place.path("cache/devices.json")).unwrap();
     let known = json!([{"device": "cpu", "model": Cpu::read().model, "slower": 3.0, "why": "it was"}]);
     place.write("cache/shortfalls.json", known.to_string());
+    let others = Others::at_work();
     let beside = place.start(&["generate", "before/model", "--prompt", "abc", "--max-tokens", "3"]);
     // Every start measures: the table of `plan` is the one that `train` begins with.
     let said = place.succeed(&["train", "run.toml"]).stdout;
@@ -324,6 +345,7 @@ fn rates_that_were_measured_beside_other_programs_are_called_so_and_nothing_is_l
     let text = beside.end();
     assert_eq!(text.code, Some(0), "{}", text.stderr);
     assert!(text.stderr.starts_with("note: rates: others took "), "{}", text.stderr);
+    drop(others);
     assert!(said.contains("loss ") && !said.contains(" of peak"), "{said}");
     let start = place.events("run").into_iter().find(|event| event["event"] == "start").unwrap();
     assert_eq!(start["peak_flops"], 0.0);

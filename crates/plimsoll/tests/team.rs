@@ -990,6 +990,10 @@ fn a_device_without_any_room_takes_none_from_the_one_that_has() {
         (&"virtual:a".into(), &"virtual:b".into())
     );
     holds(&place.json("run/result.json"));
+    let rehearsed = ["--devices", &devices, "--set", "run.dir=other", "--inject-loss", "virtual:b:1"];
+    let refused = place.run(&[&["train"][..], &words, &rehearsed].concat());
+    assert_eq!(refused.code, Some(2), "{}", refused.stderr);
+    assert!(refused.stderr.contains("`virtual:b` is left out of this run: "), "{}", refused.stderr);
 }
 
 #[test]

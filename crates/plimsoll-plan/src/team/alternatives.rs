@@ -90,7 +90,7 @@ pub fn alternatives(team: &TeamQuestion, plan: &Plan) -> Vec<Alternative> {
     let layers = Layers::new(team, &plan.rungs).fastest().filter(|_| plan.sharing != Some(Sharing::Layers));
     let ways = ways.iter().map(|split| crew.way(split, team.host)).chain(state).chain(layers);
     let seems_faster = |way: &Way| way.sharing == Some(Sharing::Batch) && way.seconds < plan.predicted.step_seconds;
-    let of = |way: Way| if seems_faster(&way) { packed(team, &plan.rungs, &way) } else { written(team, &way) };
+    let of = |way: Way| if seems_faster(&way) { as_packed(team, &plan.rungs, &way) } else { written(team, &way) };
     let mut list: Vec<Alternative> = ways.map(of).collect();
     let unable = team.kinds().into_iter().filter(|device| !able.contains(device));
     list.extend(unable.map(|device| self::unable(team, &plan.rungs, device)));
@@ -159,10 +159,10 @@ fn written(team: &TeamQuestion, way: &Way) -> Alternative {
     }
 }
 
-/// The same of a way that is packed for it.
-fn packed(team: &TeamQuestion, rungs: &[Rung], way: &Way) -> Alternative {
+/// The same of a way that is packed for it; by its bounds where its recipes do not pack.
+fn as_packed(team: &TeamQuestion, rungs: &[Rung], way: &Way) -> Alternative {
     let bounds = written(team, way);
-    let Ok(mut parts) = parts_of(team, rungs, way) else { return Alternative { fits: false, ..bounds } };
+    let Ok(mut parts) = parts_of(team, rungs, way) else { return bounds };
     let Plan { fits, predicted, devices, .. } = whole::plan(team, &mut parts);
     let peak_bytes = devices.into_iter().map(|device| device.peak_bytes).collect();
     Alternative { fits, predicted, peak_bytes, ..bounds }

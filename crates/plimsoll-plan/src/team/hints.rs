@@ -147,26 +147,21 @@ fn line_of(question: &Question) -> Option<Bytes> {
 /// rungs is no longer among the needs then.
 pub(super) fn with_one_rung(team: &TeamQuestion, refused: &mut Plan) {
     let (question, line) = (&team.devices[0], refused.devices[0].budget_bytes);
-    let of_rungs = |need: &Need| need.host_bytes.is_none() && need.file_bytes.is_none() && need.budget_bytes <= line;
-    if refused.needs.iter().any(|need| of_rungs(need) && need.allow.len() <= 1) {
+    let of_rungs = |need: &Need| need.host_bytes.is_none() && need.file_bytes.is_none();
+    let further = |need: &Need| need.allow.iter().filter(|rung| !question.lossy.allow.contains(rung)).count();
+    if refused.needs.iter().any(|need| of_rungs(need) && need.budget_bytes <= line && further(need) <= 1) {
         return;
     }
-    let further = |rung: &Rung| question.lossy.offer.contains(rung) && !question.lossy.allow.contains(rung);
+    let offered = |rung: &Rung| question.lossy.offer.contains(rung) && !question.lossy.allow.contains(rung);
     let alone =
         |rung: Rung| Change { allow: vec![rung], ..Change::default() }.planned(team).map(|answer| answer.plan.rungs);
-    let Some(taken) = Rung::ALL.into_iter().filter(further).find_map(alone) else { return };
+    let Some(taken) = Rung::ALL.into_iter().filter(offered).find_map(alone) else { return };
     let covered = |need: &Need| of_rungs(need) && taken.iter().all(|rung| need.allow.contains(rung));
     refused.needs.retain(|need| !covered(need));
+    let (needs, others) = (&mut refused.needs, BTreeMap::new());
+    let at = needs.iter().position(|need| !need.allow.is_empty()).unwrap_or(needs.len());
     let allow = taken.into_iter().filter(|rung| !question.rungs.contains(rung)).collect();
-    let others = BTreeMap::new();
-    refused.needs.push(Need {
-        allow,
-        budget_bytes: line,
-        host_bytes: None,
-        file_bytes: None,
-        peak_bytes: None,
-        others,
-    });
+    needs.insert(at, Need { allow, budget_bytes: line, host_bytes: None, file_bytes: None, peak_bytes: None, others });
 }
 
 /// The needs of the one device that lacks the least, as they are where every device has to take part: each with its part of
@@ -231,10 +226,12 @@ mod tests {
             let team = TeamQuestion { devices, host: Bytes::ZERO, all: false, only: None, evaluations: None };
             let plan = share_out(&team).plan;
             assert!(!plan.fits);
-            let enough = plan.needs.into_iter().filter(|need| need.budget_bytes <= device.budget);
-            enough.map(|need| need.allow).collect::<Vec<_>>()
+            let words = |need: Need| (need.allow, need.budget_bytes <= device.budget);
+            plan.needs.into_iter().map(words).collect::<Vec<_>>()
         };
-        assert_eq!(needs(1), [vec![Rung::Lora, Rung::Nf4]]);
-        assert_eq!(needs(3), [vec![Rung::Lora]]);
+        let (lora, both) = (vec![Rung::Lora], vec![Rung::Lora, Rung::Nf4]);
+        let (nothing, adam) = ((vec![], false), (vec![Rung::Adam8bit], false));
+        assert_eq!(needs(1), [nothing.clone(), adam.clone(), (lora.clone(), false), (both, true)]);
+        assert_eq!(needs(3), [nothing, (lora, true), adam]);
     }
 }

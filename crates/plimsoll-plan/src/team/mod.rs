@@ -29,7 +29,7 @@ use plimsoll_core::{Bytes, FileSpec, HostSpec, LeftOut, Link, Member, Need, Plan
 use plimsoll_program::Share;
 use state::State;
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Recipes that are given up because they do not pack.
 const TRIES: usize = 40;
@@ -387,7 +387,7 @@ fn with_more_of_the_host(team: &TeamQuestion, refused: &Plan) -> Option<Need> {
             || team.asked(Sharing::Layers).then(|| Layers::new(&endless, &rungs).least_host()).flatten(),
             || team.asked(Sharing::State).then(|| State::new(&endless, &rungs).least_host()).flatten(),
         );
-        // The state in parts takes longer to look at: where it is no less, that is not done.
+        // The state in parts takes longer to pack: where it is no less, that is not done.
         let layers = layers.map(|least| (least, Sharing::Layers)).into_iter();
         let ways = layers.chain(state.map(|least| (least, Sharing::State)));
         let mut found: Option<Bytes> = None;
@@ -465,12 +465,14 @@ fn parts_of(team: &TeamQuestion, rungs: &[Rung], way: &Way) -> Result<Vec<Part>,
     };
     let first = |given: &Given| way.ranks.iter().position(|other| like(other, given)).expect("it is like itself");
     let firsts: Vec<usize> = (0..way.ranks.len()).filter(|&rank| first(&way.ranks[rank]) == rank).collect();
-    let enough = AtomicBool::new(false);
-    // They are begun in order: before one that does not fit none is missing.
+    // What comes after one that does not fit need not be known.
+    let last = AtomicUsize::new(usize::MAX);
     let found = side_by_side(&firsts, |&rank| {
         let given = &way.ranks[rank];
-        let answer = (!enough.load(Ordering::Relaxed)).then(|| plan_of(&question(given), &given.recipe))?;
-        enough.fetch_or(!answer.plan.fits, Ordering::Relaxed);
+        let answer = (rank < last.load(Ordering::Relaxed)).then(|| plan_of(&question(given), &given.recipe))?;
+        if !answer.plan.fits {
+            last.fetch_min(rank, Ordering::Relaxed);
+        }
         Some(answer)
     });
     let mut found = found.into_iter();
@@ -478,7 +480,7 @@ fn parts_of(team: &TeamQuestion, rungs: &[Rung], way: &Way) -> Result<Vec<Part>,
     for (rank, given) in way.ranks.iter().enumerate() {
         let answer = match first(given) {
             first if first < rank => plan_like(&question(given), &given.recipe, &parts[first].answer),
-            _ => found.next().flatten().expect("it has been begun"),
+            _ => found.next().flatten().expect("nothing before it does not fit"),
         };
         if !answer.plan.fits {
             return Err((rank, over(&answer.plan)));

@@ -53,11 +53,16 @@ impl Drift {
         self.have_worked.iter()
     }
 
+    /// Whether who was too slow may be asked again in this step: its rest is over, and nobody else is on trial.
+    pub fn asks_again(&self, step: u64) -> bool {
+        !self.on_trial && step >= self.since + self.rest
+    }
+
     /// The own work of each device took so many seconds of a step, measured and predicted; of who computes nothing that is not
     /// known. Says by how much each is slower than its plan, where the shares should be changed for it, or where there is
     /// somebody who `may_work` again. Devices that compute are compared with each other; one that does so alone with its plan.
     pub fn see(&mut self, step: u64, passed: &[Option<(f64, f64)>], may_work: bool) -> Option<Vec<f64>> {
-        let asks_again = may_work && !self.on_trial && step >= self.since + self.rest;
+        let asks_again = may_work && self.asks_again(step);
         let as_planned = || asks_again.then(|| vec![1.0; passed.len()]);
         let computed = || passed.iter().flatten();
         if computed().any(|(_, predicted)| *predicted < SECONDS_LEAST) {
@@ -194,6 +199,14 @@ mod tests {
         drift.looked(step, false);
         drift.looked(step + 512, false);
         assert!((step + 513..step + 1536).all(|step| drift.see(step, &alone, true).is_none()));
+    }
+
+    #[test]
+    fn one_that_is_far_from_the_plan_asks_nobody_back_before_the_rest_is_over() {
+        let mut drift = Drift { looks: 3, ..Drift::default() };
+        drift.begins(10);
+        let noticed = (11..).find(|&step| drift.see(step, &took(&[1.0, 3.0]), true).is_some()).unwrap();
+        assert!(noticed < 100 && !drift.asks_again(noticed) && drift.asks_again(10 + 256), "{noticed}");
     }
 
     #[test]

@@ -8,7 +8,8 @@ use rustix::io::Errno;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::thread;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// Where the events of a run go.
 pub struct EventLog<'a> {
@@ -75,7 +76,13 @@ pub fn check_free(run_dir: &Path) -> Result<(), Failure> {
 /// Locks the log of a run folder, for as long as it is open.
 fn lock(file: &File, how: FlockOperation, run_dir: &Path) -> Result<(), Failure> {
     // A file system without locks (some network ones) refuses in other words: there nothing guards the folder.
-    if flock(file, how) == Err(Errno::WOULDBLOCK) {
+    let held = || flock(file, how) == Err(Errno::WOULDBLOCK);
+    let looked_at = || {
+        // Whoever looks whether the folder is free holds it for a moment.
+        thread::sleep(Duration::from_millis(20));
+        !held()
+    };
+    if held() && !looked_at() {
         let message = format!("run.dir: another plimsoll trains in {} now", run_dir.display());
         return Err(Failure::input(message).hint("wait until it ends, or stop it first"));
     }

@@ -240,7 +240,7 @@ impl Trainer {
         let at_work: Vec<String> = at_work.map(|worker| worker.device.name.clone()).collect();
         self.drift.work(&at_work);
         let benched = self.drift.have_worked().filter(|name| !at_work.contains(name) && !self.is_gone(name));
-        let benched: Vec<String> = benched.cloned().collect();
+        let benched: Vec<String> = benched.filter(|_| self.drift.asks_again(self.info.step)).cloned().collect();
         let computed = self.team.computed();
         let Some(factors) = self.drift.see(self.info.step, &computed, !benched.is_empty()) else { return Ok(()) };
         let start = Instant::now();

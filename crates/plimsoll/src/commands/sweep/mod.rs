@@ -231,7 +231,10 @@ impl<'a> Going<'a> {
         }
         if !stopping {
             let needs: Vec<&Needs> = self.needs.iter().flatten().collect();
-            let unused = self.report.devices.iter_mut().enumerate().filter(|(_, device)| device.workers == 0);
+            // Before this start one may have been used.
+            let used = |name: &str| self.report.runs.iter().any(|row| row.device.as_deref() == Some(name));
+            let devices = self.report.devices.iter_mut().enumerate();
+            let unused = devices.filter(|(_, device)| device.workers == 0 && !used(&device.name));
             unused.for_each(|(number, device)| device.why = self.places.unused(number, &needs));
         }
         self.write()

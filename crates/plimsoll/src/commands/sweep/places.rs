@@ -139,8 +139,10 @@ impl Places {
         match here().map(|needs| needs.bytes).min() {
             _ if needs.is_empty() => None,
             _ if here().any(|needs| needs.fits) => Some("the runs end earlier on the others, by prediction".to_owned()),
-            Some(least) => Some(format!("no run fits there: it has {line}, the least that would do is {least}")),
-            None => Some("the runs would lose more there: on others they take fewer lossy rungs".to_owned()),
+            Some(least) if here().count() == needs.len() => {
+                Some(format!("no run fits there: it has {line}, the least that would do is {least}"))
+            }
+            _ => Some("the runs would lose more there: on others they take fewer lossy rungs".to_owned()),
         }
     }
 
