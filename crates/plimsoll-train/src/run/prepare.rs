@@ -25,7 +25,7 @@ use std::path::PathBuf;
 
 /// Heap that a run takes beside its arena and its rows: thread stacks, event lines, growing tables.
 /// Measured on runs of many sizes, with room.
-const HEAP_BYTES: Bytes = Bytes::mib(6);
+const HEAP_BYTES: Bytes = Bytes::mib(5);
 
 /// What every process is charged with at least, rows and Programs left out: more than one holds that trains on tokenised
 /// data. So what a run is charged with does not depend on how its start went, and a plan made without its data is held
