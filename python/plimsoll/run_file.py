@@ -55,7 +55,7 @@ class TrainSection(TypedDict, total=False):
     betas: Sequence[float]
     eps: float
     clip_norm: float
-    precision: Literal["auto", "f32", "bf16"]
+    precision: Literal["auto", "f32", "bf16", "f64"]
     method: Literal["full", "lora"]
     rungs: Sequence[Rung]
     seed: int

@@ -1,6 +1,7 @@
 """Faults of a cluster in the middle of runs: a worker is killed, a raylet is killed, a cable is pulled, at a moment that is drawn.
 The run has to end by itself, with the losses of one that nothing happened to; when it noticed, and when it went on, is in its
-events.
+events. Where the head is killed it has to save and to stop, everybody to give back what they hold, and the run to come to those
+losses when it is resumed in the cluster that is joined again.
 
     python tests/faults.py --times 20 --seed 1
 
@@ -28,9 +29,9 @@ import hosts
 from hosts import Host
 from plimsoll.ray import ours
 from plimsoll.ray.cluster import columns
-from runs import Left, Started, events, train, worker
+from runs import Left, Started, events, processes, train, worker
 
-Kind = Literal["worker", "raylet", "cable"]
+Kind = Literal["worker", "raylet", "cable", "head"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 #: How far a loss may be from that of the undisturbed run: the sums of a step are taken in another order by those who are left.
@@ -63,13 +64,18 @@ def happen(kind: Kind, host: Host) -> None:
     if kind == "worker":
         os.kill(worker(host), signal.SIGKILL)
     elif kind == "raylet":
-        os.kill(raylet(host), signal.SIGKILL)
+        os.kill(of_ray(host, "raylet"), signal.SIGKILL)
+    elif kind == "head":
+        os.kill(of_ray(host, "gcs_server"), signal.SIGKILL)
     else:
         host.pull_cable()
 
 
 def mend(kind: Kind, host: Host, device: str) -> None:
     """The host is part of the cluster again, as it was."""
+    if kind == "head":
+        hosts.join_head(host, device)
+        return
     if kind == "cable":
         host.plug_in()
     if kind != "worker":
@@ -77,11 +83,11 @@ def mend(kind: Kind, host: Host, device: str) -> None:
         hosts.join(host, device)
 
 
-def raylet(host: Host) -> int:
-    """Ray's process on a host."""
+def of_ray(host: Host, name: str) -> int:
+    """Ray's process of this name on a host."""
     (started,) = json.loads((host.state / "joined.json").read_text())["raylets"]
     pids = ours.members(ours.Raylet(**started))
-    return next(pid for pid in pids if Path(f"/proc/{pid}/comm").read_text().strip() == "raylet")
+    return next(pid for pid in pids if Path(f"/proc/{pid}/comm").read_text().strip() == name)
 
 
 def survived(kind: Kind, name: str, left: Left, plain: Left, happened: float) -> Survived:
@@ -95,6 +101,20 @@ def survived(kind: Kind, name: str, left: Left, plain: Left, happened: float) ->
     (said,) = [number for number, event in enumerate(left.events) if event["event"] == "lost"]
     noticed = left.events[said]
     after = next(event for event in left.events[said:] if event["event"] == "step")
+    return Survived(
+        kind=kind,
+        device=lost["device"],
+        step=lost["step"],
+        noticed_seconds=noticed["time"] - happened,
+        resumed_seconds=after["time"] - noticed["time"],
+        back_to=back_to,
+        spread=spread_of(left, plain, same),
+    )
+
+
+def spread_of(left: Left, plain: Left, same: int) -> float:
+    """That a run has come to the losses of another: to the bit before step ``same``, and how far from them at most, as a part
+    of each."""
     spread = 0.0
     for what in ("step", "evaluation"):
         came, due = losses(left, what), losses(plain, what)
@@ -103,15 +123,7 @@ def survived(kind: Kind, name: str, left: Left, plain: Left, happened: float) ->
             assert step >= same or came[step] == loss, (what, step)
             spread = max(spread, abs(came[step] / loss - 1.0))
     assert spread <= SPREAD, spread
-    return Survived(
-        kind=kind,
-        device=lost["device"],
-        step=lost["step"],
-        noticed_seconds=noticed["time"] - happened,
-        resumed_seconds=after["time"] - noticed["time"],
-        back_to=back_to,
-        spread=spread,
-    )
+    return spread
 
 
 def losses(left: Left, what: str) -> dict[int, float]:
@@ -130,11 +142,14 @@ TAKEN = {"alpha": "virtual:a=280MiB@0.4", "beta": "virtual:b=280MiB@0.2", "gamma
 #: How the links are said to be, and what is shared then: over slow ones everybody has the whole model, over fast ones a part of
 #: the state is on everybody, so that a run without one of them goes back to a checkpoint.
 LINKS = {"batch": "1gbit", "state": "10GB/s+10us"}
+#: A run whose head is killed takes the same at a quarter of the pace: who can still speak with each other are not done before
+#: they give up.
+HEADLESS, SLOW = 100, {"alpha": "virtual:a=280MiB@0.1", "beta": "virtual:b=280MiB@0.05", "gamma": "virtual:c=280MiB@0.05"}
 
 
-def devices(sharing: str) -> str:
+def devices(sharing: str, taken: dict[str, str] = TAKEN) -> str:
     """``run.devices`` of all hosts."""
-    return ",".join(f"ray:{name}/{word}::{LINKS[sharing]}" for name, word in TAKEN.items())
+    return ",".join(f"ray:{name}/{word}::{LINKS[sharing]}" for name, word in taken.items())
 
 
 def one(kind: Kind, sharing: str, there: list[Host], plain: Left, folder: Path, draw: random.Random) -> Survived:
@@ -151,6 +166,73 @@ def one(kind: Kind, sharing: str, there: list[Host], plain: Left, folder: Path, 
         return survived(kind, host.name, run.left(), plain, happened)
     finally:
         mend(kind, host, GIVEN[host.name])
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a run came to whose head was killed. Seconds are counted from there."""
+
+    #: Where the run was started.
+    home: str
+    #: Until it says that a device is lost.
+    noticed_seconds: float
+    #: Until it has ended.
+    ended_seconds: float
+    #: Until nobody holds anything for it on any host.
+    free_seconds: float
+    #: From the first word of joining again until the first step of the run that goes on.
+    resumed_seconds: float
+    spread: float
+
+
+def resumed(there: list[Host], plain: Left, folder: Path, draw: random.Random) -> Resumed:
+    """A run whose head is killed, and that is resumed when all have joined again."""
+    home = draw.choice(there)
+    run = Started(home, folder, devices("batch", SLOW), HEADLESS)
+    run.until_step(draw.randint(1, HEADLESS // 4))
+    happened = time.time()
+    happen("head", there[0])
+    run.stopped()
+    ended = time.time()
+    while any(words.startswith(b"ray::Worker") for host in there for _, words in processes(host)):
+        assert time.time() - happened < WATCHDOG_SECONDS
+        time.sleep(0.1)
+    free = time.time()
+    said = events(folder)
+    lost = [event for event in said if event["event"] == "lost"]
+    for host in there:
+        if host is there[0]:
+            mend("head", host, GIVEN[host.name])
+        else:
+            hosts.join(host, GIVEN[host.name])
+    went_on = home.plimsoll("train", "--quiet", "--resume", str(folder))
+    assert went_on.returncode == 0, went_on.stdout + went_on.stderr
+    left = Left(folder)
+    step = next(event for event in left.events[len(said) :] if event["event"] == "step")
+    # Until then it is the same run.
+    same = min(event["back_to"] + 1 if "back_to" in event else event["step"] for event in lost)
+    return Resumed(
+        home=home.name,
+        noticed_seconds=lost[0]["time"] - happened,
+        ended_seconds=ended - happened,
+        free_seconds=free - happened,
+        resumed_seconds=step["time"] - free,
+        spread=spread_of(left, plain, min(same, step["step"])),
+    )
+
+
+def table_of_heads(found: list[Resumed]) -> str:
+    """What these came to."""
+    titles = [word for title in ("noticed after", "ended after", "all free after", "joined and resumed in") for word in (title, "longest")]
+    rows = [["head lost, run", "times", *titles, "spread of losses, at most"]]
+    for where, with_it in (("on its machine", True), ("elsewhere", False)):
+        these = [one for one in found if (one.home == "alpha") == with_it]
+        if these:
+            names = ("noticed_seconds", "ended_seconds", "free_seconds", "resumed_seconds")
+            spans = [[getattr(one, name) for one in these] for name in names]
+            took = [f"{take(span):.1f} s" for span in spans for take in (statistics.median, max)]
+            rows.append([where, str(len(these)), *took, f"{max(one.spread for one in these):.1e}"])
+    return columns(rows)
 
 
 @dataclass(frozen=True)
@@ -223,29 +305,30 @@ def table(found: list[Survived], sharings: dict[Survived, str]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Workers and raylets are killed, cables pulled, in the middle of runs over three hosts.")
+    parser = argparse.ArgumentParser(description="Workers, raylets and the head are killed, cables pulled, in the middle of runs over three hosts.")
     parser.add_argument("--times", type=int, default=20, help="of each [default: %(default)s]")
     parser.add_argument("--seed", type=int, default=1, help="where hosts and moments are drawn from [default: %(default)s]")
     parser.add_argument("--kinds", default=",".join(KINDS), help="which [default: %(default)s]")
     parser.add_argument("--back", type=int, default=20, help="workers that are killed and come back in one run [default: %(default)s]")
     args = parser.parse_args()
-    if refused := hosts.refusal():
-        print(f"error: {refused}", file=sys.stderr)
-        return 2
-    # Whoever ends this leaves no cluster behind.
-    for ends in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(ends, lambda *_: sys.exit(1))
-    draw, sharings, failed = random.Random(args.seed), dict[Survived, str](), 0
+    hosts.ready_for_script()
+    draw, sharings, heads, failed = random.Random(args.seed), dict[Survived, str](), list[Resumed](), 0
     with hosts.cluster(list(GIVEN.values())) as there, tempfile.TemporaryDirectory(prefix="plimsoll-faults-") as tmp:
         plain = {sharing: train(there[0], Path(tmp) / sharing, devices(sharing), STEPS) for sharing in LINKS}
         for sharing, left in plain.items():
             assert left.result["sharing"] == sharing and len(left.result["team"]) == len(TAKEN), left.result
+        if "head" in args.kinds:
+            whole = train(there[0], Path(tmp) / "whole", devices("batch", SLOW), HEADLESS)
         for number in range(args.times):
             for kind in args.kinds.split(","):
                 faulthandler.dump_traceback_later(WATCHDOG_SECONDS, exit=True)
                 sharing = list(LINKS)[number % len(LINKS)]
                 folder = Path(tmp) / f"{kind}-{number}"
                 try:
+                    if kind == "head":
+                        heads.append(resumed(there, whole, folder, draw))
+                        print(f"{kind} {number}: {heads[-1]}", flush=True)
+                        continue
                     came = one(kind, sharing, there, plain[sharing], folder, draw)
                 except Exception as error:  # The others are tried all the same, and it counts.
                     failed += 1
@@ -258,7 +341,12 @@ def main() -> int:
         if args.back:
             back, spread = returned(there, Path(tmp), args.back, draw)
             print(f"\n{table_of_returns(back)}\nspread of losses, at most: {spread:.1e}")
-    print(f"\n{len(sharings)} of {len(sharings) + failed} runs ended as they should\n\n{table(list(sharings), sharings)}")
+    right = len(sharings) + len(heads)
+    print(f"\n{right} of {right + failed} runs ended as they should")
+    if sharings:
+        print(f"\n{table(list(sharings), sharings)}")
+    if heads:
+        print(f"\n{table_of_heads(heads)}")
     return 1 if failed else 0
 
 

@@ -122,6 +122,15 @@ def refusal() -> str | None:
     return f"no bridge can be made in a namespace: {tried.stderr.strip()}" if tried.returncode else None
 
 
+def ready_for_script() -> None:
+    """Ends a script with 2 where there can be no hosts; whoever ends it later leaves no cluster behind."""
+    if refused := refusal():
+        print(f"error: {refused}", file=sys.stderr)
+        sys.exit(2)
+    for ends in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ends, lambda *_: sys.exit(1))
+
+
 @contextlib.contextmanager
 def network(names: Sequence[str], *, rate: str = "1gbit", delay: str | None = None) -> Iterator[list[Host]]:
     """Hosts on a switch; each sends at ``rate`` at most, and ``delay`` later."""
@@ -168,14 +177,19 @@ def cluster(devices: Sequence[str] = (ALPHA, BETA)) -> Iterator[list[Host]]:
         for host in (alpha, *others):
             host.env["PLIMSOLL_CACHE"] = str(host.tmp)
             know_rates(host.tmp)
-        joined = alpha.plimsoll("join", "--head", "--name", "alpha", "--token", TOKEN, "--devices", devices[0])
-        assert joined.returncode == 0, joined.stderr
-        assert joined.stdout.startswith("the head of the cluster at 10.77.0.1:7300, as 10.77.0.1\n")
-        assert "alpha/virtual:a (simulated)" in joined.stdout
-        assert f"plimsoll join 10.77.0.1:7300 --token {TOKEN}\n" in joined.stdout
+        join_head(alpha, devices[0], "--token", TOKEN)
         for host, device in zip(others, devices[1:]):
             join(host, device)
         yield [alpha, *others]
+
+
+def join_head(host: Host, device: str = ALPHA, *words: str) -> None:
+    """The first joins, with this device; one that was the head has the token still."""
+    joined = host.plimsoll("join", "--head", "--name", host.name, "--devices", device, *words)
+    assert joined.returncode == 0, joined.stderr
+    assert joined.stdout.startswith(f"the head of the cluster at {host.ip}:7300, as {host.ip}\n")
+    assert f"{host.name}/{device.partition('=')[0]} (simulated)" in joined.stdout
+    assert f"plimsoll join {host.ip}:7300 --token {TOKEN}\n" in joined.stdout
 
 
 def join(host: Host, device: str = BETA) -> None:

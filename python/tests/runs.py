@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import struct
 import subprocess
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -42,15 +44,28 @@ class Left:
         self.model = (folder / "model" / "model.safetensors").read_bytes()
 
 
-def words(folder: Path, devices: str, steps: int) -> list[str]:
-    """The command."""
-    settings = [*SETTINGS, f"train.steps={steps}", f"run.dir={folder}", f"run.devices={devices},host=1MiB"]
+def numbers(file: Path) -> dict[str, tuple[str, list[float]]]:
+    """What is stored in a file, by name: how, and its numbers, of those that are floats of 32 or 64 bits."""
+    stored = file.read_bytes()
+    (length,) = struct.unpack_from("<Q", stored)
+    tensors: dict[str, dict[str, Any]] = json.loads(stored[8 : 8 + length])
+    found = dict[str, tuple[str, list[float]]]()
+    for name, tensor in tensors.items():
+        if code := {"F32": "f", "F64": "d"}.get(tensor.get("dtype", "")):
+            first, end = (8 + length + offset for offset in tensor["data_offsets"])
+            found[name] = tensor["dtype"], list(array(code, stored[first:end]))
+    return found
+
+
+def words(folder: Path, devices: str, steps: int, *more: str) -> list[str]:
+    """The command, with more settings."""
+    settings = [*SETTINGS, f"train.steps={steps}", f"run.dir={folder}", f"run.devices={devices},host=1MiB", *more]
     return ["train", "--quiet", *(word for setting in settings for word in ("--set", setting))]
 
 
-def train(host: Host, folder: Path, devices: str, steps: int) -> Left:
+def train(host: Host, folder: Path, devices: str, steps: int, *more: str) -> Left:
     """A run, to its end."""
-    trained = host.plimsoll(*words(folder, devices, steps))
+    trained = host.plimsoll(*words(folder, devices, steps, *more))
     assert trained.returncode == 0, trained.stdout + trained.stderr
     return Left(folder)
 
@@ -58,9 +73,9 @@ def train(host: Host, folder: Path, devices: str, steps: int) -> Left:
 class Started:
     """A run that is under way."""
 
-    def __init__(self, host: Host, folder: Path, devices: str, steps: int) -> None:
+    def __init__(self, host: Host, folder: Path, devices: str, steps: int, *more: str) -> None:
         self.folder = folder
-        self.process = host.start(hosts.COMMAND, *words(folder, devices, steps))
+        self.process = host.start(hosts.COMMAND, *words(folder, devices, steps, *more))
 
     def until_step(self, step: int) -> None:
         """Waits until a step is done."""
@@ -105,8 +120,13 @@ class Started:
     def stop(self) -> None:
         """Has it end early."""
         self.process.send_signal(signal.SIGINT)
+        self.stopped()
+
+    def stopped(self) -> None:
+        """Waits for its end, which is one that it goes on from."""
         said, _ = self.process.communicate(timeout=RUN_SECONDS)
         assert self.process.returncode == 4, said
+        assert f"plimsoll train --resume {self.folder}\n" in said, said
 
     def left(self) -> Left:
         """Waits for its end, which is a good one."""

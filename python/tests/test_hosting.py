@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import resource
 import time
 from pathlib import Path
 
 import pytest
 
 import faults
+import hosts
 import plimsoll
-from hosts import BETA, Host
+from hosts import ALPHA, BETA, Host
 from plimsoll.ray.hosting import Asked, find
-from runs import NEAR, Left, Started, events, train, words, workers
+from runs import NEAR, Left, Started, events, numbers, processes, train, words, workers
 from shapes import MIB, node
 
 #: A machine with two cards, one that gives its processor, and one that was not joined with `plimsoll join`.
@@ -25,8 +27,8 @@ FREE = {
 }
 
 
-def found(*words: str, budget_bytes: int | None = None) -> list[Asked]:
-    return find(list(words), budget_bytes, THERE, FREE)
+def found(*words: str, budget: str | None = None) -> list[Asked]:
+    return find(list(words), budget, THERE, FREE)
 
 
 def test_ray_is_every_node_with_what_is_free_of_it() -> None:
@@ -43,8 +45,10 @@ def test_ray_is_every_node_with_what_is_free_of_it() -> None:
         {"memory": 1000 * MIB},
         {"vram_mib": 8000},
     ]
-    held = found("ray", budget_bytes=2000 * MIB)
+    held = found("ray", budget="2000MiB")
     assert [one.rest for one in held] == ["=2000MiB", "=1500MiB", "=1000MiB", "=2000MiB"]
+    half = found("ray", "ray:b/virtual:x=25%@0.2", budget="50%")
+    assert [one.rest for one in half] == ["=10000MiB", "=750MiB", "=500MiB", "=4000MiB", "=250MiB@0.2"]
 
 
 @pytest.mark.parametrize(
@@ -56,6 +60,7 @@ def test_ray_is_every_node_with_what_is_free_of_it() -> None:
         ("a/cuda:0@1gbit", "=20000MiB@1gbit", {"vram_mib": 20000}),
         ("ray:b/cpu", "=1000MiB", {"memory": 1000 * MIB}),
         ("ray:b/virtual:x=300MiB@0.3::10GB/s", "=300MiB@0.3::10GB/s", {"memory": 300 * MIB}),
+        ("ray:a/cpu=300MiB", "=300MiB", {"memory": 300 * MIB}),
     ],
 )
 def test_a_device_is_named_with_its_line_and_link_or_without(word: str, rest: str, kept: dict[str, float]) -> None:
@@ -69,6 +74,7 @@ def test_a_device_is_named_with_its_line_and_link_or_without(word: str, rest: st
         ("ray:c/cuda:0", plimsoll.InputError, "no node of the cluster is called c/cuda:0"),
         ("ray:a/cuda:2", plimsoll.InputError, "there is: a/cuda:0, a/cuda:1, b/cpu, 10.0.0.9/cuda:0"),
         ("b/virtual:x", plimsoll.InputError, "no node of the cluster is called b/virtual:x"),
+        ("a/cpu", plimsoll.InputError, "no node of the cluster is called a/cpu"),
         ("a/cuda:1=2GiB", plimsoll.DoesNotFit, "a/cuda:1: 2048 MiB would be kept, and 1500 MiB are free"),
         ("b/virtual:x=2GiB@0.3", plimsoll.DoesNotFit, "b/virtual:x: 2048 MiB would be kept, and 1000 MiB are free"),
         ("b/cpu=much", plimsoll.InputError, "`much` is no budget"),
@@ -119,6 +125,54 @@ def test_a_run_over_two_hosts_ends_with_the_bits_of_one(pair: tuple[Host, Host],
     assert left_over == {}
 
 
+@pytest.fixture(scope="module")
+def alone(pair_of_all: tuple[Host, Host], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of one device, in f64."""
+    folder = tmp_path_factory.mktemp("runs") / "alone"
+    train(pair_of_all[0], folder, NEAR[0], 8, "train.precision=f64")
+    return folder
+
+
+#: Load lines in MiB and the link with which a run is shared out in each way: only with the first is there room for the whole
+#: model. What a worker is charged with beside that differs from machine to machine: so far down, or up, it is looked.
+WAYS = {"batch": (280, 280, "1gbit"), "state": (150, 120, "10GB/s+10us"), "layers": (122, 122, "20MB/s+10us")}
+LESS = (0, 1, -1, 2, -2, 4, -4, 6, -6, 8, -8)
+
+
+@pytest.mark.parametrize("sharing", WAYS)
+def test_a_run_over_two_hosts_is_that_of_one_device(pair: tuple[Host, Host], alone: Path, tmp_path: Path, sharing: str) -> None:
+    of_alpha, of_beta, link = WAYS[sharing]
+    for less in LESS:
+        lines = f"{of_alpha - less}MiB", f"{of_beta - less}MiB"
+        devices = f"ray:alpha/virtual:a={lines[0]}@0.4::{link},ray:beta/virtual:b={lines[1]}@0.2::{link}"
+        folder = tmp_path / f"run{less}"
+        trained = pair[0].plimsoll(*words(folder, devices, 8, "train.precision=f64"))
+        assert trained.returncode in (0, 3), trained.stdout + trained.stderr
+        if trained.returncode == 0 and Left(folder).result.get("sharing") == sharing:
+            break
+    left = Left(folder)
+    assert left.result["sharing"] == sharing and all(member["sequences"] > 0 for member in left.result["team"])
+    due = [event for event in events(alone) if event["event"] in ("step", "evaluation")]
+    came = [event for event in left.events if event["event"] in ("step", "evaluation")]
+    assert len(came) == len(due) > 8 and due[-1]["loss"] < due[0]["loss"]
+    apart = {"losses": 0.0, "norms": 0.0, "weights": 0.0, "weights and state": 0.0}
+    for one, other in zip(due, came):
+        assert (one["event"], one["step"]) == (other["event"], other["step"])
+        for what, key in (("losses", "loss"), ("norms", "norm")):
+            if key in one:
+                apart[what] = max(apart[what], abs(other[key] / one[key] - 1.0))
+    for what, file in (("weights", "model/model.safetensors"), ("weights and state", "checkpoints/step-8/state.safetensors")):
+        stored, others = numbers(alone / file), numbers(folder / file)
+        assert stored.keys() == others.keys() and {dtype for dtype, _ in stored.values()} == {"F64"}
+        for name, (_, values) in stored.items():
+            # Near zero a number has fewer digits than the largest beside it.
+            largest = max(map(abs, values))
+            spread = max(abs(one - other) for one, other in zip(values, others[name][1], strict=True))
+            apart[what] = max(apart[what], spread / largest if largest else spread)
+    print(f"f64, {sharing}:", ", ".join(f"{what} {spread:.1e} apart" for what, spread in apart.items()))
+    assert max(apart.values()) < 1e-9
+
+
 def test_a_run_over_own_and_other_devices_that_is_resumed_ends_with_the_same_bits(
     pair: tuple[Host, Host], here: Left, tmp_path: Path
 ) -> None:
@@ -140,7 +194,7 @@ def test_a_device_is_not_given_twice_and_runs_beside_each_other_feel_nothing_of_
     # 60 % of the device's 300 MiB.
     share = "ray:beta/virtual:b=180MiB@0.3"
     # Long enough for the second to ask while it runs.
-    steps = 4 * STEPS
+    steps = 2 * STEPS
     plain = train(alpha, tmp_path / "plain", share, steps)
     one = Started(alpha, tmp_path / "one", share, steps)
     one.until_step(1)
@@ -148,6 +202,50 @@ def test_a_device_is_not_given_twice_and_runs_beside_each_other_feel_nothing_of_
     assert two.returncode == 3, two.stdout + two.stderr
     assert "beta/virtual:b: 180 MiB would be kept, and 120 MiB are free" in two.stderr
     assert one.left().model == plain.model
+
+
+def test_a_worker_that_would_pass_its_share_gives_way_and_its_neighbour_feels_nothing(
+    pair: tuple[Host, Host], tmp_path: Path
+) -> None:
+    alpha, beta = pair
+    # Of a processor every byte of the worker counts, the interpreter's, too.
+    share, steps, more = "ray:beta/cpu=260MiB", 16, ("train.batch_tokens=6144", "train.save_every=0")
+    plain = train(alpha, tmp_path / "plain", share, steps, *more)
+    one = Started(alpha, tmp_path / "one", share, steps, *more)
+    one.until_step(1)
+    pid = only_worker(beta)
+    other = Started(alpha, tmp_path / "other", share, steps, *more)
+    other.until_step(1)
+    # It is not given more than its share, though the machine has more.
+    asked = alpha.plimsoll("budget", str(one.folder), "1GiB")
+    assert asked.stdout.startswith("load line 260.00 MiB, all that beta/cpu has for it (1.00 GiB was asked for): "), asked
+    # Where the system refuses it what it holds, it gives way at once, and cannot have it back.
+    (held,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmData:")]
+    resource.prlimit(pid, resource.RLIMIT_DATA, (int(held.split()[1]) * 1024 + 4 * MIB, resource.RLIM_INFINITY))
+    one.until("retreat")
+    asked = alpha.plimsoll("budget", str(one.folder), "260MiB")
+    assert ", all that beta/cpu has for it (260.00 MiB was asked for): " in asked.stdout, asked
+    left, neighbour = one.left(), other.left()
+    retreat, *_ = [event for event in left.events if event["event"] == "retreat"]
+    assert retreat["why"].startswith("ulimit -d, the limit on data leaves ") and retreat["device"] == "beta/cpu"
+    assert retreat["arena_bytes"] < retreat["arena_bytes_before"] and retreat["held_bytes"] < retreat["held_bytes_before"]
+    for run in (left, neighbour):
+        (memory,) = run.result["memory"]
+        assert 0 < memory["measured_bytes"] <= memory["budget_bytes"] <= 260 * MIB
+    assert left.losses == pytest.approx(plain.losses, rel=faults.SPREAD)
+    assert neighbour.losses == plain.losses and neighbour.model == plain.model
+    assert neighbour.result["retreats"] == []
+
+
+def only_worker(host: Host) -> int:
+    """The one process of a run on a host's device, once those of runs before have ended."""
+    patience = time.monotonic() + 30
+    while True:
+        pids = [pid for pid, words in processes(host) if words.startswith(b"ray::Worker")]
+        if len(pids) == 1:
+            return pids[0]
+        assert time.monotonic() < patience, pids
+        time.sleep(0.1)
 
 
 def test_a_plan_over_the_cluster_says_what_its_links_cost(pair: tuple[Host, Host]) -> None:
@@ -202,6 +300,29 @@ def test_who_was_lost_and_is_there_again_is_taken_in(pair: tuple[Host, Host], tm
     # A worker of a raylet that is gone is not taken in again and again.
     assert 6 <= len(said) <= 12 and [event["event"] for event in said] == ["lost", "back"] * (len(said) // 2)
     assert all(event["team"] == ["alpha/virtual:a", "beta/virtual:b"] for event in said if event["event"] == "back")
+
+
+@pytest.mark.takes_apart
+def test_a_head_that_is_lost_takes_no_run_with_it(pair: tuple[Host, Host], tmp_path: Path) -> None:
+    alpha, beta = pair
+    # More than who is left does alone until the others have joined again.
+    steps = 2 * STEPS
+    plain = train(beta, tmp_path / "plain", ",".join(NEAR), steps)
+    of_the_cluster = Started(beta, tmp_path / "cluster", f"ray:alpha/{NEAR[0]},ray:beta/{NEAR[1]}", steps)
+    with_its_own = Started(beta, tmp_path / "own", f"{NEAR[0]},ray:alpha/{NEAR[1]}", steps)
+    for run in (of_the_cluster, with_its_own):
+        run.until_step(3)
+    faults.happen("head", alpha)
+    # The words by which they joined; what still looks for the head that is gone is in nobody's way.
+    faults.mend("head", alpha, ALPHA)
+    hosts.join(beta, BETA)
+    of_the_cluster.stopped()
+    resumed = beta.plimsoll("train", "--quiet", "--resume", str(of_the_cluster.folder))
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    faults.spread_of(Left(of_the_cluster.folder), plain, 3)
+    went_on = with_its_own.left()
+    assert [lost["device"] for lost in went_on.result["lost"]] == ["alpha/virtual:b"]
+    faults.spread_of(went_on, plain, 3)
 
 
 def is_survived(kind: faults.Kind, pair: tuple[Host, Host], folder: Path) -> None:

@@ -25,23 +25,29 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "state"
 
 
-def session(children: int) -> tuple[subprocess.Popen[bytes], ours.Raylet]:
-    """A process that leads a session, with children that ignore what asks them to end."""
-    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
-    starts = f"import subprocess, sys, time; [subprocess.Popen([sys.executable, '-c', {stubborn!r}]) for _ in range({children})]"
-    leader = subprocess.Popen([sys.executable, "-c", f"{starts}; time.sleep(600)"], start_new_session=True)
+#: What starts with it ignores what asks it to end.
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+
+
+def session(children: int, leads: str = "import time") -> tuple[subprocess.Popen[bytes], ours.Raylet]:
+    """A process that leads a session, with stubborn children."""
+    child = f"{STUBBORN}; time.sleep(600)"
+    starts = f"import subprocess, sys; [subprocess.Popen([sys.executable, '-c', {child!r}]) for _ in range({children})]"
+    leader = subprocess.Popen([sys.executable, "-c", f"{leads}; {starts}; time.sleep(600)"], start_new_session=True)
     raylet = ours.Raylet("here/cpu", "cpu", leader.pid, ours.started(leader.pid) or 0)
     while len(ours.members(raylet)) <= children:
         time.sleep(0.02)
     return leader, raylet
 
 
-def test_what_is_stopped_is_a_session_with_all_that_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ours, "PATIENCE_SECONDS", 0.3)
+def test_what_is_stopped_is_a_session_with_all_that_is_in_it() -> None:
     leader, raylet = session(2)
     other, others = session(1)
     assert ours.runs(raylet) and os.getpid() not in ours.members(raylet)
+    began = time.monotonic()
     assert ours.stop([raylet]) == 3
+    # What a leader leaves behind is not waited for.
+    assert time.monotonic() - began < ours.PATIENCE_SECONDS / 2
     leader.wait()
     assert not ours.runs(raylet) and ours.members(raylet) == []
     assert ours.runs(others) and len(ours.members(others)) == 2
@@ -51,8 +57,15 @@ def test_what_is_stopped_is_a_session_with_all_that_is_in_it(monkeypatch: pytest
     other.wait()
 
 
-def test_what_is_left_of_a_leader_that_was_killed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leader_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ours, "PATIENCE_SECONDS", 0.3)
+    leader, raylet = session(1, STUBBORN)
+    assert ours.stop([raylet]) == 2
+    leader.wait()
+    assert ours.members(raylet) == []
+
+
+def test_what_is_left_of_a_leader_that_was_killed_is_found() -> None:
     leader, raylet = session(2)
     leader.kill()
     leader.wait()

@@ -13,11 +13,11 @@ import pytest
 
 import faults
 import hosts
-from hosts import BETA, TOKEN, Host, join
+from hosts import ALPHA, BETA, TOKEN, Host, join
 from plimsoll.ray import ours
 from plimsoll.ray.cluster import Cluster
 from plimsoll.ray.verifying import Report
-from runs import NEAR, Started, processes, train
+from runs import NEAR, Left, Started, processes, train
 
 MIB = 1 << 20
 #: The health checks add up to 9 s; another machine may be busy.
@@ -184,6 +184,11 @@ def test_leaving_stops_ours_and_no_other_ray(pair: tuple[Host, Host]) -> None:
         time.sleep(0.5)
     assert left_over == []
     assert not any(b"beta/virtual:b" in words for _, words in processes(beta))
+    # It joins again, under a name of its own.
+    beta.end_started()
+    refused = beta.plimsoll("join", alpha.ip, "--name", "alpha", "--token", TOKEN, "--devices", ALPHA)
+    assert refused.returncode == 2 and "10.77.0.1 is called alpha/virtual:a there already" in refused.stderr, refused.stderr
+    join(beta)
 
 
 #: The folder of the stand-in for NVIDIA's libraries (crates/plimsoll-device/tests/cuda_stand_in/build FOLDER).
@@ -191,7 +196,7 @@ STAND_IN = os.environ.get("PLIMSOLL_STAND_IN")
 
 
 @pytest.mark.skipif(STAND_IN is None, reason="PLIMSOLL_STAND_IN names no stand-in for a GPU")
-def test_each_gpu_is_a_node_that_sees_no_other(tmp_path: Path) -> None:
+def test_each_gpu_is_a_node_that_sees_no_other_and_a_run_over_them_is_that_of_one_process(tmp_path: Path) -> None:
     with hosts.network(["gamma"]) as (gamma,):
         gamma.env = {
             "LD_LIBRARY_PATH": str(STAND_IN),
@@ -212,3 +217,45 @@ def test_each_gpu_is_a_node_that_sees_no_other(tmp_path: Path) -> None:
         held = [(device["asked_bytes"] // MIB, device["refused_beyond"]) for device in report["devices"]]
         assert held == [(5896, True), (1474, True)]
         assert all(device["held_bytes"] == device["asked_bytes"] for device in report["devices"])
+        tiny, runs = tiny_run(tmp_path), dict[str, Left]()
+        for name, named in (("here", "cuda:0,cuda:1"), ("there", "ray")):
+            settings = [*tiny, f"run.dir={tmp_path / name}", f"run.devices={named}"]
+            trained = gamma.plimsoll("train", str(tmp_path / "run.toml"), "--quiet", *(word for one in settings for word in ("--set", one)))
+            assert trained.returncode == 0, trained.stdout + trained.stderr
+            runs[name] = Left(tmp_path / name)
+        here, there = runs["here"], runs["there"]
+        assert [member["device"] for member in there.result["team"]] == ["gamma/cuda:0", "gamma/cuda:1"]
+        assert all(member["sequences"] > 0 for member in there.result["team"])
+        # Links are others, and so may be what is kept on the host, where the last bits of an update differ.
+        assert here.losses == pytest.approx(there.losses, rel=1e-5) and len(there.losses) >= 4
+        for device, line in zip(there.result["memory"], (7372, 1843)):
+            assert device["arena_measured_bytes"] == device["arena_bytes"]
+            assert device["predicted_bytes"] <= device["budget_bytes"] == line * MIB
+
+
+def tiny_run(folder: Path) -> list[str]:
+    """Settings of a run that two stand-ins are done with in seconds; its model and its samples are written into the folder."""
+    shape = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "vocab_size": 97,
+        "hidden_act": "silu",
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+    }
+    (folder / "shape").mkdir()
+    (folder / "shape" / "config.json").write_text(json.dumps(shape))
+    rows = [{"input_ids": [(7 * row + 3 * place * place) % 94 + 3 for place in range(17)]} for row in range(40)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # Without any run file the built-in example is trained.
+    (folder / "run.toml").write_text("")
+    model = [f"model.path={folder / 'shape'}", "model.init=random"]
+    data = [f"data.train={folder / 'data.jsonl'}", "data.format=tokens", "data.sequence=16", "data.pack=false"]
+    return [*model, *data, "train.batch_tokens=64", "train.steps=4", "train.precision=f32", "run.team=all", "run.threads=1"]

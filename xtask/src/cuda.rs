@@ -6,6 +6,7 @@
 //! NVRTC and ptxas come from PyPI into `parity/cuda/.venv`, or lie in the venv that
 //! `PLIMSOLL_CUDA_VENV` names.
 
+use crate::program;
 use crate::stand_in::{self, succeed};
 use anyhow::{Context, bail, ensure};
 use plimsoll_device::cuda::kernels::{OPTIONS, Unit};
@@ -180,7 +181,7 @@ fn document(compiler: &Compiler, needs: &[Needs]) -> String {
 /// Plimsoll's own way from a unit to machine code, and back from the cache, with the NVRTC that it finds in the venv.
 fn into_machine_code(root: &Path, python: &Path) -> anyhow::Result<()> {
     let venv = python.parent().and_then(Path::parent).context("the venv's folder")?;
-    let tests = ["test", "--package", "plimsoll-device", "--lib", "cuda::compile", "--", "--ignored"];
+    let tests = ["test", "--workspace", "--lib", "cuda::compile", "--", "--ignored"];
     succeed(Command::new("cargo").args(tests).env("VIRTUAL_ENV", venv).current_dir(root))
 }
 
@@ -189,7 +190,7 @@ fn arithmetic(root: &Path) -> anyhow::Result<()> {
     ensure!(Command::new("g++").arg("--version").output().is_ok(), "g++ is needed to run kernels on the CPU");
     let files = ["cuda_kernels", "cuda_tensor", "cuda_executor", "cuda_adopt", "device"];
     let tests = files.iter().flat_map(|file| ["--test", file]).chain(["--", "--ignored"]);
-    succeed(Command::new("cargo").args(["test", "--package", "plimsoll-device"]).args(tests).current_dir(root))
+    succeed(Command::new("cargo").args(["test", "--workspace"]).args(tests).current_dir(root))
 }
 
 /// The real programs on a stand-in for a GPU (runs on the CPU): what it is there to find, the command line, and every op
@@ -199,7 +200,7 @@ fn arithmetic(root: &Path) -> anyhow::Result<()> {
 /// When something on the stand-in is not as it must be.
 pub fn on_stand_in() -> anyhow::Result<()> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("the workspace's root")?;
-    succeed(Command::new("cargo").args(["build", "--release", "--package", "plimsoll"]).current_dir(root))?;
+    let program = program::release()?;
     let libraries = stand_in::build(root)?;
     let tests = root.join("crates/plimsoll-device/tests/cuda_stand_in");
     let python = |script: PathBuf| {
@@ -208,7 +209,7 @@ pub fn on_stand_in() -> anyhow::Result<()> {
         command
     };
     succeed(python(tests.join("check.py")).arg(&libraries))?;
-    succeed(python(root.join("parity/cuda/end_to_end.py")).arg(root.join("target/release/plimsoll")).arg(&libraries))?;
+    succeed(python(root.join("parity/cuda/end_to_end.py")).arg(program).arg(&libraries))?;
     for (only, dtype, runs) in
         [("ops", "f32", "4"), ("ops", "bf16", "4"), ("cases", "f32", "2"), ("cases", "bf16", "2")]
     {

@@ -1,7 +1,7 @@
 //! `cargo xtask gpu-check`: packs what travels to a machine with a GPU: the program, these chores (for the soak), and the
 //! script that runs both there. `--rehearse` runs that script here, in small, on the stand-in for a GPU.
 
-use crate::stand_in;
+use crate::{program, stand_in};
 use anyhow::{Context, ensure};
 use clap::Parser;
 use serde_json::json;
@@ -37,9 +37,7 @@ struct Options {
 pub fn run(arguments: &[String]) -> anyhow::Result<()> {
     let options = Options::try_parse_from(arguments).unwrap_or_else(|error| error.exit());
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("the workspace's root")?;
-    let cargo = env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let build = ["build", "--release", "--package", "plimsoll", "--package", "xtask"];
-    stand_in::succeed(Command::new(cargo).args(build).current_dir(root))?;
+    program::release()?;
     let folder = root.join(&options.out);
     pack(root, &folder, &options.peer)?;
     if options.rehearse { rehearse(root, &folder, options.only.as_deref()) } else { Ok(()) }

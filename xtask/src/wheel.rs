@@ -1,5 +1,6 @@
 //! `cargo xtask wheel`: one file for pip, with the Python package, the library behind it and the command line.
 
+use crate::program;
 use anyhow::{Context, bail};
 use std::ffi::OsStr;
 use std::fs;
@@ -20,13 +21,11 @@ pub fn run(arguments: &[String]) -> anyhow::Result<()> {
         _ => bail!("{USAGE}"),
     };
     let folder = std::path::absolute(folder)?;
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    done(Command::new(cargo).args(["build", "--release", "--locked", "--package", "plimsoll"]).current_dir(root))?;
+    let program = program::release()?;
     // What stands there goes into the scripts of whoever installs the wheel.
     let scripts = root.join("python/data/scripts");
     fs::create_dir_all(&scripts)?;
-    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from);
-    fs::copy(target.join("release/plimsoll"), scripts.join("plimsoll")).context("cannot copy the command line")?;
+    fs::copy(program, scripts.join("plimsoll")).context("cannot copy the command line")?;
     let mut maturin = match std::env::var_os("PLIMSOLL_PYTHON") {
         Some(python) => {
             let mut command = Command::new(python);

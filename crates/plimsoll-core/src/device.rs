@@ -84,6 +84,15 @@ impl OpRates {
 }
 
 impl Rates {
+    /// Matrix products of a precision, operations a second; f64 is not measured, and half as fast as f32.
+    pub fn product_flops(&self, precision: DType) -> f64 {
+        match precision {
+            DType::Bf16 => self.bf16_flops,
+            DType::F64 => self.f32_flops / 2.0,
+            _ => self.f32_flops,
+        }
+    }
+
     /// The same device, giving `pace` of its time.
     #[must_use]
     pub fn paced(&self, pace: f64) -> Rates {

@@ -21,11 +21,7 @@ const OTHER_RATE: f64 = 0.1;
 /// Predicted seconds of one op on the device.
 fn op_seconds(set: &ProgramSet, op: &Op, rates: &Rates, precision: DType) -> f64 {
     let cost = op.cost();
-    let product_rate = match precision {
-        DType::Bf16 => rates.bf16_flops,
-        DType::F64 => rates.f32_flops / 2.0,
-        _ => rates.f32_flops,
-    };
+    let product_rate = rates.product_flops(precision);
     let elements_of = |id: TensorId| set.tensor(id).elements();
     let dtype_of = |id: TensorId| set.tensor(id).dtype;
     let bytes = op.bytes_moved(&elements_of, &dtype_of) as f64;

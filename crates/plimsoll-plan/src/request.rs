@@ -72,6 +72,9 @@ pub struct LinkRequest {
     pub latency_us: u32,
 }
 
+/// Rates of Ethernet, in Gbit/s.
+const GBITS: [f64; 8] = [0.1, 1.0, 2.5, 5.0, 10.0, 25.0, 40.0, 100.0];
+
 impl LinkRequest {
     /// What a virtual device has unless another one is named: PCIe 4.0 with 8 lanes.
     pub const DEFAULT: LinkRequest = LinkRequest { bytes_per_second: 16_000_000_000, latency_us: 10 };
@@ -81,13 +84,17 @@ impl LinkRequest {
         Link { bytes_per_second: self.bytes_per_second as f64, latency_seconds: f64::from(self.latency_us) / 1e6 }
     }
 
+    /// Ethernet of so many Gbit/s.
+    fn ethernet(gbit: f64) -> Option<LinkRequest> {
+        let Link { bytes_per_second, latency_seconds } = paper::ethernet(gbit);
+        let usable = bytes_per_second >= 1.0 && bytes_per_second.is_finite();
+        let latency_us = (latency_seconds * 1e6).round() as u32;
+        usable.then_some(LinkRequest { bytes_per_second: bytes_per_second.round() as u64, latency_us })
+    }
+
     fn read(text: &str) -> Option<LinkRequest> {
         if let Some(gbit) = text.trim().strip_suffix("gbit") {
-            let gbit: f64 = gbit.trim().parse().ok()?;
-            let Link { bytes_per_second, latency_seconds } = paper::ethernet(gbit);
-            let usable = bytes_per_second >= 1.0 && bytes_per_second.is_finite();
-            let latency_us = (latency_seconds * 1e6).round() as u32;
-            return usable.then_some(LinkRequest { bytes_per_second: bytes_per_second.round() as u64, latency_us });
+            return LinkRequest::ethernet(gbit.trim().parse().ok()?);
         }
         let (rate, latency) = match text.split_once('+') {
             Some((rate, latency)) => (rate, Some(latency.trim())),
@@ -104,6 +111,9 @@ impl LinkRequest {
 
 impl fmt::Display for LinkRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(gbit) = GBITS.into_iter().find(|gbit| LinkRequest::ethernet(*gbit) == Some(*self)) {
+            return write!(f, "{gbit}gbit");
+        }
         let units = [(1_000_000_000, "GB"), (1_000_000, "MB"), (1000, "KB")];
         let unit = units.into_iter().find(|(scale, _)| self.bytes_per_second.is_multiple_of(*scale));
         let (scale, name) = unit.unwrap_or((1, "B"));
@@ -379,6 +389,16 @@ impl DeviceRequest {
         }
     }
 
+    /// The device, as its own host names it.
+    pub fn at_home(&self) -> &DeviceRequest {
+        if let DeviceRequest::Elsewhere { device, .. } = self { device } else { self }
+    }
+
+    /// The same, to be changed.
+    pub fn at_home_mut(&mut self) -> &mut DeviceRequest {
+        if let DeviceRequest::Elsewhere { device, .. } = self { device } else { self }
+    }
+
     /// The same device under another load line.
     pub fn give(&mut self, amount: Budget) {
         match self {
@@ -501,14 +521,14 @@ mod tests {
         assert_eq!(cluster.devices[1], DeviceRequest::Ray { word: "ray:b/cuda:0".to_owned() });
         assert!(cluster.elsewhere() && read("b/cpu").elsewhere() && !read("cpu").elsewhere() && !cluster.on_paper());
         for (text, printed) in [
-            ("virtual:a=600MiB@0.5:12GB/s:1gbit", "virtual:a=600MiB@0.5:12GB/s+10us:118MB/s+100us"),
-            ("virtual:a=600MiB@0.5::10gbit", "virtual:a=600MiB@0.5::1180MB/s+100us"),
-            ("rtx3070=6GiB@1gbit", "rtx3070=6GiB@118MB/s+100us"),
-            ("host-1.lan/cuda:0=6GiB@1gbit", "host-1.lan/cuda:0=6GiB@118MB/s+100us"),
-            ("b/cpu@10gbit", "b/cpu@1180MB/s+100us"),
+            ("virtual:a=600MiB@0.5:12GB/s:1gbit", "virtual:a=600MiB@0.5:12GB/s+10us:1gbit"),
+            ("virtual:a=600MiB@0.5::10gbit", "virtual:a=600MiB@0.5::10gbit"),
+            ("rtx3070=6GiB@118MB/s+100us", "rtx3070=6GiB@1gbit"),
+            ("host-1.lan/cuda:0=6GiB@1gbit", "host-1.lan/cuda:0=6GiB@1gbit"),
+            ("b/cpu@3gbit", "b/cpu@354MB/s+100us"),
             ("ray, host=2GiB", "ray,host=2GiB"),
             ("ray:b/virtual:a=50%@0.5,b/cpu", "ray:b/virtual:a=50%@0.5,b/cpu"),
-            ("b/virtual:a=600MiB@0.5::10gbit", "b/virtual:a=600MiB@0.5::1180MB/s+100us"),
+            ("b/virtual:a=600MiB@0.5::10gbit", "b/virtual:a=600MiB@0.5::10gbit"),
         ] {
             assert_eq!(read(text).to_string(), printed);
         }

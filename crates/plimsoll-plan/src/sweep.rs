@@ -88,12 +88,15 @@ pub struct Sweep {
     jobs: Vec<Job>,
     waiting: Vec<usize>,
     running: Vec<Worker>,
+    /// By the number of the device: whether it is lost.
+    lost: Vec<bool>,
 }
 
 impl Sweep {
     /// Jobs on devices beside a host whose line is `host`. A job that needs more than a device has is not done there.
     pub fn new(rooms: Vec<Room>, host: Bytes, jobs: Vec<Job>) -> Sweep {
-        let mut sweep = Sweep { rooms, host, jobs: Vec::new(), waiting: Vec::new(), running: Vec::new() };
+        let lost = vec![false; rooms.len()];
+        let mut sweep = Sweep { rooms, host, jobs: Vec::new(), waiting: Vec::new(), running: Vec::new(), lost };
         for job in jobs {
             sweep.add(job);
         }
@@ -140,6 +143,22 @@ impl Sweep {
         self.running.retain(|worker| worker.job != job);
     }
 
+    /// A device is lost, or there again: nothing starts on one that is lost.
+    pub fn set_lost(&mut self, device: usize, lost: bool) {
+        self.lost[device] = lost;
+    }
+
+    /// Whether some wait, and all of them for devices that are lost.
+    pub fn waits_for_lost(&self) -> bool {
+        let somewhere = |job: usize| (0..self.rooms.len()).any(|device| self.demand(job, device).is_some());
+        !self.waiting.is_empty() && !self.waiting.iter().any(|&job| somewhere(job))
+    }
+
+    /// What a job needs of a device, where it can be done there now.
+    fn demand(&self, job: usize, device: usize) -> Option<Demand> {
+        self.jobs[job].demands[device].filter(|_| !self.lost[device])
+    }
+
     /// The workers that start now, in this order. They hold what they were given until [`Sweep::end`].
     pub fn start(&mut self, now: f64) -> Vec<Worker> {
         let mut started = Vec::new();
@@ -158,19 +177,19 @@ impl Sweep {
     /// The jobs that wait, shared out among the devices so that all end at about the same time, longest first; and in
     /// how many seconds each device would be done if all of its time were used.
     fn shared_out(&self, now: f64) -> (Vec<Vec<usize>>, Vec<f64>) {
-        let mut loads: Vec<f64> = (0..self.rooms.len()).map(|device| self.load(device, now)).collect();
-        let work = |job: usize, device: usize| self.jobs[job].demands[device].map(|demand| demand.work_seconds);
-        let choices = |job: usize| self.jobs[job].demands.iter().flatten().count();
-        let least = |job: usize| {
-            self.jobs[job].demands.iter().flatten().map(|demand| demand.work_seconds).fold(f64::INFINITY, f64::min)
-        };
+        let load = |device: usize| if self.lost[device] { 0.0 } else { self.load(device, now) };
+        let mut loads: Vec<f64> = (0..self.rooms.len()).map(load).collect();
+        let work = |job: usize, device: usize| self.demand(job, device).map(|demand| demand.work_seconds);
+        let all = |job: usize| (0..self.rooms.len()).filter_map(move |device| work(job, device));
+        let choices = |job: usize| all(job).count();
+        let least = |job: usize| all(job).fold(f64::INFINITY, f64::min);
         // Those that have no choice first, then the longest.
-        let mut order = self.waiting.clone();
+        let mut order: Vec<usize> = self.waiting.iter().copied().filter(|&job| choices(job) > 0).collect();
         order.sort_by(|&a, &b| choices(a).cmp(&choices(b)).then(least(b).total_cmp(&least(a))).then(a.cmp(&b)));
         let mut given: Vec<(usize, usize)> = Vec::new();
         for &job in &order {
             let ends = (0..loads.len()).filter_map(|device| Some((device, loads[device] + work(job, device)?)));
-            let (device, end) = ends.min_by(|a, b| a.1.total_cmp(&b.1)).expect("what waits can be done somewhere");
+            let (device, end) = ends.min_by(|a, b| a.1.total_cmp(&b.1)).expect("it can be done somewhere");
             loads[device] = end;
             given.push((job, device));
         }
@@ -187,7 +206,7 @@ impl Sweep {
 
     /// Moves and exchanges jobs while the last device to end gets done earlier by it.
     fn even_out(&self, given: &mut [(usize, usize)], loads: &mut [f64]) {
-        let work = |job: usize, device: usize| self.jobs[job].demands[device].map(|demand| demand.work_seconds);
+        let work = |job: usize, device: usize| self.demand(job, device).map(|demand| demand.work_seconds);
         for _ in 0..2 * given.len() {
             let Some(last) = (0..loads.len()).max_by(|&a, &b| loads[a].total_cmp(&loads[b])) else { return };
             // The better of the two ends after it, which job moves where, and which one comes back for it.
@@ -276,7 +295,7 @@ impl Sweep {
         let most = (parts / room.parts_least).min(room.workers.saturating_sub(self.on(device).count() as u32)) as usize;
         let mut chosen: Vec<(usize, Demand)> = Vec::new();
         for &job in list {
-            let demand = self.jobs[job].demands[device].expect("a list has what can be done there");
+            let demand = self.demand(job, device).expect("a list has what can be done there");
             if chosen.len() < most && demand.bytes <= bytes && demand.host_bytes <= host {
                 bytes = bytes - demand.bytes;
                 host = host - demand.host_bytes;
@@ -454,6 +473,29 @@ mod tests {
         sweep.end(0);
         let together: Vec<usize> = sweep.start(100.0).iter().map(|worker| worker.job).collect();
         assert_eq!(together, [long, last]);
+    }
+
+    #[test]
+    fn nothing_starts_on_a_device_that_is_lost_until_it_is_there_again() {
+        let jobs = vec![job(10, 4.0, &[1.0, 1.0]), job(10, 3.0, &[1.0, 1.0]), job(25, 1.0, &[1.0, 1.0])];
+        let mut sweep = Sweep::new(vec![room(10, 1), room(30, 1)], Bytes::ZERO, jobs);
+        let started = |workers: Vec<Worker>| -> Vec<(usize, usize)> {
+            workers.iter().map(|worker| (worker.job, worker.device)).collect()
+        };
+        sweep.set_lost(1, true);
+        assert_eq!(started(sweep.start(0.0)), [(0, 0)]);
+        assert!(!sweep.waits_for_lost());
+        sweep.end(0);
+        assert_eq!(started(sweep.start(4.0)), [(1, 0)]);
+        sweep.end(1);
+        // What is left fits on the other alone.
+        assert_eq!(started(sweep.start(7.0)), []);
+        assert!(sweep.waits_for_lost());
+        sweep.set_lost(1, false);
+        assert!(!sweep.waits_for_lost());
+        assert_eq!(started(sweep.start(8.0)), [(2, 1)]);
+        sweep.end(2);
+        assert!(!sweep.waits_for_lost() && sweep.waiting().is_empty());
     }
 
     #[test]

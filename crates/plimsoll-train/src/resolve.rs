@@ -272,12 +272,13 @@ pub(crate) fn question<'a>(
     device: &'a DeviceSpec,
     work: Work,
 ) -> Result<Question<'a>, Failure> {
-    supported(&model.config, Kernels::of(device))?;
+    let precision = file.arithmetic(device.kind);
+    supported(&model.config, precision, Kernels::of(device))?;
     let train = work == Work::Train;
     let rungs = file.train.rungs.as_deref().unwrap_or_default();
     let question = Question {
         config: &model.config,
-        precision: file.arithmetic(device.kind),
+        precision,
         sequence: u64::from(file.data.sequence),
         sequences: file.batch_sequences(),
         source: model.source(file),
@@ -747,7 +748,7 @@ fn device(file: &RunFile, asked: &DeviceRequest) -> Result<DeviceSpec, Failure> 
         }
         DeviceRequest::Ray { word } => {
             Err(Failure::input(format!("run.devices: `{word}` is for a cluster to say, and nothing here reaches one"))
-                .hint("plimsoll train and plan reach the cluster that this machine has joined (docs/ray.md)"))
+                .hint("plimsoll train, plan and sweep reach the cluster that this machine has joined (docs/ray.md)"))
         }
         DeviceRequest::Cpu { budget } => cpu(file, *budget),
         DeviceRequest::Virtual { name, budget, pace, link, team_link } => {

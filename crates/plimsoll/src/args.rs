@@ -331,7 +331,8 @@ pub struct SweepArgs {
     /// Set a key of all run files, to one value or to each of several: train.seed=1,2,3
     #[arg(long = "set", value_name = "KEY=VALUE[,VALUE...]", conflicts_with = "resume")]
     pub set: Vec<String>,
-    /// The devices that the runs share, such as cuda:0,cuda:1, cpu=6GiB, or virtual:a=240MiB@0.6,virtual:b=80MiB@0.2
+    /// The devices that the runs share, such as cuda:0,cuda:1, cpu=6GiB, virtual:a=240MiB@0.6,virtual:b=80MiB@0.2, or ray: all
+    /// of the cluster
     #[arg(long)]
     pub devices: Option<String>,
     /// The most that a device may hold: a share of what is free, such as 90%, or an amount, such as 6GiB

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import re
+import secrets
 import sys
 import threading
 import time
@@ -21,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import IO, Any
 
 from plimsoll import _native
-from plimsoll.errors import Bug, DoesNotFit, InputError, PlimsollError
+from plimsoll.errors import Bug, DoesNotFit, InputError, PlimsollError, Stopped
 from plimsoll.ray import ports
 from plimsoll.ray.cluster import Node, connected, nodes
 
@@ -30,8 +31,13 @@ MIB = 1 << 20
 START_SECONDS = 60.0
 #: How often whoever waits for that looks whether its node is there.
 LOOK_SECONDS = 1.0
+#: How long the runs of a sweep that is gone may take to stop: a step and a checkpoint.
+LEFT_SECONDS = 600.0
+#: Names, for a run of a sweep, what that has kept of its device (``run/far/ray.rs`` knows it by the same name).
+KEPT = "PLIMSOLL_RAY_KEPT"
 #: Behind names of workers and of what is kept for them: Ray gives no name again while somebody has a handle, of the dead, too.
-NUMBERS = itertools.count(1)
+#: Other machines may have a process of the same number.
+MARK, NUMBERS = f"{os.getpid()}-{secrets.token_hex(3)}", itertools.count(1)
 
 
 @dataclass
@@ -45,18 +51,20 @@ class Asked:
     node: Node
     #: What Ray keeps for its worker.
     bundle: dict[str, float]
-    #: Where that is, for Ray.
+    #: Where that is, for Ray, and the name of it.
     place: Any = None
+    kept: str = ""
 
 
 class Worker:
     """The process on a device. Its memory is the device's own, and everything in it is Rust's doing."""
 
-    def __init__(self) -> None:
+    def __init__(self, alone: bool) -> None:
         import ray
 
         gpu = 0 if os.environ.get("PLIMSOLL_RAY_DEVICE", "").startswith("cuda") else None
-        self.host = _native.Host(ray.util.get_node_ip_address(), ports.of_wires(), gpu)
+        # Whom nobody has to meet leaves the ports that a firewall knows to others.
+        self.host = _native.Host(ray.util.get_node_ip_address(), [0] if alone else ports.of_wires(), gpu)
 
     def device(self) -> str:
         """What this node gives, as its processes name it."""
@@ -71,13 +79,13 @@ class Worker:
 Free = Mapping[str, Mapping[str, float]]
 
 
-def find(words: list[str], budget_bytes: int | None, there: list[Node], free: Free) -> list[Asked]:
-    """What the words of ``run.devices`` mean on these nodes; ``ray`` is all of them. ``budget_bytes`` is the most that a device
-    may hold which is named without a load line."""
+def find(words: list[str], budget: str | None, there: list[Node], free: Free) -> list[Asked]:
+    """What the words of ``run.devices`` mean on these nodes; ``ray`` is all of them. ``budget`` is the most that a device may hold
+    which is named without a load line: an amount, or a share of what is free."""
     asked: list[Asked] = []
 
     def take(node: Node, name: str, rest: str) -> None:
-        asked.append(_of(node, name, rest, budget_bytes, free, asked))
+        asked.append(_of(node, name, rest, budget, free, asked))
 
     for word in words:
         if word == "ray":
@@ -87,8 +95,9 @@ def find(words: list[str], budget_bytes: int | None, there: list[Node], free: Fr
         word = word.removeprefix("ray:")
         name = re.split("[=@]", word)[0]
         named = {_name(node): node for node in there}
-        # A simulated device that is none of the cluster's is made up by the run: a part of its host's memory.
-        hosts = {_name(node).partition("/")[0]: node for node in there if "/virtual:" in name and name != word}
+        # A part of its host's memory: a processor beside other devices, and a simulated device that the run makes up.
+        of_host = re.search("/(cpu$|virtual:)", name) and name != word
+        hosts = {_name(node).partition("/")[0]: node for node in there if of_host}
         node = named.get(name) or hosts.get(name.partition("/")[0])
         if node is None:
             raise InputError(f"run.devices: no node of the cluster is called {name}", [f"there is: {', '.join(named)}"])
@@ -103,14 +112,14 @@ def _name(node: Node) -> str:
     return f"{node['name']}/{'cpu' if node['vram_mib'] is None else 'cuda:0'}"
 
 
-def _of(node: Node, name: str, rest: str, budget_bytes: int | None, free: Free, before: list[Asked]) -> Asked:
+def _of(node: Node, name: str, rest: str, budget: str | None, free: Free, before: list[Asked]) -> Asked:
     """A device on a node, with as much of it as is asked for, else as those before it leave free; whole MiB."""
     kind = "vram_mib" if node["vram_mib"] is not None and name == _name(node) else "memory"
     unit = MIB if kind == "vram_mib" else 1
     has = int(free.get(node["id"], {}).get(kind, 0.0)) * unit
     left = has - int(sum(one.bundle.get(kind, 0.0) for one in before if one.node["id"] == node["id"])) * unit
     value, at, behind = rest.removeprefix("=").partition("@") if rest.startswith("=") else ("", *rest.partition("@")[1:])
-    line = (_native.amount(value, has) if value else min(left, budget_bytes or left)) // MIB
+    line = (_native.amount(value, has) if value else min(left, _native.amount(budget or "100%", left))) // MIB
     if line == 0 or line * MIB > left:
         hint = "see what runs there: plimsoll cluster"
         raise DoesNotFit(f"{name}: {line} MiB would be kept, and {left // MIB} MiB are free", [hint])
@@ -118,32 +127,36 @@ def _of(node: Node, name: str, rest: str, budget_bytes: int | None, free: Free, 
 
 
 class Hosting:
-    """The workers of a run."""
+    """The workers of a run; or what is kept for those of a sweep."""
 
     def __init__(self, wanted: dict[str, Any]) -> None:
         import ray
-        from ray._private import state  # What is free on each node is public in sum only.
 
         there = [node for node in nodes() if node["alive"]]
-        self.asked = find(wanted["devices"], wanted["budget_bytes"], there, state.available_resources_per_node())
-        self.workers: dict[str, Any] = {}
+        promised = None if wanted["for_runs"] else os.environ.get(KEPT)
+        if promised is not None:
+            self.asked = _promised(promised, wanted["devices"], there)
+        else:
+            self.asked = find(wanted["devices"], wanted["budget"], there, _free())
+            if not self.asked:
+                raise InputError("the cluster has no devices")
+            # A sweep loses its devices one by one.
+            for together in [[one] for one in self.asked] if wanted["for_runs"] else [self.asked]:
+                if not _keep(together):
+                    raise DoesNotFit("the cluster does not keep what the run needs", ["see what runs there: plimsoll cluster"])
+        # A run of a sweep has one device and meets nobody.
+        self.alone = promised is not None
+        self.workers = {one.name: _start(one, self.alone) for one in self.asked}
         #: Devices whose worker is being started anew.
         self.starting: set[str] = set()
         self.one_at_a_time = threading.Lock()
-        if not self.asked:
-            raise InputError("the cluster has no devices")
-        kept = _keep(self.asked)
-        if kept is None:
-            raise DoesNotFit("the cluster does not keep what the run needs", ["see what runs there: plimsoll cluster"])
-        for one, place in zip(self.asked, kept):
-            one.place = place
-            self.workers[one.name] = _start(one)
         for one in self.asked:
+            ready = self.workers[one.name].device.remote()
             try:
-                own = ray.get(self.workers[one.name].device.remote(), timeout=START_SECONDS)
+                own = _answer(one, ready)
             except Exception as error:
                 raise InputError(f"no worker starts on {one.name}: {_last_line(error)}") from error
-            if own.startswith("virtual:") and "@" not in one.rest:
+            if own.startswith("virtual:") and "/virtual:" in one.name and "@" not in one.rest:
                 # Its pace, and perhaps links, are those that it joined the cluster with.
                 one.rest += own[own.index("@") :] if "@" in own else ""
 
@@ -152,6 +165,27 @@ class Hosting:
         import ray
 
         return {"devices": [one.name + one.rest for one in self.asked], "ip": ray.util.get_node_ip_address()}
+
+    def there(self) -> dict[str, str]:
+        """The devices that are there, each with what is kept of it, by its name: the runs of a sweep are placed in that. From now
+        on it is theirs, and this process has no workers any more."""
+        import ray
+
+        while self.workers:
+            ray.kill(self.workers.popitem()[1])
+        alive = {node["name"]: node for node in nodes() if node["alive"]}
+        there = [(one, alive[one.node["name"]]) for one in self.asked if one.node["name"] in alive]
+        for one, node in there:
+            if node["id"] != one.node["id"]:
+                # It takes its time, and others are asked for meanwhile.
+                self._once(one.name, self._keep_anew, one, node)
+        return {one.name: one.kept for one, node in there if node["id"] == one.node["id"]}
+
+    def give_back(self) -> None:
+        """Waits until the runs of a sweep have given back what they had: they stop when it is gone, and save first."""
+        patience = time.monotonic() + LEFT_SECONDS
+        while time.monotonic() < patience and any(_holds(one, _free()) for one in self.asked):
+            time.sleep(LOOK_SECONDS)
 
     def answer(self, device: str, aside: bool, request: bytes) -> bytes:
         """Carries a request to a worker, and its answer back. One that is gone is started anew, for whoever asks later."""
@@ -162,61 +196,100 @@ class Hosting:
         try:
             return bytes(ray.get(method.remote(request)))
         except ray.exceptions.ActorDiedError:
-            with self.one_at_a_time:
-                if worker is self.workers[device] and device not in self.starting:
-                    self.starting.add(device)
-                    threading.Thread(target=self._start_anew, args=(device,), daemon=True).start()
+            if worker is self.workers[device]:
+                (one,) = [one for one in self.asked if one.name == device]
+                self._once(device, self._start_anew, one, worker)
             raise
 
-    def _start_anew(self, device: str) -> None:
+    def _once(self, device: str, what: Callable[[Asked, Any], object], one: Asked, other: Any) -> None:
+        """Does something for a device beside all else, unless that is being done."""
+
+        def work() -> None:
+            try:
+                what(one, other)
+            except Exception as error:  # It is tried again as long as somebody asks.
+                print(f"{device}: {_last_line(error)}", file=sys.stderr)
+            finally:
+                self.starting.discard(device)
+
+        with self.one_at_a_time:
+            if device not in self.starting:
+                self.starting.add(device)
+                threading.Thread(target=work, daemon=True).start()
+
+    def _start_anew(self, one: Asked, gone: Any) -> None:
         """A worker in the place of one that is gone, where its node is there, or has joined again."""
         import ray
+
+        if self.workers[one.name] is not gone:
+            return
+        there = next((node for node in nodes() if node["alive"] and node["name"] == one.node["name"]), None)
+        if there is None or not self._keep_anew(one, there):
+            return
+        worker = _start(one, self.alone)
+        try:
+            _answer(one, worker.device.remote())
+        except BaseException:
+            ray.kill(worker)
+            raise
+        self.workers[one.name] = worker
+
+    def _keep_anew(self, one: Asked, node: Node) -> bool:
+        """Whether the bytes of a device are kept on this node; where that is another than before, what was kept is gone with it."""
         from ray.util.placement_group import remove_placement_group
 
-        (one,) = [one for one in self.asked if one.name == device]
-        worker = None
-        try:
-            there = next((node for node in nodes() if node["alive"] and node["name"] == one.node["name"]), None)
-            if there is None:
-                return
-            if there["id"] != one.node["id"]:
-                # What was kept is gone with the node that it was kept on.
-                again = replace(one, node=there)
-                kept = _keep([again])
-                if kept is None:
-                    return
-                before, one.node, one.place = one.place, there, kept[0]
-                if all(other.place.placement_group.id != before.placement_group.id for other in self.asked):
-                    remove_placement_group(before.placement_group)
-            worker = _start(one)
-            ready = worker.device.remote()
-            if _comes([one], lambda: bool(ray.wait([ready], timeout=LOOK_SECONDS)[0])):
-                ray.get(ready)
-                self.workers[device], worker = worker, None
-            else:
-                print(f"{device}: no worker starts there", file=sys.stderr)
-        except Exception as error:  # It is tried again as long as somebody asks.
-            print(f"{device}: {_last_line(error)}", file=sys.stderr)
-        finally:
-            if worker is not None:
-                ray.kill(worker)
-            self.starting.discard(device)
+        if node["id"] == one.node["id"]:
+            return True
+        again = replace(one, node=node)
+        if not _keep([again]):
+            return False
+        before, one.node, one.place, one.kept = one.place, node, again.place, again.kept
+        if all(other.place.placement_group.id != before.placement_group.id for other in self.asked):
+            remove_placement_group(before.placement_group)
+        return True
 
 
-def _keep(asked: list[Asked]) -> list[Any] | None:
-    """Has Ray keep the bytes of these devices, all or none: where each worker is placed, and none where there is no room."""
+def _free() -> Free:
+    from ray._private import state  # What is free on each node is public in sum only.
+
+    free: Free = state.available_resources_per_node()
+    return free
+
+
+def _promised(kept: str, words: list[str], there: list[Node]) -> list[Asked]:
+    """The device of a run that a sweep gives a part of what it has kept, by the name of that. Ray has the run wait until those
+    before it have given theirs back."""
+    from ray.util.placement_group import get_placement_group, placement_group_table
+
+    try:
+        group = get_placement_group(kept)
+        known = placement_group_table(group)
+        (one,) = find(words, None, there, {known["bundles_to_node_id"][0]: known["bundles"][0]})
+    except (KeyError, ValueError) as error:
+        raise InputError(f"{', '.join(words)} is not there any more: {_last_line(error)}") from error
+    one.place = _place(group, 0)
+    return [one]
+
+
+def _keep(asked: list[Asked]) -> bool:
+    """Has Ray keep the bytes of these devices, all or none. Whether there is room."""
     from ray.util.placement_group import placement_group, remove_placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    group = placement_group(
-        [one.bundle for one in asked],
-        bundle_label_selector=[{"ray.io/node-id": one.node["id"]} for one in asked],
-        name=f"plimsoll train ({os.getpid()}, {next(NUMBERS)})",
-    )
+    name = f"plimsoll ({MARK}-{next(NUMBERS)})"
+    selectors = [{"ray.io/node-id": one.node["id"]} for one in asked]
+    group = placement_group([one.bundle for one in asked], bundle_label_selector=selectors, name=name)
     if not _comes(asked, lambda: bool(group.wait(LOOK_SECONDS))):
         remove_placement_group(group)
-        return None
-    return [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number) for number in range(len(asked))]
+        return False
+    for number, one in enumerate(asked):
+        one.place, one.kept = _place(group, number), name
+    return True
+
+
+def _place(group: Any, number: int) -> Any:
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
 
 
 def _comes(asked: list[Asked], has_come: Callable[[], bool]) -> bool:
@@ -230,7 +303,23 @@ def _comes(asked: list[Asked], has_come: Callable[[], bool]) -> bool:
     return True
 
 
-def _start(one: Asked) -> Any:
+def _holds(one: Asked, free: Free) -> bool:
+    """Whether something of what is kept of a device is in use."""
+    group, (kind, amount) = one.place.placement_group, *one.bundle.items()
+    left = free.get(one.node["id"], {}).get(f"{kind}_group_{one.place.placement_group_bundle_index}_{group.id.hex()}", 0.0)
+    return one.node["id"] in free and left < amount
+
+
+def _answer(one: Asked, asked: Any) -> Any:
+    """What a worker that is starting on a device says, while that is there."""
+    import ray
+
+    if not _comes([one], lambda: bool(ray.wait([asked], timeout=LOOK_SECONDS)[0])):
+        raise InputError("its node is gone, or takes too long")
+    return ray.get(asked)
+
+
+def _start(one: Asked, alone: bool) -> Any:
     """A worker on a device, in what is kept of it."""
     import ray
 
@@ -240,9 +329,9 @@ def _start(one: Asked) -> Any:
         num_cpus=0,
         memory=one.bundle.get("memory"),
         resources={name: amount for name, amount in one.bundle.items() if name != "memory"},
-        name=f"{one.name} of a run ({os.getpid()}, {next(NUMBERS)})",
+        name=f"{one.name} of a run ({MARK}-{next(NUMBERS)})",
         scheduling_strategy=one.place,
-    ).remote()
+    ).remote(alone)
 
 
 def _last_line(error: Exception) -> str:
@@ -270,14 +359,17 @@ def carry(hosting: Hosting, come: IO[bytes], to: IO[bytes]) -> None:
     def errand(words: dict[str, Any], request: bytes) -> None:
         failed, answer = None, b""
         try:
-            answer = hosting.answer(words["device"], words["aside"], request)
+            if words["device"] is None:
+                answer = json.dumps(hosting.there()).encode()
+            else:
+                answer = hosting.answer(words["device"], words["aside"], request)
         except Exception as error:  # That it failed, and why, is the answer.
             failed = _last_line(error)
         back = json.dumps({"number": words["number"], "failed": failed}).encode()
         with one_at_a_time:
             _send(to, len(back).to_bytes(8, "little"), back, answer)
 
-    threads = ThreadPoolExecutor(max_workers=8 * len(hosting.workers), thread_name_prefix="errand")
+    threads = ThreadPoolExecutor(max_workers=8 * len(hosting.asked), thread_name_prefix="errand")
     while (said := _receive(come)) is not None:
         behind = 8 + int.from_bytes(said[:8], "little")
         threads.submit(errand, json.loads(said[8:behind]), said[behind:])
@@ -294,6 +386,8 @@ def main() -> None:
             hosting = Hosting(wanted)
             _send(to, json.dumps(hosting.placed()).encode())
             carry(hosting, come, to)
+            if wanted["for_runs"]:
+                hosting.give_back()
             # Threads that still wait for a worker end with this process, and the workers with it.
     except PlimsollError as error:
         failed = error
@@ -301,6 +395,9 @@ def main() -> None:
         failed = Bug(f"{_last_line(error)}", traceback.format_exc().splitlines()[-3:])
     else:
         os._exit(0)
+    if KEPT in os.environ and not wanted["for_runs"]:
+        # What a sweep has kept for this run was there a moment ago: it may go on later.
+        failed = Stopped(failed.message, failed.hints)
     _send(to, json.dumps({"exit": failed.exit_code, "message": failed.message, "hints": failed.hints}).encode())
     os._exit(failed.exit_code)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import secrets
 import socket
@@ -17,6 +18,8 @@ from plimsoll.ray.devices import Device, Given, of_this_machine, share_out
 
 #: How long a raylet may take to start.
 START_SECONDS = 90.0
+#: How long the head may take to say who belongs to its cluster.
+ANSWER_SECONDS = 10.0
 
 #: A node that does not answer is missed after three looks, one a second and two seconds each: 9 s. A slow one answers in time.
 HEALTH = {
@@ -30,6 +33,10 @@ HEALTH = {
     "RAY_grpc_client_keepalive_timeout_ms": "10000",
     # A token that is refused is refused again.
     "RAY_NUM_REDIS_GET_RETRIES": "5",
+    # Who leaves does so at once: a run on it is told, and would not end before it is.
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+    # Ray would have its workers give way to every other program, and a team to the one that does.
+    "RAY_worker_niceness": "0",
 }
 
 
@@ -38,10 +45,10 @@ def join(
 ) -> ours.Joined:
     """Makes this machine the head of a new cluster, or a part of the one at ``address``."""
     before = ours.known()
-    if before and any(map(ours.serves, before.raylets)):
+    if before and _belongs(before):
         raise InputError(f"this machine is part of {before.address} already", ["leave it first: plimsoll leave"])
     if before:
-        # What is left of one that was killed, or was cut off for long.
+        # What is left of one that was killed, was cut off for long, or has lost its head.
         ours.stop(before.raylets)
     here = of_this_machine(devices)
     if ip in ("127.0.0.1", "localhost"):
@@ -49,10 +56,13 @@ def join(
         ip = None
     if head:
         ip = ip or _own_ip()
-        address, token = f"{ip}:{base}", token or secrets.token_hex(16)
+        # One that is started again has the token that the others were told.
+        kept = ours.token_path().read_text() if before and before.head else None
+        address, token = f"{ip}:{base}", token or kept or secrets.token_hex(16)
         _check_free(ip, base)
     elif address is None or token is None:
-        raise InputError("where to?", ["plimsoll join ADDRESS --token TOKEN, as `plimsoll join --head` says it there"])
+        what = "where to?" if address is None else f"{address} lets nobody in without its token"
+        raise InputError(what, ["plimsoll join ADDRESS --token TOKEN, as `plimsoll join --head` says it there"])
     else:
         address = address if ":" in address else f"{address}:{base}"
         ip = ip or _ip_towards(address)
@@ -61,6 +71,13 @@ def join(
     joined = ours.Joined(address=address, ip=ip, head=head)
     host = name or socket.gethostname()
     try:
+        there = {} if head else _alive(address)
+        if there is None:
+            raise _refused(address)
+        for device in here:
+            if there.get(f"{host}/{device.name}", ip) != ip:
+                whose = f"{there[f'{host}/{device.name}']} is called {host}/{device.name} there already"
+                raise InputError(whose, ["give this machine another name: --name second"])
         for number, (device, given) in enumerate(zip(here, share_out(here))):
             first = head and number == 0
             joined.raylets.append(_start(joined, f"{host}/{device.name}", device, given, number, base, first))
@@ -70,6 +87,43 @@ def join(
         ours.forget()
         raise
     return joined
+
+
+def _refused(address: str) -> InputError:
+    return InputError(f"{address} refuses the token", ["take the one that `plimsoll join --head` printed there"])
+
+
+def _belongs(joined: ours.Joined) -> bool:
+    """Whether a cluster still has this machine in it. A head that was started again knows of nobody, and Ray's processes that
+    look for the one before it end by themselves only after a minute."""
+    if not any(map(ours.serves, joined.raylets)):
+        return False
+    try:
+        check_answers(joined.address)
+    except InputError:
+        # One elsewhere may be reached again; one that was here has ended.
+        return not joined.head
+    alive = _alive(joined.address)
+    return alive is not None and any(alive.get(raylet.name) == joined.ip for raylet in joined.raylets)
+
+
+def _alive(address: str) -> dict[str, str] | None:
+    """The nodes of a cluster, by their names, each with its address; none where the token is refused."""
+    os.environ.update(environment())
+    # Public for those alone whom a node lets in. Of this, Ray's types say nothing.
+    client, errors = importlib.import_module("ray._raylet").GcsClient, importlib.import_module("ray.exceptions")
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        # What Ray has to say of a token is said here in our words.
+        os.dup2(nowhere, 2)
+        there = client(address=address).get_all_node_info(timeout=ANSWER_SECONDS).values()
+    except errors.AuthenticationError:
+        return None
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nowhere)
+    return {node.node_name: node.node_manager_address for node in there if node.state == 0}
 
 
 def leave() -> tuple[ours.Joined, int] | None:
@@ -119,6 +173,8 @@ def _start(
     if head:
         words |= {"port": base, "include-dashboard": "false", "temp-dir": str(_temp_dir())}
         kind = ["--head", "--no-monitor"]
+        # Of a head that was killed Ray would say that it runs, as long as it sees anybody look for it.
+        (_temp_dir() / "ray_current_cluster").unlink(missing_ok=True)
     else:
         kind = [f"--address={joined.address}"]
     starts = "from ray.scripts.scripts import main; main()"
@@ -152,7 +208,7 @@ def _wait(process: subprocess.Popen[bytes], log: Path, address: str) -> None:
         time.sleep(0.1)
     said = log.read_text(errors="replace")
     if "nauthenticated" in said or "invalid auth" in said.lower() or "AuthenticationError" in said:
-        raise InputError(f"{address} refuses the token", ["take the one that `plimsoll join --head` printed there"])
+        raise _refused(address)
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     raise InputError(f"Ray does not start: {lines[-1] if lines else 'it says nothing'}", [f"all that it said: {log}"])
 

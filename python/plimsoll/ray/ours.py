@@ -17,7 +17,7 @@ from pathlib import Path
 
 from plimsoll.errors import InputError
 
-#: How long what is asked to end may take before it is killed.
+#: How long a leader that is asked to end may take, with all that it has started, before they are killed.
 PATIENCE_SECONDS = 15.0
 
 
@@ -145,8 +145,9 @@ def stop(raylets: list[Raylet]) -> int:
     for raylet in filter(runs, raylets):
         _signal(raylet.pid, signal.SIGTERM)
     patience = time.monotonic() + PATIENCE_SECONDS
-    while any(map(members, raylets)) and time.monotonic() < patience:
+    while any(map(runs, raylets)) and time.monotonic() < patience:
         time.sleep(0.1)
+    # What is there after it nobody asks to end: it kills a raylet that finds no head to take its leave of, not what that has started.
     for raylet in raylets:
         while left := members(raylet):
             for pid in left:

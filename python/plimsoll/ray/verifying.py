@@ -236,7 +236,8 @@ def warnings(every: list[Node], devices: list[Device]) -> list[str]:
     for device in devices:
         best[device["model"]] = max(best.get(device["model"], 0.0), device["tflops"] or 0.0)
     for device in devices:
-        if device["tflops"] is not None and device["tflops"] < SLOW * best[device["model"]]:
+        # Simulated ones are as slow as they were made.
+        if device["tflops"] is not None and not device["simulated"] and device["tflops"] < SLOW * best[device["model"]]:
             said.append(f"{device['name']} computes at {device['tflops']:.3f} TFLOP/s, another {device['model']} at {best[device['model']]:.3f}")
     return said
 

@@ -37,7 +37,7 @@ pub(crate) use measure::{Candidate, bare};
 pub(crate) use menu::Menu;
 pub(crate) use parts::{InParts, Rank, computing_seconds, fastest_by_bounds};
 pub use rungs::under;
-pub(crate) use rungs::{Sets, leanest, sets};
+pub(crate) use rungs::{Sets, leanest, need, sets};
 pub(crate) use side_by_side::{both, side_by_side};
 
 /// Finalists that are packed before the search gives up on packing luck.

@@ -246,7 +246,7 @@ enum Asked {
 }
 
 /// A load line that would do.
-fn need(allow: Vec<Rung>, budget_bytes: Bytes) -> Need {
+pub(crate) fn need(allow: Vec<Rung>, budget_bytes: Bytes) -> Need {
     Need { allow, budget_bytes, host_bytes: None, file_bytes: None, peak_bytes: None, others: BTreeMap::new() }
 }
 

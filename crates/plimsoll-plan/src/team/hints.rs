@@ -4,7 +4,7 @@
 use super::{Only, TeamAnswer, TeamQuestion, batch, fitting, slows};
 use crate::paper;
 use crate::request::DevicesRequest;
-use crate::search::{Question, can_hold, leanest, plan_of, search, sets, under};
+use crate::search::{Question, can_hold, leanest, need, plan_of, search, sets, under};
 use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Need, Plan, Rung, Sharing};
 use plimsoll_program::Share;
 use std::collections::BTreeMap;
@@ -158,10 +158,10 @@ pub(super) fn with_one_rung(team: &TeamQuestion, refused: &mut Plan) {
     let Some(taken) = Rung::ALL.into_iter().filter(offered).find_map(alone) else { return };
     let covered = |need: &Need| of_rungs(need) && taken.iter().all(|rung| need.allow.contains(rung));
     refused.needs.retain(|need| !covered(need));
-    let (needs, others) = (&mut refused.needs, BTreeMap::new());
+    let needs = &mut refused.needs;
     let at = needs.iter().position(|need| !need.allow.is_empty()).unwrap_or(needs.len());
     let allow = taken.into_iter().filter(|rung| !question.rungs.contains(rung)).collect();
-    needs.insert(at, Need { allow, budget_bytes: line, host_bytes: None, file_bytes: None, peak_bytes: None, others });
+    needs.insert(at, need(allow, line));
 }
 
 /// The needs of the one device that lacks the least, as they are where every device has to take part: each with its part of

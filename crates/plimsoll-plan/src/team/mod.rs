@@ -18,7 +18,7 @@ mod testing;
 mod whole;
 
 use crate::search::{
-    Answer, Pins, Question, Sets, both, can_hold, leanest, plan_like, plan_of, search, search_one_of, sets,
+    Answer, Pins, Question, Sets, both, can_hold, leanest, need, plan_like, plan_of, search, search_one_of, sets,
     side_by_side, under,
 };
 pub use alternatives::{alternatives, ladders};
@@ -28,7 +28,6 @@ use layers::Layers;
 use plimsoll_core::{Bytes, FileSpec, HostSpec, LeftOut, Link, Member, Need, Plan, Recipe, Rung, Sharing, Worth};
 use plimsoll_program::Share;
 use state::State;
-use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Recipes that are given up because they do not pack.
@@ -197,10 +196,7 @@ impl<'a> TeamQuestion<'a> {
 
     /// Questions for menus under some rungs: with about the sequences that each device's published rates would give it.
     fn about(&self, rungs: &[Rung], hosts: &[Bytes]) -> Vec<Question<'a>> {
-        let rate = |question: &Question| match question.precision {
-            plimsoll_core::DType::Bf16 => question.device.rates.bf16_flops,
-            _ => question.device.rates.f32_flops,
-        };
+        let rate = |question: &Question| question.device.rates.product_flops(question.precision);
         let all: f64 = self.devices.iter().map(rate).sum();
         let of = |(question, host): (&Question<'a>, &Bytes)| {
             let part = self.total() as f64 * rate(question) / all;
@@ -414,9 +410,7 @@ fn with_more_of_the_host(team: &TeamQuestion, refused: &Plan) -> Option<Need> {
             }
         }
         if found.is_some() {
-            let (budget_bytes, host_bytes) = (refused.devices.first()?.budget_bytes, found);
-            let others = BTreeMap::new();
-            return Some(Need { allow: rungs, budget_bytes, host_bytes, file_bytes: None, peak_bytes: None, others });
+            return Some(Need { host_bytes: found, ..need(rungs, refused.devices.first()?.budget_bytes) });
         }
     }
     None

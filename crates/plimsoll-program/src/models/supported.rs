@@ -2,7 +2,7 @@
 
 use super::ModelConfig;
 use crate::workspace::Kernels;
-use plimsoll_core::Failure;
+use plimsoll_core::{DType, Failure};
 
 /// The largest head of the CUDA kernels: the tiles of attention must fit into the 99 KiB of shared memory
 /// that a block may have on most GPUs.
@@ -19,26 +19,30 @@ pub enum Unsupported {
         /// The most that there is room for.
         most: u64,
     },
+    /// f64 is for processors.
+    #[error("kernels for NVIDIA GPUs compute in f32 and bf16, not in f64")]
+    Precision,
 }
 
 impl From<Unsupported> for Failure {
     fn from(error: Unsupported) -> Failure {
-        match error {
-            Unsupported::HeadDim { .. } => {
-                Failure::input(format!("model: {error}")).hint("run it on the cpu: --devices cpu")
-            }
-        }
+        let key = match error {
+            Unsupported::HeadDim { .. } => "model",
+            Unsupported::Precision => "train.precision",
+        };
+        Failure::input(format!("{key}: {error}")).hint("run it on the cpu: --devices cpu")
     }
 }
 
-/// That a target's kernels can compute a model.
+/// That a target's kernels can compute a model in a precision.
 ///
 /// # Errors
 /// What stands in the way.
-pub fn supported(config: &ModelConfig, kernels: Kernels) -> Result<(), Unsupported> {
+pub fn supported(config: &ModelConfig, precision: DType, kernels: Kernels) -> Result<(), Unsupported> {
     let (head_dim, most) = (config.head_dim, CUDA_HEAD_DIM_MAX);
     match kernels {
         Kernels::Cuda if head_dim > most => Err(Unsupported::HeadDim { head_dim, most }),
+        Kernels::Cuda if precision == DType::F64 => Err(Unsupported::Precision),
         _ => Ok(()),
     }
 }
@@ -49,18 +53,22 @@ mod tests {
     use crate::models::{preset, preset_names};
 
     #[test]
-    fn heads_beyond_the_tiles_of_a_gpu_are_refused_there_and_nowhere_else() {
-        let wide = ModelConfig { head_dim: 130, ..preset("qwen3-8b").unwrap() };
-        let refused = supported(&wide, Kernels::Cuda).unwrap_err();
+    fn heads_beyond_the_tiles_of_a_gpu_and_f64_are_refused_there_and_nowhere_else() {
+        let preset = preset("qwen3-8b").unwrap();
+        let wide = ModelConfig { head_dim: 130, ..preset.clone() };
+        let refused = supported(&wide, DType::F32, Kernels::Cuda).unwrap_err();
         assert_eq!(refused.to_string(), "heads of 130 elements: attention on NVIDIA GPUs takes at most 128");
-        assert_eq!(supported(&wide, Kernels::Cpu { threads: 2 }), Ok(()));
+        assert_eq!(supported(&preset, DType::F64, Kernels::Cuda), Err(Unsupported::Precision));
+        assert_eq!(supported(&wide, DType::F64, Kernels::Cpu { threads: 2 }), Ok(()));
     }
 
     #[test]
     fn every_preset_runs_everywhere() {
         for name in preset_names() {
             for kernels in [Kernels::Cuda, Kernels::Cpu { threads: 2 }] {
-                assert_eq!(supported(&preset(name).unwrap(), kernels), Ok(()), "{name}");
+                for precision in [DType::F32, DType::Bf16] {
+                    assert_eq!(supported(&preset(name).unwrap(), precision, kernels), Ok(()), "{name}");
+                }
             }
         }
     }

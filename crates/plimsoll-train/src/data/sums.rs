@@ -12,7 +12,7 @@ use super::error::DataError;
 use super::order::{Order, mix};
 use plimsoll_program::models::ModelConfig;
 use std::fs::{self, File};
-use std::io::{BufWriter, Write};
+use std::io::{BufRead, BufReader, BufWriter, Write};
 use std::path::Path;
 
 /// Input positions of a sample: 13 tokens, the last of which is only a target.
@@ -38,13 +38,19 @@ pub fn write(folder: &Path, seed: u64) -> Result<(), DataError> {
         let order = Order { seed, rows: PROBLEMS, shuffle: true };
         (0..PROBLEMS).map(move |position| order.row(position)).filter(move |&problem| held_out(problem) == eval)
     };
-    write_samples(&folder.join("train.jsonl"), problems(false).take(TRAIN_SAMPLES as usize))?;
-    write_samples(&folder.join("eval.jsonl"), problems(true).take(EVAL_SAMPLES as usize))?;
+    let samples = |eval: bool, most: u64| {
+        problems(eval).take(most as usize).map(|problem| {
+            let (ids, labels) = sample(problem);
+            serde_json::json!({ "input_ids": ids, "labels": labels }).to_string()
+        })
+    };
+    write_lines(&folder.join("train.jsonl"), || samples(false, TRAIN_SAMPLES))?;
+    write_lines(&folder.join("eval.jsonl"), || samples(true, EVAL_SAMPLES))?;
     for (name, content) in
         [("tokenizer.json", tokenizer()), ("tokenizer_config.json", tokenizer_config()), ("config.json", config())]
     {
-        let file = folder.join(name);
-        fs::write(&file, format!("{content:#}\n")).map_err(DataError::io("write", &file))?;
+        let text = format!("{content:#}");
+        write_lines(&folder.join(name), || text.lines().map(str::to_owned))?;
     }
     Ok(())
 }
@@ -54,13 +60,15 @@ fn held_out(problem: u64) -> bool {
     mix(problem).is_multiple_of(50)
 }
 
-fn write_samples(file: &Path, problems: impl Iterator<Item = u64>) -> Result<(), DataError> {
+/// Writes a text of lines. One that is there already is left alone: another process may be reading it.
+fn write_lines<L: Iterator<Item = String>>(file: &Path, lines: impl Fn() -> L) -> Result<(), DataError> {
+    let there = File::open(file).is_ok_and(|there| BufReader::new(there).lines().map(Result::ok).eq(lines().map(Some)));
+    if there {
+        return Ok(());
+    }
     let write = || {
         let mut out = BufWriter::new(File::create(file)?);
-        for problem in problems {
-            let (ids, labels) = sample(problem);
-            writeln!(out, "{}", serde_json::json!({ "input_ids": ids, "labels": labels }))?;
-        }
+        lines().try_for_each(|line| writeln!(out, "{line}"))?;
         out.into_inner()?.sync_all()
     };
     write().map_err(DataError::io("write", file))
@@ -235,5 +243,18 @@ mod tests {
             fs::read(folder.path().join("train.jsonl")).unwrap()
         });
         assert!(one == again && one != other);
+    }
+
+    #[test]
+    fn what_is_there_is_left_alone_and_what_was_cut_off_is_written_anew() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("eval.jsonl");
+        write(folder.path(), 1).unwrap();
+        let (whole, written) = (fs::read(&file).unwrap(), fs::metadata(&file).unwrap().modified().unwrap());
+        write(folder.path(), 1).unwrap();
+        assert_eq!(fs::metadata(&file).unwrap().modified().unwrap(), written);
+        fs::write(&file, &whole[..whole.len() / 2]).unwrap();
+        write(folder.path(), 1).unwrap();
+        assert_eq!(fs::read(&file).unwrap(), whole);
     }
 }

@@ -4,6 +4,7 @@
 //! the team that it leaves behind meets elsewhere.
 
 use super::engine::Engine;
+use super::handover::UNDER_WAY;
 use super::heartbeat::Pulse;
 use super::trouble::Trouble;
 use plimsoll_core::Bytes;
@@ -20,8 +21,6 @@ use std::time::Duration;
 
 /// How often who waits looks whether the devices are still there.
 const LOOK: Duration = Duration::from_millis(50);
-/// Bytes of a file that are under way at most.
-const UNDER_WAY: usize = 128 << 10;
 
 /// What a device is to do; what it stores goes to the files.
 pub type Task<T> = Box<dyn FnOnce(&mut Engine, &mut dyn FileSpace) -> Result<T, Trouble> + Send>;

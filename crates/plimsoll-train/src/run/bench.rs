@@ -199,8 +199,7 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
     let level = if shape.checkpoint { RecomputeLevel::Block } else { RecomputeLevel::Nothing };
     let recipe = Recipe::on_device(shape.batch as u32, vec![level; shape.layers as usize]);
     let answer = plan_of(&question, &recipe);
-    let limit = needed_product_flops(&answer.set) * shape.accumulate as f64
-        / if shape.dtype == DType::Bf16 { device.rates.bf16_flops } else { device.rates.f32_flops };
+    let limit = needed_product_flops(&answer.set) * shape.accumulate as f64 / device.rates.product_flops(shape.dtype);
     let (arena_bytes, predicted) = (answer.plan.devices[0].arena_bytes, answer.plan.predicted.step_seconds);
 
     let resident = |read: fn() -> std::io::Result<Bytes>| read().unwrap_or(Bytes::ZERO).as_mib();

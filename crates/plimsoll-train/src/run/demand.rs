@@ -12,12 +12,12 @@ use std::time::Instant;
 /// A worker is given as little memory as makes it no slower than this: 2 %.
 const SLOWER: f64 = 0.02;
 
-/// Plans a run for the one device that its file names, with as little memory as leaves it fast.
+/// Plans a run for the one device that its file names, with as little memory as leaves it fast. `began` is when it was asked
+/// to: reaching the device counts.
 ///
 /// # Errors
 /// What is wrong with the run file, the model or the data.
-pub fn demand(run: RunFile) -> Result<RunDemand, Failure> {
-    let began = Instant::now();
+pub fn demand(run: RunFile, began: Instant) -> Result<RunDemand, Failure> {
     let Prepared { run, resolved, train, eval, planned, .. } = prepare(run, None)?;
     let prepare_seconds = began.elapsed().as_secs_f64();
     let mut part = planned.parts.into_iter().next().expect("a run is done by somebody");

@@ -8,8 +8,8 @@ use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
-/// Bytes that are under way at most.
-const UNDER_WAY: usize = 128 << 10;
+/// Bytes of a file that are under way at most.
+pub(super) const UNDER_WAY: usize = 128 << 10;
 /// How often who waits looks whether the other side is still there.
 const LOOK: Duration = Duration::from_millis(50);
 

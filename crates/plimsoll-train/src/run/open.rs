@@ -214,12 +214,13 @@ fn budget(run: &RunFile, resolved: &Resolved, device: &DeviceSpec) -> Budget {
     }
 }
 
-/// Of a virtual device: as large as its user says, whatever was learned of it; of one on another host that host has said it.
+/// What a device was made with: a virtual one is as large as its user says, and of one on another host so much is kept for the
+/// run, whatever was learned of it.
 pub(super) fn made_with(run: &RunFile, resolved: &Resolved, device: &DeviceSpec) -> Option<Bytes> {
     let here = device.host().is_none();
-    let said = || if here { budget(run, resolved, device).of(Memory::read().free) } else { Bytes::ZERO };
-    let made_with = || device.budget.max(said());
-    (device.kind == DeviceKind::Virtual).then(made_with)
+    let free = || if here { Memory::read().free } else { device.budget };
+    let made_with = || device.budget.max(budget(run, resolved, device).of(free()));
+    (device.kind == DeviceKind::Virtual || !here).then(made_with)
 }
 
 /// A device that has been opened.
@@ -306,10 +307,9 @@ fn open_engine(
         let (answer, plan) = (part.answer.clone(), part.answer.plan.clone());
         let programs = charged_programs(&part.device, &answer.set);
         let algorithms = part.algorithms.as_ref();
-        let spec = match made_with {
-            Some(budget) => &DeviceSpec { budget, rates: rates.clone(), ..part.device.clone() },
-            None => &part.device,
-        };
+        let played = made_with.filter(|_| part.device.simulated());
+        let played = played.map(|budget| DeviceSpec { budget, rates: rates.clone(), ..part.device.clone() });
+        let spec = played.as_ref().unwrap_or(&part.device);
         let opened = match &far {
             Some(line) => {
                 let line = Arc::clone(line);

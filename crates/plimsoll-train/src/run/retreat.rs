@@ -40,9 +40,10 @@ const WAVER: Bytes = Bytes::mib(4);
 
 /// What a run knows about the memory that a device may hold for it.
 pub struct Line {
-    /// As the user said, in the run file or later; of a virtual device, what the run file's word came to when it was made.
+    /// As the user said, in the run file or later; of a device that was made with so much, what the run file's word came to then.
     budget: Budget,
-    /// What a virtual device was made with: the most that the line can come to, and what a share is one of.
+    /// What a virtual device was made with, or is kept of one on another host: the most that the line can come to, and what a
+    /// share is one of.
     made_with: Option<Bytes>,
     /// The load line that holds: the budget, or less while others press.
     pub(super) bytes: Bytes,
@@ -66,8 +67,8 @@ pub struct Line {
 }
 
 impl Line {
-    /// A run that starts with this plan, under what `budget` means for its device, a virtual one if it was `made_with` so
-    /// much; `programs` of its charges are those of its Programs.
+    /// A run that starts with this plan, under what `budget` means for its device, which was perhaps `made_with` so much;
+    /// `programs` of its charges are those of its Programs.
     pub fn new(budget: Budget, made_with: Option<Bytes>, plan: &Plan, programs: Bytes) -> Line {
         let pressure = Pressure::new(Instant::now());
         Line {

@@ -18,7 +18,7 @@ use crate::data::Rows;
 use crate::files::StoredTensor;
 use plimsoll_core::{
     Bytes, DType, DeviceKind, DeviceMemory, DevicePlan, DeviceSpec, HostSpec, MeasuredBy, Member, MemberResult, Plan,
-    Rates, Sharing, Space,
+    Sharing, Space,
 };
 use plimsoll_device::cuda::collectives;
 use plimsoll_device::device::{DeviceError, FileSpace, NoFiles};
@@ -791,10 +791,9 @@ impl Team {
     /// Operations a second that the devices were measured to do in products of this arithmetic, all together; 0 where one
     /// was measured beside other work, which is no peak.
     pub fn peak_flops(&self, precision: DType) -> f64 {
-        let flops = |rates: &Rates| if precision == DType::Bf16 { rates.bf16_flops } else { rates.f32_flops };
         match self.workers.iter().any(Worker::is_disturbed) {
             true => 0.0,
-            false => self.workers.iter().map(|worker| flops(&worker.device.rates)).sum(),
+            false => self.workers.iter().map(|worker| worker.device.rates.product_flops(precision)).sum(),
         }
     }
 

@@ -1,7 +1,6 @@
-//! The rules of a run file that its types cannot hold: ranges, keys that belong together, and what
-//! this version does not do.
+//! The rules of a run file that its types cannot hold: ranges, and keys that belong together.
 
-use super::{Init, Method, Optimizer, Precision, RunFile};
+use super::{Init, Method, Optimizer, RunFile};
 use plimsoll_core::{Failure, Rung, counted};
 use plimsoll_plan::request::DevicesRequest;
 use plimsoll_program::models::Target;
@@ -19,8 +18,7 @@ pub(super) fn check(file: &RunFile) -> Result<(), Fault> {
     ranges(file)?;
     together(file)?;
     method(file)?;
-    devices(file)?;
-    built(file)
+    devices(file)
 }
 
 fn ranges(file: &RunFile) -> Result<(), Fault> {
@@ -135,13 +133,4 @@ fn devices(file: &RunFile) -> Result<(), Fault> {
 
 fn cannot(key: &'static str, message: &str, hint: &str) -> Fault {
     Fault::Cannot(key, message.to_owned(), vec![hint.to_owned()])
-}
-
-/// What the design has and this version has not is refused by name, so that nobody believes it on.
-fn built(file: &RunFile) -> Result<(), Fault> {
-    if file.train.precision == Precision::F64 {
-        let message = "runs are in f32 or bf16; f64 is for the tests of the program itself";
-        return Err(cannot("train.precision", message, "set train.precision = \"f32\""));
-    }
-    Ok(())
 }

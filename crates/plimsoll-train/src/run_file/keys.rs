@@ -27,7 +27,7 @@ pub(super) const KEYS: &[(&str, &str)] = &[
     ("train.betas", "two numbers, each at least 0 and below 1"),
     ("train.eps", "a number above 0"),
     ("train.clip_norm", "a number, 0 or more (0 clips nothing)"),
-    ("train.precision", "\"auto\", \"f32\" or \"bf16\""),
+    ("train.precision", "\"auto\", \"f32\", \"bf16\" or \"f64\""),
     ("train.method", "\"full\" or \"lora\""),
     ("train.rungs", "a list of \"bf16\", \"adam8bit\", \"lora\", \"int8\", \"nf4\""),
     ("train.seed", "a whole number, 0 or more"),

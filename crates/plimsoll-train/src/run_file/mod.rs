@@ -257,7 +257,7 @@ pub enum Precision {
     F32,
     /// bfloat16 products with f32 sums.
     Bf16,
-    /// 64-bit floats: the reference executor of the tests.
+    /// 64-bit floats, on processors: to compare runs with each other.
     F64,
 }
 

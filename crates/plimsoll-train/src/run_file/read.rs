@@ -109,9 +109,10 @@ impl From<RunFileError> for Failure {
 
 /// What to do where a run file cannot be read.
 fn instead(path: &Path, why: ErrorKind) -> String {
-    let near = near_file(path).filter(|_| why == ErrorKind::NotFound);
+    if let Some(near) = near_file(path).filter(|_| why == ErrorKind::NotFound) {
+        return format!("did you mean `{}`?", near.display());
+    }
     match why {
-        _ if near.is_some() => format!("did you mean `{}`?", near.unwrap_or_default().display()),
         ErrorKind::IsADirectory if path.join("run.toml").is_file() => {
             format!("to go on with the run in it: --resume {}", path.display())
         }
@@ -123,11 +124,11 @@ fn instead(path: &Path, why: ErrorKind) -> String {
 /// The file beside this one that was probably meant.
 fn near_file(path: &Path) -> Option<PathBuf> {
     let name = path.file_name()?.to_str()?;
+    let name = name.strip_suffix(".toml").unwrap_or(name);
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let names = std::fs::read_dir(folder).ok()?.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
-    let toml = names.filter(|other| other.ends_with(".toml"));
-    let near = keys::nearest(name, toml)?;
-    Some(path.with_file_name(near))
+    let near = keys::nearest(name, names.filter_map(|other| Some(other.strip_suffix(".toml")?.to_owned())))?;
+    Some(path.with_file_name(format!("{near}.toml")))
 }
 
 /// The keys of the section, or the sections, for a key that resembles nothing.

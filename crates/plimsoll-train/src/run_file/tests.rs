@@ -250,14 +250,6 @@ fn a_run_that_goes_on_keeps_its_experiment() {
 }
 
 #[test]
-fn what_is_not_built_is_refused_by_name() {
-    assert_eq!(
-        refusal(MODEL, &["train.precision=f64"]),
-        "command line: train.precision: runs are in f32 or bf16; f64 is for the tests of the program itself\n  hint: set train.precision = \"f32\""
-    );
-}
-
-#[test]
 fn what_is_trained_goes_with_how_the_rest_is_stored() {
     let train = "data.train=a.jsonl";
     let rungs = |rungs: &str| format!("train.rungs=\"{rungs}\"");

@@ -35,6 +35,18 @@ pub fn reached(mut file: RunFile) -> Result<RunFile, Failure> {
     Ok(file)
 }
 
+/// The same for a sweep, whose runs find their devices kept.
+///
+/// # Errors
+/// As above.
+pub fn kept(mut file: RunFile) -> Result<(RunFile, Option<far::ray::Kept>), Failure> {
+    let kept = match file.devices().elsewhere() {
+        true => Some(far::ray::keep(&mut file, &with_wheel("ray")?)?),
+        false => None,
+    };
+    Ok((file, kept))
+}
+
 /// The interpreter, which has what is asked of it.
 fn with_wheel(command: &str) -> Result<PathBuf, Failure> {
     let program = std::env::current_exe().ok();

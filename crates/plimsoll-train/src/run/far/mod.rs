@@ -115,7 +115,7 @@ impl Elsewhere {
     pub(crate) fn line(&self, device: &str) -> Result<Arc<Line>, Failure> {
         let hosts = self.hosts().ok_or_else(|| {
             Failure::input(format!("run.devices: `{device}` is on another host, and nothing here reaches that"))
-                .hint("plimsoll train and plan reach the hosts of a cluster (docs/ray.md)")
+                .hint("plimsoll train, plan and sweep reach the hosts of a cluster (docs/ray.md)")
         })?;
         let gone = |why: String| Failure::input(format!("run.devices: {device}: {why}"));
         let channel = hosts.channel(device).map_err(|error| gone(error.to_string()))?;

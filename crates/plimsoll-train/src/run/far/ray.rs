@@ -11,7 +11,7 @@ use crate::run_file::RunFile;
 use plimsoll_core::{Budget, Exit, Failure};
 use plimsoll_plan::request::{DeviceRequest, DevicesRequest};
 use serde::{Deserialize, Serialize};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io::{self, BufRead, BufReader};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -29,8 +29,10 @@ const LEAVES: Duration = Duration::from_secs(15);
 #[derive(Serialize)]
 struct Wanted {
     devices: Vec<String>,
-    /// What each may hold, where the run file has an amount and the word of the device has none.
-    budget_bytes: Option<u64>,
+    /// What each may hold where its word does not say: an amount, or a share of what is free; none is all of that.
+    budget: Option<String>,
+    /// Whether each device's bytes are kept by themselves, for the runs of a sweep.
+    for_runs: bool,
 }
 
 /// What that turned out to be.
@@ -54,7 +56,8 @@ enum Placed {
 #[derive(Serialize)]
 struct Errand<'a> {
     number: u64,
-    device: &'a str,
+    /// Without one it is asked which devices are there, each with what is kept of it.
+    device: Option<&'a str>,
     aside: bool,
 }
 
@@ -71,16 +74,18 @@ struct Back {
 /// # Errors
 /// What that process says: there is no cluster, no such device, or no room on it.
 pub fn reach(run: &mut RunFile, python: &Path) -> Result<(), Failure> {
+    bring(run, python, false).map(|_| ())
+}
+
+fn bring(run: &mut RunFile, python: &Path, for_runs: bool) -> Result<Arc<Process>, Failure> {
     let asked = run.devices();
-    let budget_bytes = match run.memory.budget {
-        Budget::Amount(bytes) => Some(bytes.0),
-        Budget::Share(_) => None,
-    };
+    // The cluster's lines are the usual share of what was free when it was joined.
+    let budget = (run.memory.budget != Budget::DEVICE).then(|| run.memory.budget.to_string());
     let (away, own): (Vec<DeviceRequest>, Vec<DeviceRequest>) = asked
         .devices
         .into_iter()
         .partition(|device| matches!(device, DeviceRequest::Elsewhere { .. } | DeviceRequest::Ray { .. }));
-    let wanted = Wanted { devices: away.iter().map(ToString::to_string).collect(), budget_bytes };
+    let wanted = Wanted { devices: away.iter().map(ToString::to_string).collect(), budget, for_runs };
     let (process, mut says) = Process::start(python)?;
     let (devices, ip) = match process.place(&wanted, &mut says)? {
         Placed::There { devices, ip } => {
@@ -101,8 +106,69 @@ pub fn reach(run: &mut RunFile, python: &Path) -> Result<(), Failure> {
     let thread = thread::Builder::new().name("plimsoll-ray".to_owned()).spawn(move || answers.all(says));
     thread.map_err(|error| Failure::bug(format!("the system gives no thread: {error}")))?;
     let named = DevicesRequest { host: asked.host, file: asked.file, ..named };
-    run.elsewhere = Elsewhere::by(Arc::new(Cluster { process, wires })).of(named);
-    Ok(())
+    run.elsewhere = Elsewhere::by(Arc::new(Cluster { process: Arc::clone(&process), wires })).of(named);
+    Ok(process)
+}
+
+/// Names, for a run, what a sweep has kept of its device: the run is placed in that, and asks Ray for nothing of its own.
+pub const KEPT: &str = "PLIMSOLL_RAY_KEPT";
+
+/// How often it is asked which devices of a sweep are there.
+const LOOKS: Duration = Duration::from_secs(1);
+
+/// What is kept of each device that is there, by its name.
+type There = BTreeMap<String, String>;
+
+/// The devices of a cluster that are kept for the runs of a sweep.
+pub struct Kept {
+    process: Arc<Process>,
+    /// Empty where the cluster is gone.
+    there: Arc<Mutex<There>>,
+}
+
+/// Has the devices of the cluster that a sweep names kept for its runs. They can be asked what they are until the first run is
+/// placed there.
+///
+/// # Errors
+/// As [`reach`].
+pub fn keep(run: &mut RunFile, python: &Path) -> Result<Kept, Failure> {
+    Ok(Kept { process: bring(run, python, true)?, there: Arc::default() })
+}
+
+impl Kept {
+    /// From now on runs are placed there, and it is looked after who is.
+    ///
+    /// # Errors
+    /// The cluster is gone, or the system gives no thread.
+    pub fn for_runs(&self) -> Result<(), Failure> {
+        let gone = |error: io::Error| Failure::stopped(format!("--devices: {error}"));
+        *locked(&self.there) = self.process.there().map_err(gone)?;
+        let (process, there) = (Arc::downgrade(&self.process), Arc::downgrade(&self.there));
+        let look = move || {
+            loop {
+                thread::sleep(LOOKS);
+                let (Some(process), Some(there)) = (process.upgrade(), there.upgrade()) else { return };
+                match process.there() {
+                    Ok(found) => *locked(&there) = found,
+                    Err(_) if process.ended() => return locked(&there).clear(),
+                    // One answer that did not come says nothing of the devices.
+                    Err(_) => {}
+                }
+            }
+        };
+        let thread = thread::Builder::new().name("plimsoll-ray-look".to_owned()).spawn(look);
+        thread.map(|_| ()).map_err(|error| Failure::bug(format!("the system gives no thread: {error}")))
+    }
+
+    /// Whether the cluster is gone.
+    pub fn cut_off(&self) -> bool {
+        self.process.ended()
+    }
+
+    /// What is kept of a device, while that is there.
+    pub fn of(&self, device: &str) -> Option<String> {
+        locked(&self.there).get(device).cloned()
+    }
 }
 
 /// The cluster, as a run has it.
@@ -129,11 +195,11 @@ struct Way {
 
 impl Channel for Way {
     fn call(&self, request: &[u8]) -> io::Result<Vec<u8>> {
-        self.process.ask(&self.device, false, request)
+        self.process.ask(Some(&self.device), false, request)
     }
 
     fn aside(&self, request: &[u8]) -> io::Result<Vec<u8>> {
-        self.process.ask(&self.device, true, request)
+        self.process.ask(Some(&self.device), true, request)
     }
 }
 
@@ -194,7 +260,16 @@ impl Process {
         })
     }
 
-    fn ask(&self, device: &str, aside: bool, request: &[u8]) -> io::Result<Vec<u8>> {
+    fn ended(&self) -> bool {
+        locked(&self.answers.0).is_none()
+    }
+
+    fn there(&self) -> io::Result<There> {
+        let answer = self.ask(None, false, &[])?;
+        serde_json::from_slice(&answer).map_err(io::Error::other)
+    }
+
+    fn ask(&self, device: Option<&str>, aside: bool, request: &[u8]) -> io::Result<Vec<u8>> {
         let number = self.number.fetch_add(1, Ordering::Relaxed);
         let (back, answered) = channel();
         locked(&self.answers.0).as_mut().ok_or_else(ended)?.insert(number, back);

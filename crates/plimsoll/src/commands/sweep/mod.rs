@@ -6,6 +6,7 @@ mod folder;
 mod places;
 mod worker;
 
+use super::ray::{kept, reached};
 use crate::args::SweepArgs;
 use crate::{say, signals};
 use folder::{Folder, Known};
@@ -29,6 +30,12 @@ const PROGRAM: &str = "/proc/self/exe";
 
 /// How often it is looked whether a worker has ended.
 const LOOK: Duration = Duration::from_millis(20);
+
+/// A device of a cluster on which a run ended early gets no other for so long: that it is lost is said later.
+const RESTS: Duration = Duration::from_secs(10);
+
+/// Where all that wait do so for devices that are lost, one of these has so long to come back.
+const COMES_BACK: Duration = Duration::from_secs(60);
 
 /// How often room is looked at where nothing has happened: a worker that is late makes waiting for it less worth.
 const LOOK_AROUND: Duration = Duration::from_secs(1);
@@ -73,7 +80,8 @@ pub fn run(args: &SweepArgs) -> Result<Exit, Failure> {
         let done = known.iter().flat_map(|report| &report.runs).filter(|run| run.state == SweepState::Done).count();
         say::answer(&planning(names.len() - done));
     }
-    let places = Places::find(&devices, args.workers.or(known.and_then(|report| report.workers)))?;
+    let (devices, kept) = kept(devices)?;
+    let places = Places::find(&devices, kept, args.workers.or(known.and_then(|report| report.workers)))?;
     let (folder, runs, report) = match before {
         Some((folder, runs, mut report)) => {
             report.asked = devices.run.devices.clone();
@@ -97,8 +105,9 @@ pub fn run(args: &SweepArgs) -> Result<Exit, Failure> {
 
 /// What a sweep asks a process of its own.
 fn tell_demand(args: &SweepArgs, path: PathBuf) -> Result<Exit, Failure> {
+    let began = Instant::now();
     let devices = args.devices.clone().unwrap_or_default();
-    let needs = demand(RunFile::load(Some(&path), &places::settings_of(&devices))?)?;
+    let needs = demand(reached(RunFile::load(Some(&path), &places::settings_of(&devices))?)?, began)?;
     say::answer(&(serde_json::to_string(&needs).expect("plain data has a JSON form") + "\n"));
     Ok(Exit::Done)
 }
@@ -115,6 +124,9 @@ struct Going<'a> {
     sweep: Sweep,
     workers: Vec<Worker>,
     injections: Vec<(String, String)>,
+    /// By the number of the device: whether it was lost when it was last looked at, and until when it gets no run.
+    lost: Vec<bool>,
+    rests: Vec<Option<Instant>>,
     began: Instant,
 }
 
@@ -150,6 +162,8 @@ impl<'a> Going<'a> {
         }
         let rooms = places.rooms();
         let mut going = Going {
+            lost: vec![false; rooms.len()],
+            rests: vec![None; rooms.len()],
             sweep: Sweep::new(rooms, places.host, vec![Job::default(); runs.len()]),
             args,
             places,
@@ -198,6 +212,8 @@ impl<'a> Going<'a> {
         self.write()?;
         let mut looked: Option<Instant> = None;
         let mut stopping = false;
+        // Since when all that wait do so for devices that are lost.
+        let mut waited: Option<Instant> = None;
         loop {
             if stop.load(Ordering::Relaxed) && !stopping {
                 stopping = true;
@@ -205,6 +221,7 @@ impl<'a> Going<'a> {
             }
             if !stopping && looked.is_none_or(|looked| looked.elapsed() > LOOK_AROUND) {
                 looked = Some(Instant::now());
+                self.look_at_devices();
                 for given in self.sweep.start(self.began.elapsed().as_secs_f64()) {
                     self.start(&given)?;
                 }
@@ -224,6 +241,12 @@ impl<'a> Going<'a> {
             if self.workers.is_empty() && (stopping || self.sweep.waiting().is_empty()) {
                 break;
             }
+            let in_vain = self.workers.is_empty() && self.sweep.waits_for_lost();
+            waited = in_vain.then(|| waited.unwrap_or_else(Instant::now));
+            if waited.is_some_and(|since| self.places.cut_off() || since.elapsed() > COMES_BACK) {
+                self.give_up();
+                break;
+            }
             thread::sleep(LOOK);
         }
         for row in self.report.runs.iter_mut().filter(|row| row.state == SweepState::Waiting) {
@@ -238,6 +261,28 @@ impl<'a> Going<'a> {
             unused.for_each(|(number, device)| device.why = self.places.unused(number, &needs));
         }
         self.write()
+    }
+
+    /// What starts now finds these there.
+    fn look_at_devices(&mut self) {
+        for device in 0..self.lost.len() {
+            let lost = self.places.lost(device);
+            if lost != self.lost[device] {
+                let now = if lost { "lost: what ran there is done elsewhere, or waits for it" } else { "there again" };
+                say::note(&format!("{} is {now}", self.places.name(device)));
+            }
+            self.lost[device] = lost;
+            self.sweep.set_lost(device, lost || self.rests[device].is_some_and(|until| Instant::now() < until));
+        }
+    }
+
+    /// What waits for devices that do not come back is left for another time.
+    fn give_up(&mut self) {
+        let lost = (0..self.lost.len()).filter(|&device| self.lost[device]).map(|device| self.places.name(device));
+        let why = format!("it waits for devices that are lost: {}", lost.collect::<Vec<_>>().join(", "));
+        for row in self.report.runs.iter_mut().filter(|row| row.state == SweepState::Waiting) {
+            (row.why, row.exit) = (Some(why.clone()), Some(Exit::Stopped as i32));
+        }
     }
 
     fn start(&mut self, given: &plimsoll_plan::sweep::Worker) -> Result<(), Failure> {
@@ -255,6 +300,7 @@ impl<'a> Going<'a> {
             run: given.job,
             device: given.device,
             settings: self.places.settings(given),
+            environment: self.places.environment(given.device),
             injections: places.map(|(_, place)| place.clone()).collect(),
         };
         let worker = Worker::start(start, &self.folder, &row.name)?;
@@ -274,6 +320,10 @@ impl<'a> Going<'a> {
     fn end(&mut self, worker: &Worker, ended_how: &Ended, stopping: bool) -> Result<(), Failure> {
         let run = worker.run;
         self.sweep.end(run);
+        // It crashed, or stopped by itself.
+        if matches!(ended_how.code, None | Some(1 | 4)) && self.places.away(worker.device) {
+            self.rests[worker.device] = Some(Instant::now() + RESTS);
+        }
         let retries = self.report.retries;
         let row = &mut self.report.runs[run];
         let known = self.folder.known(&row.name);

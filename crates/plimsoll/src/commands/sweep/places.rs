@@ -6,8 +6,9 @@ use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Exit, Failure, RunDem
 use plimsoll_device::probe::Memory;
 use plimsoll_plan::request::{DeviceRequest, DevicesRequest};
 use plimsoll_plan::sweep::{Room, Worker};
-use plimsoll_train::resolve::{check_asked, devices};
+use plimsoll_train::resolve::{check_asked, devices, write_example};
 use plimsoll_train::run::demand::same_demand;
+use plimsoll_train::run::far::ray::{KEPT, Kept};
 use plimsoll_train::run_file::{RunFile, setting};
 use std::process::{Command, Stdio};
 use std::sync::Mutex;
@@ -30,6 +31,8 @@ struct Place {
 /// The devices, and the host beside them.
 pub struct Places {
     places: Vec<Place>,
+    /// What is kept of those that are a cluster's.
+    kept: Option<Kept>,
     /// The load line of the host.
     pub host: Bytes,
 }
@@ -96,12 +99,22 @@ impl Places {
     ///
     /// # Errors
     /// Devices that are not here, or not free.
-    pub fn find(file: &RunFile, workers: Option<u32>) -> Result<Places, Failure> {
+    pub fn find(file: &RunFile, kept: Option<Kept>, workers: Option<u32>) -> Result<Places, Failure> {
         let request = file.devices();
-        let specs = devices(file)?;
+        // Each by itself: a run of a sweep has one, and what is between them matters to nobody.
+        let alone = |asked: &DeviceRequest| {
+            let mut alone = file.clone();
+            alone.elsewhere = alone.elsewhere.of(DevicesRequest { devices: vec![asked.clone()], ..request.clone() });
+            devices(&alone)
+        };
+        let specs = match &*request.devices {
+            [] => devices(file)?,
+            several => several.iter().map(alone).collect::<Result<Vec<_>, _>>()?.concat(),
+        };
+        kept.iter().try_for_each(Kept::for_runs)?;
         // Virtual devices are this machine's memory, too.
-        let virtual_bytes: Bytes =
-            specs.iter().filter(|spec| spec.kind == DeviceKind::Virtual).map(|spec| spec.budget).sum();
+        let own = |spec: &&DeviceSpec| spec.kind == DeviceKind::Virtual && spec.host().is_none();
+        let virtual_bytes: Bytes = specs.iter().filter(own).map(|spec| spec.budget).sum();
         let host = file.host().of(Memory::read().free.saturating_sub(virtual_bytes));
         let place = |spec: DeviceSpec| {
             let named = request.devices.iter().find(|asked| asked.name() == spec.name).cloned();
@@ -109,7 +122,7 @@ impl Places {
                 Some(index) => DeviceRequest::Cuda { index: Some(index), budget: None },
                 None => DeviceRequest::Cpu { budget: None },
             });
-            let (parts, parts_least) = match &asked {
+            let (parts, parts_least) = match asked.at_home() {
                 DeviceRequest::Virtual { pace, .. } => {
                     (PARTS, ((PACE_LEAST / pace * f64::from(PARTS)).ceil() as u32).clamp(1, PARTS))
                 }
@@ -119,7 +132,31 @@ impl Places {
             let room = Room { line: spec.budget, parts, parts_least, workers: workers.unwrap_or(u32::MAX) };
             Place { spec, asked, room }
         };
-        Ok(Places { places: specs.into_iter().map(place).collect(), host })
+        Ok(Places { places: specs.into_iter().map(place).collect(), kept, host })
+    }
+
+    /// Whether a device is a cluster's.
+    pub fn away(&self, device: usize) -> bool {
+        self.kept.is_some() && self.places[device].spec.host().is_some()
+    }
+
+    /// Whether a device of a cluster is not there now.
+    pub fn lost(&self, device: usize) -> bool {
+        self.away(device) && self.kept_of(device).is_none()
+    }
+
+    /// Whether the cluster is gone, with all of its devices.
+    pub fn cut_off(&self) -> bool {
+        self.kept.as_ref().is_some_and(Kept::cut_off)
+    }
+
+    fn kept_of(&self, device: usize) -> Option<String> {
+        self.kept.as_ref().and_then(|kept| kept.of(self.name(device)))
+    }
+
+    /// What else a process is told that works on a device. Of one that is lost it has to know that it asks for nothing itself.
+    pub fn environment(&self, device: usize) -> Option<(&'static str, String)> {
+        self.away(device).then(|| (KEPT, self.kept_of(device).unwrap_or_default()))
     }
 
     /// As the packing sees them.
@@ -134,7 +171,13 @@ impl Places {
 
     /// Why a device got none of the runs that need this.
     pub fn unused(&self, device: usize, needs: &[&Needs]) -> Option<String> {
+        if self.lost(device) {
+            return Some("it was lost".to_owned());
+        }
         let here = || needs.iter().filter_map(|needs| needs.of[device].as_ref());
+        if self.away(device) && here().next().is_none() {
+            return Some("it did not answer what the runs need there".to_owned());
+        }
         let line = self.places[device].spec.budget;
         match here().map(|needs| needs.bytes).min() {
             _ if needs.is_empty() => None,
@@ -180,7 +223,7 @@ impl Places {
         let place = &self.places[device];
         let mut asked = place.asked.clone();
         asked.give(Budget::Amount(bytes));
-        if let DeviceRequest::Virtual { pace, .. } = &mut asked {
+        if let DeviceRequest::Virtual { pace, .. } = asked.at_home_mut() {
             *pace *= f64::from(parts) / f64::from(place.room.parts);
         }
         DevicesRequest { devices: vec![asked], host: Some(Budget::Amount(host.max(LEAST))), file: None }.to_string()
@@ -205,12 +248,17 @@ impl Places {
                 distinct.push(index);
             }
         }
+        // Otherwise several of these processes would, at once.
+        distinct.iter().try_for_each(|&index| write_example(&mut runs[open[index]].clone()))?;
         let devices = self.places.len();
         let next = AtomicUsize::new(0);
         let answers: Mutex<Vec<Option<Result<RunDemand, Failure>>>> = Mutex::new(vec![None; distinct.len() * devices]);
         // GPUs are measured by what is free on them: one at a time.
-        let gpus = self.places.iter().any(|place| place.spec.kind == DeviceKind::Cuda);
+        let gpu = |place: &Place| place.spec.kind == DeviceKind::Cuda && place.spec.host().is_none();
+        let gpus = self.places.iter().any(gpu);
         let at_once = if gpus { 1 } else { thread::available_parallelism().map_or(1, usize::from) };
+        // All of what is kept of a cluster's device is asked for by each.
+        let turns: Vec<Mutex<()>> = (0..devices).map(|_| Mutex::new(())).collect();
         thread::scope(|scope| {
             for _ in 0..at_once {
                 scope.spawn(|| {
@@ -218,21 +266,42 @@ impl Places {
                         let number = next.fetch_add(1, Ordering::Relaxed);
                         let (Some(&index), device) = (distinct.get(number / devices), number % devices) else { return };
                         let name = &report.runs[open[index]].name;
+                        let turn = self.away(device).then(|| turns[device].lock().expect("nobody panics with it"));
                         let answer = self.ask_one(folder, name, device);
+                        drop(turn);
                         answers.lock().expect("nobody panics with it")[number] = Some(answer);
                     }
                 });
             }
         });
         let answers = answers.into_inner().expect("nobody panics with it");
+        let answers: Vec<Result<RunDemand, Failure>> =
+            answers.into_iter().map(|answer| answer.expect("all were asked")).collect();
         let needs = |key: &String| -> Result<Needs, Failure> {
             let index = distinct.iter().position(|&other| keys[other] == *key).expect("every key is among them");
-            let mine = &answers[index * devices..(index + 1) * devices];
-            let mine: Result<Vec<RunDemand>, Failure> =
-                mine.iter().map(|answer| answer.clone().expect("all were asked")).collect();
-            Ok(Needs { of: mine?.into_iter().map(Some).collect() }.where_it_loses_least())
+            let mut of = Vec::new();
+            for (device, answer) in answers[index * devices..(index + 1) * devices].iter().enumerate() {
+                of.push(match answer {
+                    Ok(demand) => Some(self.in_whole_mib(device, demand)),
+                    // The others do without one that is lost meanwhile.
+                    Err(_) if self.away(device) => None,
+                    Err(failure) => return Err(failure.clone()),
+                });
+            }
+            match answers[index * devices].clone() {
+                Err(failure) if of.iter().all(Option::is_none) => Err(failure),
+                _ => Ok(Needs { of }.where_it_loses_least()),
+            }
         };
         Ok(keys.iter().map(needs).collect())
+    }
+
+    /// What is kept of a cluster's device is counted in whole MiB.
+    fn in_whole_mib(&self, device: usize, demand: &RunDemand) -> RunDemand {
+        let whole = Bytes::mib(demand.bytes.0.div_ceil(1 << 20));
+        let bytes =
+            if self.away(device) && demand.fits { whole.min(self.places[device].room.line) } else { demand.bytes };
+        RunDemand { bytes, ..demand.clone() }
     }
 
     fn ask_one(&self, folder: &Folder, name: &str, device: usize) -> Result<RunDemand, Failure> {
@@ -241,6 +310,7 @@ impl Places {
         let output = Command::new(PROGRAM)
             .args(["sweep", "--devices", &self.request(device, room.line, self.host, room.parts), "--demand"])
             .arg(folder.run_file(name))
+            .envs(self.environment(device))
             .stdin(Stdio::null())
             .output()
             .map_err(cannot)?;
@@ -248,7 +318,11 @@ impl Places {
             let text = String::from_utf8_lossy(&output.stderr);
             let line = text.lines().find_map(|line| line.strip_prefix("error: "));
             let message = line.map_or_else(|| format!("planning ended with {}", output.status), str::to_owned);
-            let exit = if output.status.code() == Some(2) { Exit::Input } else { Exit::Bug };
+            let exit = match output.status.code() {
+                Some(2) => Exit::Input,
+                Some(4) => Exit::Stopped,
+                _ => Exit::Bug,
+            };
             return Err(Failure { exit, message, hints: vec![] });
         }
         serde_json::from_slice(&output.stdout)

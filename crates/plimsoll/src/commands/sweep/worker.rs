@@ -19,6 +19,8 @@ pub struct Start {
     pub device: usize,
     /// What it is given.
     pub settings: Vec<String>,
+    /// What else it is told, in its environment.
+    pub environment: Option<(&'static str, String)>,
     /// Where its device shall refuse memory.
     pub injections: Vec<String>,
 }
@@ -64,6 +66,7 @@ impl Worker {
         command.args(["--quiet", "--stop-on-eof"]);
         command.args(start.settings.iter().flat_map(|setting| ["--set", setting]));
         command.args(start.injections.iter().flat_map(|place| ["--inject-oom", place]));
+        command.envs(start.environment);
         let child = command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(words).spawn().map_err(failed)?;
         let Start { run, device, .. } = start;
         Ok(Worker { run, device, child, log, from, began: Instant::now() })

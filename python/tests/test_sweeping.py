@@ -1,0 +1,114 @@
+"""Sweeps over the hosts of a cluster: runs are packed by bytes on all of its devices, and go on elsewhere when one is lost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import faults
+import hosts
+from hosts import BETA, Host
+from runs import RUN_SECONDS, Left, events
+from shapes import MIB
+
+#: Both devices are at work for some seconds.
+SEEDS, STEPS, LONG = range(1, 5), 12, 40
+
+
+def words(folder: Path, devices: str, seeds: range, steps: int) -> list[str]:
+    """The command."""
+    settings = [f"train.seed={','.join(map(str, seeds))}", f"train.steps={steps}", "train.batch_tokens=768", "train.save_every=3"]
+    said = [word for setting in settings for word in ("--set", setting)]
+    return ["sweep", *said, "--devices", devices, "--dir", str(folder)]
+
+
+def report(folder: Path) -> dict[str, Any]:
+    """What it has written down so far."""
+    told: dict[str, Any] = json.loads((folder / "sweep.json").read_text())
+    return told
+
+
+def until_saved(folder: Path, device: str, run: subprocess.Popen[str]) -> str:
+    """Waits until a run on this device has a checkpoint; its name."""
+    patience = time.monotonic() + RUN_SECONDS
+    while run.poll() is None and time.monotonic() < patience:
+        there = report(folder)["runs"] if (folder / "sweep.json").exists() else []
+        for row in there:
+            if row.get("device") == device and any(event["event"] == "checkpoint" for event in events(folder / row["name"])):
+                return str(row["name"])
+        time.sleep(0.05)
+    run.kill()
+    raise AssertionError(f"nothing is saved on {device}:\n{run.communicate(timeout=30)[0]}")
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps that a run has done, in their order."""
+    return [event["step"] for event in events(folder) if event["event"] == "step"]
+
+
+def test_runs_are_packed_by_bytes_over_all_hosts(pair: tuple[Host, Host], tmp_path: Path) -> None:
+    alpha, _ = pair
+    swept = alpha.plimsoll(*words(tmp_path / "sweep", "ray", SEEDS, STEPS))
+    assert swept.returncode == 0, swept.stdout + swept.stderr
+    told = report(tmp_path / "sweep")
+    assert [run["state"] for run in told["runs"]] == ["done"] * len(SEEDS)
+    lines = {device["name"]: device["budget_bytes"] for device in told["devices"]}
+    assert lines == {"alpha/virtual:a": 600 * MIB, "beta/virtual:b": 300 * MIB}
+    # Several on a device at a time, under one line and each under its own.
+    assert all(device["workers"] >= 1 for device in told["devices"]) and max(device["workers"] for device in told["devices"]) >= 2
+    assert all(device["simulated"] and 0 < device["given_bytes"] <= device["budget_bytes"] for device in told["devices"])
+    for run in told["runs"]:
+        assert 0 < run["measured_bytes"] <= run["predicted_bytes"]
+        left = Left(tmp_path / "sweep" / run["name"])
+        assert [device["device"] for device in left.result["memory"]] == [run["device"]]
+    # Where it ran is no part of the experiment.
+    alone = alpha.plimsoll(*words(tmp_path / "alone", "virtual:a=280MiB@0.5", SEEDS, STEPS))
+    assert alone.returncode == 0, alone.stdout + alone.stderr
+    for run, other in zip(told["runs"], report(tmp_path / "alone")["runs"]):
+        assert (run["name"], run["loss"]) == (other["name"], pytest.approx(other["loss"], rel=1e-5))
+
+
+def test_runs_of_a_sweep_that_is_killed_save_give_back_and_go_on(pair: tuple[Host, Host], tmp_path: Path) -> None:
+    alpha, _ = pair
+    folder = tmp_path / "sweep"
+    run = alpha.start(hosts.COMMAND, *words(folder, "ray", SEEDS[:2], LONG))
+    name = until_saved(folder, "alpha/virtual:a", run)
+    run.kill()
+    run.wait()
+    patience = time.monotonic() + RUN_SECONDS
+    while not (folder / name / "result.json").exists():
+        assert time.monotonic() < patience
+        time.sleep(0.05)
+    left = json.loads((folder / name / "result.json").read_text())
+    assert left["status"] == "stopped" and left["steps"] == steps(folder / name)[-1], "it saved after its last step"
+    # Ray is some moments behind with what is given back.
+    while (resumed := alpha.plimsoll("sweep", "--resume", str(folder), "--quiet")).returncode == 3 and time.monotonic() < patience:
+        time.sleep(1.0)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert steps(folder / name) == list(range(1, LONG + 1))
+    assert all(device["budget_bytes"] in (600 * MIB, 300 * MIB) for device in report(folder)["devices"])
+
+
+@pytest.mark.takes_apart
+def test_the_runs_of_a_device_that_is_lost_go_on_elsewhere(pair: tuple[Host, Host], tmp_path: Path) -> None:
+    alpha, beta = pair
+    folder = tmp_path / "sweep"
+    run = alpha.start(hosts.COMMAND, *words(folder, "ray", SEEDS, LONG))
+    name = until_saved(folder, "beta/virtual:b", run)
+    try:
+        faults.happen("raylet", beta)
+        said, _ = run.communicate(timeout=RUN_SECONDS)
+    finally:
+        faults.mend("raylet", beta, BETA)
+    assert run.returncode == 0, said
+    assert "beta/virtual:b is lost" in said
+    rows = {row["name"]: row for row in report(folder)["runs"]}
+    assert [row["state"] for row in rows.values()] == ["done"] * len(SEEDS)
+    # It went on from its checkpoint.
+    assert rows[name]["retries"] >= 1 and rows[name]["device"] == "alpha/virtual:a"
+    assert steps(folder / name)[-1] == LONG and steps(folder / name).count(1) == 1
