@@ -67,6 +67,12 @@ fn named_devices(py: Python<'_>, settings: Vec<String>) -> PyResult<String> {
     working(py, || Ok(json(&resolve::devices(&RunFile::load(None, &settings)?)?)))
 }
 
+/// The same as far as it is known without measuring rates: JSON of names, kinds and load lines.
+#[pyfunction]
+fn named_lines(py: Python<'_>, settings: Vec<String>) -> PyResult<String> {
+    working(py, || Ok(json(&resolve::named(&RunFile::load(None, &settings)?)?)))
+}
+
 /// `plimsoll budget --json`.
 #[pyfunction]
 fn budget(py: Python<'_>, run_dir: PathBuf, budget: &str, device: Option<&str>) -> PyResult<String> {
@@ -102,7 +108,7 @@ mod _native {
     #[pymodule_export]
     use super::training::train;
     #[pymodule_export]
-    use super::{amount, budget, devices, named_devices, plan, product_flops};
+    use super::{amount, budget, devices, named_devices, named_lines, plan, product_flops};
 
     /// Of the program that this was built with.
     #[pymodule_export]

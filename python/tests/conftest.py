@@ -5,7 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -47,12 +47,27 @@ def pair_of_all() -> Iterator[tuple[Host, Host]]:
         yield alpha, beta
 
 
+#: Whether a test has failed.
+FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Its fixtures know that."""
+    report = yield
+    item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
+    return report
+
+
 @pytest.fixture
-def pair(pair_of_all: tuple[Host, Host]) -> Iterator[tuple[Host, Host]]:
-    """The hosts of that cluster. A run that a test which failed has left behind ends with it: the next needs its bytes."""
+def pair(request: pytest.FixtureRequest, pair_of_all: tuple[Host, Host]) -> Iterator[tuple[Host, Host]]:
+    """The hosts of that cluster. A run that a test which failed has left behind ends with it: the next needs its bytes; and whoever
+    it has left out is part of the cluster again."""
     yield pair_of_all
     for host in pair_of_all:
         host.end_started()
+    if request.node.stash.get(FAILED, False):
+        hosts.mend(pair_of_all)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

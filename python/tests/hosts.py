@@ -199,6 +199,22 @@ def join(host: Host, device: str = BETA) -> None:
     assert joined.stdout.startswith(f"part of the cluster at 10.77.0.1:7300, as {host.ip}\n")
 
 
+def mend(there: Sequence[Host], devices: Sequence[str] = (ALPHA, BETA)) -> None:
+    """Whoever a test that failed half way has left out of the cluster is part of it again."""
+    head, *others = there
+    for host in there:
+        host.plug_in()
+    said = head.plimsoll("cluster", "--json")
+    alive = {node["ip"] for node in json.loads(said.stdout)["nodes"] if node["alive"]} if said.returncode == 0 else set()
+    if head.ip not in alive:
+        head.plimsoll("leave")
+        join_head(head, devices[0], "--token", TOKEN)
+    for host, device in zip(others, devices[1:]):
+        if host.ip not in alive:
+            host.plimsoll("leave")
+            join(host, device)
+
+
 def know_rates(folder: Path) -> None:
     """Rates as if they had been measured: plans are the same however busy this machine is."""
     cpu = plimsoll.devices()["devices"][0]

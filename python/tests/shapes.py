@@ -30,6 +30,7 @@ def node(name: str, vram_mib: int | None = None, memory_mib: int = 1000, *, aliv
         memory_bytes=memory_mib * MIB,
         free_bytes=None,
         runs=[],
+        kept=[],
     )
     if gone is not None:
         node["gone"] = gone

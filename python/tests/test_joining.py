@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -13,9 +15,10 @@ import pytest
 
 import plimsoll
 from plimsoll.ray import __main__ as commands
-from plimsoll.ray import devices, ours, ports
+from plimsoll.ray import cluster, devices, joining, ours, ports
 from plimsoll.ray.cluster import Facts, columns
-from plimsoll.ray.verifying import Device, warnings
+from plimsoll.ray.reasons import reason
+from plimsoll.ray.verifying import Device, span, warnings
 from shapes import MIB, node
 
 
@@ -157,6 +160,125 @@ def test_what_should_be_known_is_warned_of() -> None:
         "graphics cards of NVIDIA's in a: 1 there, 0 used",
         "b computes at 0.500 TFLOP/s, another card at 2.000",
     ]
+
+
+def reached_after(monkeypatch: pytest.MonkeyPatch, failures: list[OSError]) -> list[tuple[str, int]]:
+    """Connections fail so, one after the other, and then come about; where they were tried."""
+    tried, connect, failing = list[tuple[str, int]](), socket.create_connection, iter(failures)
+
+    def connects(address: tuple[str, int], timeout: float) -> socket.socket:
+        tried.append(address)
+        if (failure := next(failing, None)) is not None:
+            raise failure
+        return connect(address, timeout)
+
+    monkeypatch.setattr(socket, "create_connection", connects)
+    monkeypatch.setattr(joining, "LOOK_SECONDS", 0.01)
+    return tried
+
+
+def no_way(number: int = errno.EHOSTUNREACH) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+def test_a_way_that_is_not_there_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        tried = reached_after(monkeypatch, [no_way(), no_way(errno.ENETUNREACH), TimeoutError("timed out")])
+        joining.check_answers(address, 10.0)
+        assert len(tried) == 4
+        # Who only looks is told at once.
+        tried = reached_after(monkeypatch, [no_way()])
+        with pytest.raises(plimsoll.InputError, match=f"^nobody answers at {address}: no way leads there\n"):
+            joining.check_answers(address)
+        assert len(tried) == 1
+    tried = reached_after(monkeypatch, [no_way()] * 1000)
+    began = time.monotonic()
+    with pytest.raises(plimsoll.InputError, match="no way leads there") as caught:
+        joining.check_answers(address, 0.2)
+    assert 0.2 <= time.monotonic() - began < 5.0 and len(tried) > 2
+    assert "is the cable in" in str(caught.value) and "rrno" not in str(caught.value)
+
+
+def test_a_machine_that_answers_that_nobody_listens_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        address = f"127.0.0.1:{gone.getsockname()[1]}"
+    tried = reached_after(monkeypatch, [])
+    with pytest.raises(plimsoll.InputError, match=f"nobody answers at {address}: the machine is there, and no head on it"):
+        joining.check_answers(address, 10.0)
+    assert len(tried) == 1
+    for wrong in ("10.0.0.1:many", "10.0.0.1:73000"):
+        with pytest.raises(plimsoll.InputError, match=f"`{wrong}` is no address of a machine"):
+            joining.check_answers(wrong, 10.0)
+
+
+def test_who_has_dropped_out_is_told_what_it_joined_with() -> None:
+    words = ["join", "10.0.0.1", "--token", "sesame", "--devices", "virtual:a=600MiB@0.5", "--name", "my machine", "--ports", "7500"]
+    ended = ours.Raylet("b/cpu", "cpu", 2**22 + 1, 1)
+    joined: list[str] = []
+
+    def joins(*, words: str, **_: object) -> ours.Joined:
+        joined.append(words)
+        raise plimsoll.InputError("it is not tried here")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(joining, "join", joins)
+        assert commands.main(words) == 2
+    # The token stays in its file.
+    assert joined == ["plimsoll join 10.0.0.1 --name 'my machine' --devices virtual:a=600MiB@0.5 --ports 7500"]
+    ours.keep(ours.Joined("10.0.0.1:7500", "10.0.0.2", False, [ended], joined[0]))
+    with pytest.raises(plimsoll.InputError) as caught, cluster.connected():
+        pass
+    assert str(caught.value).startswith("this machine has dropped out of the cluster at 10.0.0.1:7500: ")
+    assert f"takes part again with what it joined with: {joined[0]}" in str(caught.value)
+
+
+def test_joining_measures_no_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLIMSOLL_CACHE", str(tmp_path / "cache"))
+    began = time.monotonic()
+    cpu, part = devices.of_this_machine("cpu=1GiB,virtual:a=600MiB@0.5")
+    assert (cpu.line_bytes, part.line_bytes) == (1024 * MIB, 600 * MIB)
+    assert time.monotonic() - began < 5.0 and not (tmp_path / "cache" / "devices.json").exists()
+    with pytest.raises(plimsoll.InputError, match="`ray:a/cuda:0` is a device of a cluster"):
+        devices.of_this_machine("ray:a/cuda:0")
+
+
+def test_a_head_that_leaves_says_whose_cluster_ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(joining, "others", lambda: ["beta", "gamma"])
+    assert commands.main(["leave"]) == 0
+    assert capsys.readouterr().err.startswith("warning: this machine is the head of the cluster, which ends for beta, gamma, too: ")
+    monkeypatch.setattr(joining, "others", list)
+    assert commands.main(["leave"]) == 0 and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["cluster", "--bogus"], "error: `--bogus` is unknown to `plimsoll cluster`\n  hint: what there is: plimsoll cluster --help\n"),
+        (["join", "--ports", "many"], "error: argument --ports: invalid int value: 'many'\n  hint: what there is: plimsoll join --help\n"),
+    ],
+)
+def test_a_wrong_word_is_an_error_like_any_other(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.main([*words, "--json"]) == 2
+    told = capsys.readouterr()
+    assert told.err == said and json.loads(told.out)["error"]["exit"] == 2
+
+
+def test_nobody_reads_the_words_of_ray_or_numbers_of_errors() -> None:
+    exceptions = pytest.importorskip("ray.exceptions")
+    assert reason(exceptions.ActorUnavailableError("The actor is temporarily unavailable: RpcError: RPC error", b"x" * 16)) == "it cannot be reached"
+    assert reason(exceptions.ActorDiedError()) == "its process has ended"
+    assert reason(exceptions.GetTimeoutError("Get timed out: some object(s) not ready.")) == "it does not answer"
+    failed = exceptions.RayTaskError("answer", "Traceback", no_way())
+    assert reason(failed) == reason(failed.as_instanceof_cause()) == "no way leads there"
+    fits = exceptions.RayTaskError("take", "Traceback", plimsoll.DoesNotFit("too much", ["take less"]))
+    assert reason(fits.as_instanceof_cause()) == "too much"
+    assert reason(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))) == "no space left on device"
+    assert reason(KeyError("a")) == "KeyError: 'a'"
+
+
+def test_short_times_are_shown_in_a_unit_that_shows_them() -> None:
+    assert [span(seconds) for seconds in (4.2e-6, 0.00035, 0.0012)] == ["4 µs", "350 µs", "1.20 ms"]
 
 
 def test_tables_line_up() -> None:

@@ -26,6 +26,7 @@ use plimsoll_program::Share;
 use plimsoll_program::models::decoder::{self, Base, Generation, Lora, Source};
 use plimsoll_program::models::{ModelConfig, Target, closest_preset, preset, preset_names, supported};
 use plimsoll_program::workspace::Kernels;
+use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -570,6 +571,46 @@ pub(crate) fn plan_of_what(file: &RunFile, config: &ModelConfig) -> PlanOf {
 /// Virtual devices that want more of this machine than there is.
 pub fn check_asked(file: &RunFile) -> Result<(), Failure> {
     check_paces(&file.devices().devices, Cpu::read().usable_cores())
+}
+
+/// A device of this machine that is named, with its load line: what is known of it before anything is measured.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Named {
+    /// Its name.
+    pub name: String,
+    /// What it is.
+    pub kind: DeviceKind,
+    /// Its load line.
+    pub budget: Bytes,
+}
+
+/// The devices that a run file names one by one. Nothing is measured: who joins a cluster needs no rates.
+///
+/// # Errors
+/// Devices that are not here, or cannot be used.
+pub fn named(file: &RunFile) -> Result<Vec<Named>, Failure> {
+    check_asked(file)?;
+    let named = |asked: &DeviceRequest| {
+        let (name, own, memory) = (asked.name(), asked.budget(), Memory::read().free);
+        let (kind, free) = match asked {
+            DeviceRequest::Cpu { .. } => (DeviceKind::Cpu, memory),
+            DeviceRequest::Virtual { .. } => (DeviceKind::Virtual, memory),
+            DeviceRequest::Paper { .. } => (DeviceKind::Paper, Bytes::ZERO),
+            DeviceRequest::Cuda { index, .. } => {
+                let (here, card) = cuda::open::card(index.unwrap_or(0))?;
+                if card.architecture.check().is_err() {
+                    return Err(unusable(card));
+                }
+                (DeviceKind::Cuda, cuda::open::free_bytes(here, card)?)
+            }
+            DeviceRequest::Elsewhere { .. } | DeviceRequest::Ray { .. } => {
+                return Err(Failure::input(format!("run.devices: `{name}` is a device of a cluster"))
+                    .hint("name devices of this machine, such as cuda:0 or cpu; plimsoll devices lists them"));
+            }
+        };
+        Ok(Named { budget: file.line_of(&name, own).of(free), name, kind })
+    };
+    file.devices().devices.iter().map(named).collect()
 }
 
 /// The same with what is free on each.

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from typing import NoReturn
 
 from plimsoll import errors
 from plimsoll.ray import devices, joining, ours, ports
@@ -18,13 +20,14 @@ RAY = "2.60"
 
 def main(words: Sequence[str] | None = None) -> int:
     """Runs a command, and says what the program exits with."""
-    args = _parser().parse_args(words)
+    words = sys.argv[1:] if words is None else list(words)
     try:
+        args = _parser().parse_args(words)
         _check_ray()
         return int(args.run(args))
     except errors.PlimsollError as error:
         print(f"error: {error}", file=sys.stderr)
-        if getattr(args, "json", False):
+        if "--json" in words:
             said = {"exit": error.exit_code, "message": error.message, "hints": error.hints}
             print(json.dumps({"error": said}))
         return error.exit_code
@@ -42,8 +45,24 @@ def _check_ray() -> None:
         raise errors.InputError(f"this needs Ray {RAY}; {sys.executable} has {version}", [hint])
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="plimsoll")
+class Parser(argparse.ArgumentParser):
+    """One that fails as the other commands do."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises it."""
+        raise errors.InputError(message, [f"what there is: {self.prog} --help"])
+
+    def parse_args(self, words: Sequence[str]) -> argparse.Namespace:  # type: ignore[override]
+        """The same; what nobody knows is the command's mistake."""
+        args, rest = self.parse_known_args(words)
+        if rest:
+            unknown = f"`{rest[0]}` is unknown to `plimsoll {words[0]}`"
+            raise errors.InputError(unknown, [f"what there is: plimsoll {words[0]} --help"])
+        return args
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="plimsoll")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     join = commands.add_parser("join", help="make this machine the head of a cluster, or a part of one")
@@ -79,8 +98,21 @@ def _parser() -> argparse.ArgumentParser:
 def _join(args: argparse.Namespace) -> int:
     if args.head and args.address:
         raise errors.InputError("--head starts a cluster of its own", [f"leave out `{args.address}`, or --head"])
+    words = ["plimsoll", "join", *(["--head"] if args.head else []), *([args.address] if args.address else [])]
+    for flag in ("ip", "name", "devices"):
+        if (value := getattr(args, flag)) is not None:
+            words += [f"--{flag}", value]
+    if args.ports != ports.BASE:
+        words += ["--ports", str(args.ports)]
     joined = joining.join(
-        head=args.head, address=args.address, token=args.token, ip=args.ip, devices=args.devices, base=args.ports, name=args.name
+        head=args.head,
+        address=args.address,
+        token=args.token,
+        ip=args.ip,
+        devices=args.devices,
+        base=args.ports,
+        name=args.name,
+        words=shlex.join(words),
     )
     print(f"{'the head of' if joined.head else 'part of'} the cluster at {joined.address}, as {joined.ip}")
     for device, raylet in zip(devices.of_this_machine(args.devices), joined.raylets):
@@ -94,6 +126,12 @@ def _join(args: argparse.Namespace) -> int:
 
 
 def _leave(_: argparse.Namespace) -> int:
+    if others := joining.others():
+        print(
+            f"warning: this machine is the head of the cluster, which ends for {', '.join(others)}, too: what runs on it stops, and"
+            " goes on from a checkpoint in another (plimsoll join --head somewhere, then plimsoll join there)",
+            file=sys.stderr,
+        )
     left = joining.leave()
     if left is None:
         print("this machine is part of no cluster")

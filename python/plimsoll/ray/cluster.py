@@ -6,14 +6,16 @@ import contextlib
 import importlib
 import os
 import platform
+import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from plimsoll import api
 from plimsoll.errors import InputError
 from plimsoll.ray import joining, ours
+from plimsoll.ray.reasons import reason
 
 if TYPE_CHECKING:
     from typing_extensions import NotRequired
@@ -29,8 +31,19 @@ LEFT = (1, 3, 4)
 class Worker(TypedDict):
     """A process that runs on a node."""
 
+    #: Of a run its host and folder: ``alpha:/home/me/runs/sums``.
     what: str
     pid: int
+
+
+class Kept(TypedDict):
+    """What is kept of a node's device."""
+
+    #: For whom: a run, as above, or ``a sweep of alpha``.
+    what: str
+    #: ``vram_mib``, or ``memory`` of its host.
+    resource: str
+    bytes: int
 
 
 class Node(TypedDict):
@@ -51,11 +64,13 @@ class Node(TypedDict):
     #: The load line of the device, in MiB; none where that is the machine's memory.
     vram_mib: int | None
     memory_bytes: int
-    #: What is free of the device's memory now, measured; none where nobody answered.
+    #: What a run would be given of the device's memory now: what nobody has had kept, as far as it is free, measured; none where
+    #: nobody answered.
     free_bytes: int | None
     #: Why nobody did.
     silent: NotRequired[str]
     runs: list[Worker]
+    kept: list[Kept]
 
 
 class Cluster(TypedDict):
@@ -77,6 +92,9 @@ def connected(address: str | None = None) -> Iterator[str]:
             # It has read them already, when it was imported. Of this, its types say nothing.
             importlib.import_module("ray._raylet").Config.initialize("")
     address = address or os.environ.get("RAY_ADDRESS")
+    if address is None and joined:
+        gone = f"this machine has dropped out of the cluster at {joined.address}: it was cut off for long, or its part was ended"
+        raise InputError(gone, [f"it takes part again with what it joined with: {joined.words}"])
     if address is None:
         raise InputError("this machine is part of no cluster", ["plimsoll join --head starts one", "or name one: --address"])
     joining.check_answers(address)
@@ -87,7 +105,7 @@ def connected(address: str | None = None) -> Iterator[str]:
             address=address, namespace="plimsoll", log_to_driver=False, logging_level="ERROR", _node_ip_address=own_ip
         )
     except Exception as error:
-        raise InputError(f"no cluster answers at {address}: {_line(error)}") from error
+        raise InputError(f"no cluster answers at {address}: {reason(error)}") from error
     try:
         yield address
     finally:
@@ -102,16 +120,17 @@ def nodes() -> list[Node]:
     runs: dict[str, list[Worker]] = {}
     for actor in state.actors().values():
         if actor["State"] == "ALIVE":
-            what = actor["Name"] or actor["ActorClassName"]
+            what = unmarked(actor["Name"] or actor["ActorClassName"])
             runs.setdefault(actor["Address"]["NodeID"], []).append(Worker(what=what, pid=actor["Pid"]))
     told = worker.global_worker.gcs_client.get_all_node_info()
     since = {node.hex(): (info.start_time_ms, dict(info.labels)) for node, info in told.items()}
+    kept = _kept()
     # Of a node that has come back, what it was before is of no interest; nor is one that has left.
     last: dict[tuple[str, str], Node] = {}
     alive = []
     for known in sorted(ray.nodes(), key=lambda node: since.get(node["NodeID"], (0, {}))[0]):
         known["Labels"] = since.get(known["NodeID"], (0, known["Labels"]))[1]
-        node = _node(known, runs.get(known["NodeID"], []))
+        node = _node(known, runs.get(known["NodeID"], []), kept.get(known["NodeID"], []))
         named = (node["name"], node["ip"])
         last.pop(named, None)
         if node["alive"]:
@@ -121,7 +140,50 @@ def nodes() -> list[Node]:
     return sorted(alive, key=lambda node: node["name"]) + sorted(last.values(), key=lambda node: node["name"])
 
 
-def _node(known: dict[str, Any], runs: list[Worker]) -> Node:
+def unmarked(name: str) -> str:
+    """A name without what makes it Ray's only one."""
+    return re.sub(r" \([0-9a-f-]+\)$", "", name)
+
+
+def _kept() -> dict[str, list[Kept]]:
+    """What is kept on each node, for whom."""
+    from ray.util.placement_group import placement_group_table
+
+    kept: dict[str, list[Kept]] = {}
+    for group in placement_group_table().values():
+        if group["state"] == "CREATED":
+            for number, bundle in group["bundles"].items():
+                for resource, unit in (("vram_mib", 1 << 20), ("memory", 1)):
+                    if amount := int(bundle.get(resource, 0.0)) * unit:
+                        of = Kept(what=unmarked(group["name"]), resource=resource, bytes=amount)
+                        kept.setdefault(group["bundles_to_node_id"][number], []).append(of)
+    return kept
+
+
+#: What is free on each node, as Ray counts it.
+Free = Mapping[str, Mapping[str, float]]
+
+
+def available() -> Free:
+    """What nobody has had kept of each node."""
+    from ray._private import state  # What is free on each node is public in sum only.
+
+    free: Free = state.available_resources_per_node()
+    return free
+
+
+def whole_bytes(node: Node) -> int:
+    """The load line of a node's device."""
+    return node["memory_bytes"] if node["vram_mib"] is None else node["vram_mib"] << 20
+
+
+def available_bytes(node: Node, free: Free) -> int:
+    """What nobody has had kept of it."""
+    has = free.get(node["id"], {})
+    return int(has.get("memory", 0.0)) if node["vram_mib"] is None else int(has.get("vram_mib", 0.0)) << 20
+
+
+def _node(known: dict[str, Any], runs: list[Worker], kept: list[Kept]) -> Node:
     labels, has = known.get("Labels", {}), known["Resources"]
     vram = has.get("vram_mib")
     node = Node(
@@ -137,6 +199,7 @@ def _node(known: dict[str, Any], runs: list[Worker]) -> Node:
         memory_bytes=int(has.get("memory", 0)),
         free_bytes=None,
         runs=runs,
+        kept=kept,
     )
     if not node["alive"]:
         node["gone"] = known.get("DeathReasonMessage") or known.get("DeathReason") or "it does not answer"
@@ -192,28 +255,21 @@ def look() -> Cluster:
     seen = nodes()
     ask = ray.remote(max_retries=0)(facts)
     asked = [(node, ask.options(**on(node)).remote()) for node in seen if node["alive"]]
-    patience = time.monotonic() + ANSWER_SECONDS
+    patience, unkept = time.monotonic() + ANSWER_SECONDS, available()
     for node, answer in asked:
         try:
             free = ray.get(answer, timeout=max(patience - time.monotonic(), 0.1))["free_bytes"]
-            # A simulated device is a part of a machine that has more.
-            node["free_bytes"] = min(free, (node["vram_mib"] or 0) << 20) if node["simulated"] else free
+            node["free_bytes"] = min(free, available_bytes(node, unkept))
         except Exception as error:  # Whatever keeps one from answering, the others are shown.
-            node["silent"] = _line(error)
+            node["silent"] = reason(error)
     return Cluster(address=ray.get_runtime_context().gcs_address, nodes=seen)
-
-
-def _line(error: Exception) -> str:
-    """An exception in a line; Ray's have many."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
 
 
 def table(cluster: Cluster) -> str:
     """The cluster for a person."""
     rows = [["node", "address", "device", "memory", "free", "cores", "runs"]]
     for node in cluster["nodes"]:
-        memory = (node["vram_mib"] or 0) << 20 or node["memory_bytes"]
+        memory = whole_bytes(node)
         free = node["free_bytes"]
         state = gib(free) if free is not None else "no answer" if node["alive"] else "gone"
         runs = ", ".join(f"{worker['what']} ({worker['pid']})" for worker in node["runs"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from plimsoll import _native, api
@@ -51,10 +51,11 @@ def of_this_machine(named: str | None = None) -> list[Device]:
     if named is None:
         return cards or [processor]
     given: list[Device] = []
-    for spec in json.loads(_native.named_devices(settings({"run": {"devices": named}}))):
+    # Without their rates, which are measured when the first run asks.
+    for spec in json.loads(_native.named_lines(settings({"run": {"devices": named}}))):
         name, kind, budget = spec["name"], spec["kind"], spec["budget"]
         if kind == "cuda":
-            given += [card for card in cards if card.name == name]
+            given += cards if name == "cuda" else [replace(card, line_bytes=budget) for card in cards if card.name == name]
         elif kind == "cpu":
             given.append(Device(name, "cpu", cpu["model"], budget, f"cpu={budget // MIB}MiB"))
         elif kind == "virtual":

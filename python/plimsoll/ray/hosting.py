@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import IO, Any
@@ -24,13 +24,16 @@ from typing import IO, Any
 from plimsoll import _native
 from plimsoll.errors import Bug, DoesNotFit, InputError, PlimsollError, Stopped
 from plimsoll.ray import ports
-from plimsoll.ray.cluster import Node, connected, nodes
+from plimsoll.ray.cluster import Free, Node, available, connected, nodes, whole_bytes
+from plimsoll.ray.reasons import reason
 
 MIB = 1 << 20
 #: How long a worker may take to start: Ray has to start a process for it.
 START_SECONDS = 60.0
 #: How often whoever waits for that looks whether its node is there.
 LOOK_SECONDS = 1.0
+#: How long bytes that somebody has given back are waited for: Ray is behind with its books. Of a sweep, that its runs stop, too.
+BOOKS_SECONDS, SWEEP_SECONDS = 5.0, 20.0
 #: How long the runs of a sweep that is gone may take to stop: a step and a checkpoint.
 LEFT_SECONDS = 600.0
 #: Names, for a run of a sweep, what that has kept of its device (``run/far/ray.rs`` knows it by the same name).
@@ -75,10 +78,6 @@ class Worker:
         return self.host.answer(request)
 
 
-#: What is free on each node, as Ray counts it.
-Free = Mapping[str, Mapping[str, float]]
-
-
 def find(words: list[str], budget: str | None, there: list[Node], free: Free) -> list[Asked]:
     """What the words of ``run.devices`` mean on these nodes; ``ray`` is all of them. ``budget`` is the most that a device may hold
     which is named without a load line: an amount, or a share of what is free."""
@@ -121,8 +120,12 @@ def _of(node: Node, name: str, rest: str, budget: str | None, free: Free, before
     value, at, behind = rest.removeprefix("=").partition("@") if rest.startswith("=") else ("", *rest.partition("@")[1:])
     line = (_native.amount(value, has) if value else min(left, _native.amount(budget or "100%", left))) // MIB
     if line == 0 or line * MIB > left:
-        hint = "see what runs there: plimsoll cluster"
-        raise DoesNotFit(f"{name}: {line} MiB would be kept, and {left // MIB} MiB are free", [hint])
+        whole = whole_bytes(node) if kind == "vram_mib" else node["memory_bytes"]
+        left_over = f"{left // MIB} of its {whole // MIB} MiB are free"
+        kept = [kept for kept in node["kept"] if kept["resource"] == kind]
+        who = [f"{one['bytes'] // MIB} MiB are kept for {one['what']}" for one in kept]
+        hints = [*who, "see what runs there: plimsoll cluster"]
+        raise DoesNotFit(f"{name}: {line} MiB are asked for, and {left_over}" if line else f"{name}: {left_over}", hints)
     return Asked(name, f"={line}MiB{at}{behind}", node, {kind: line * MIB // unit})
 
 
@@ -133,20 +136,21 @@ class Hosting:
         import ray
 
         there = [node for node in nodes() if node["alive"]]
+        self.whose = _whose(wanted["run"], there)
         promised = None if wanted["for_runs"] else os.environ.get(KEPT)
         if promised is not None:
             self.asked = _promised(promised, wanted["devices"], there)
         else:
-            self.asked = find(wanted["devices"], wanted["budget"], there, _free())
+            self.asked = _found(wanted, there)
             if not self.asked:
                 raise InputError("the cluster has no devices")
             # A sweep loses its devices one by one.
             for together in [[one] for one in self.asked] if wanted["for_runs"] else [self.asked]:
-                if not _keep(together):
+                if not _keep(together, self.whose):
                     raise DoesNotFit("the cluster does not keep what the run needs", ["see what runs there: plimsoll cluster"])
         # A run of a sweep has one device and meets nobody.
         self.alone = promised is not None
-        self.workers = {one.name: _start(one, self.alone) for one in self.asked}
+        self.workers = {one.name: _start(one, self.alone, self.whose) for one in self.asked}
         #: Devices whose worker is being started anew.
         self.starting: set[str] = set()
         self.one_at_a_time = threading.Lock()
@@ -155,7 +159,7 @@ class Hosting:
             try:
                 own = _answer(one, ready)
             except Exception as error:
-                raise InputError(f"no worker starts on {one.name}: {_last_line(error)}") from error
+                raise InputError(f"no worker starts on {one.name}: {reason(error)}") from error
             if own.startswith("virtual:") and "/virtual:" in one.name and "@" not in one.rest:
                 # Its pace, and perhaps links, are those that it joined the cluster with.
                 one.rest += own[own.index("@") :] if "@" in own else ""
@@ -184,7 +188,7 @@ class Hosting:
     def give_back(self) -> None:
         """Waits until the runs of a sweep have given back what they had: they stop when it is gone, and save first."""
         patience = time.monotonic() + LEFT_SECONDS
-        while time.monotonic() < patience and any(_holds(one, _free()) for one in self.asked):
+        while time.monotonic() < patience and any(_holds(one, available()) for one in self.asked):
             time.sleep(LOOK_SECONDS)
 
     def answer(self, device: str, aside: bool, request: bytes) -> bytes:
@@ -208,7 +212,7 @@ class Hosting:
             try:
                 what(one, other)
             except Exception as error:  # It is tried again as long as somebody asks.
-                print(f"{device}: {_last_line(error)}", file=sys.stderr)
+                print(f"{device}: {reason(error)}", file=sys.stderr)
             finally:
                 self.starting.discard(device)
 
@@ -226,7 +230,7 @@ class Hosting:
         there = next((node for node in nodes() if node["alive"] and node["name"] == one.node["name"]), None)
         if there is None or not self._keep_anew(one, there):
             return
-        worker = _start(one, self.alone)
+        worker = _start(one, self.alone, self.whose)
         try:
             _answer(one, worker.device.remote())
         except BaseException:
@@ -241,7 +245,7 @@ class Hosting:
         if node["id"] == one.node["id"]:
             return True
         again = replace(one, node=node)
-        if not _keep([again]):
+        if not _keep([again], self.whose):
             return False
         before, one.node, one.place, one.kept = one.place, node, again.place, again.kept
         if all(other.place.placement_group.id != before.placement_group.id for other in self.asked):
@@ -249,11 +253,28 @@ class Hosting:
         return True
 
 
-def _free() -> Free:
-    from ray._private import state  # What is free on each node is public in sum only.
+def _found(wanted: dict[str, Any], there: list[Node]) -> list[Asked]:
+    """The devices that are wanted. What is kept of one although nobody is at work on it has just been given back, or is about to
+    be: it is looked again for some seconds."""
+    until = time.monotonic() + (SWEEP_SECONDS if wanted["for_runs"] else BOOKS_SECONDS)
+    while True:
+        try:
+            return find(wanted["devices"], wanted["budget"], there, available())
+        except DoesNotFit:
+            idle = any(node["kept"] and (wanted["for_runs"] or not node["runs"]) for node in there)
+            if not idle or time.monotonic() > until:
+                raise
+        time.sleep(LOOK_SECONDS / 2)
+        there = [node for node in nodes() if node["alive"]]
 
-    free: Free = state.available_resources_per_node()
-    return free
+
+def _whose(run: str | None, there: list[Node]) -> str:
+    """What others know a run by, or a sweep."""
+    import ray
+
+    own = ray.util.get_node_ip_address()
+    host = next((node["name"].partition("/")[0] for node in there if node["ip"] == own), own)
+    return f"{host}:{run}" if run else f"a sweep of {host}"
 
 
 def _promised(kept: str, words: list[str], there: list[Node]) -> list[Asked]:
@@ -266,16 +287,16 @@ def _promised(kept: str, words: list[str], there: list[Node]) -> list[Asked]:
         known = placement_group_table(group)
         (one,) = find(words, None, there, {known["bundles_to_node_id"][0]: known["bundles"][0]})
     except (KeyError, ValueError) as error:
-        raise InputError(f"{', '.join(words)} is not there any more: {_last_line(error)}") from error
+        raise InputError(f"{', '.join(words)} is not there any more: what was kept of it is gone") from error
     one.place = _place(group, 0)
     return [one]
 
 
-def _keep(asked: list[Asked]) -> bool:
+def _keep(asked: list[Asked], whose: str) -> bool:
     """Has Ray keep the bytes of these devices, all or none. Whether there is room."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    name = f"plimsoll ({MARK}-{next(NUMBERS)})"
+    name = f"{whose} ({MARK}-{next(NUMBERS)})"
     selectors = [{"ray.io/node-id": one.node["id"]} for one in asked]
     group = placement_group([one.bundle for one in asked], bundle_label_selector=selectors, name=name)
     if not _comes(asked, lambda: bool(group.wait(LOOK_SECONDS))):
@@ -319,7 +340,7 @@ def _answer(one: Asked, asked: Any) -> Any:
     return ray.get(asked)
 
 
-def _start(one: Asked, alone: bool) -> Any:
+def _start(one: Asked, alone: bool, whose: str) -> Any:
     """A worker on a device, in what is kept of it."""
     import ray
 
@@ -329,14 +350,9 @@ def _start(one: Asked, alone: bool) -> Any:
         num_cpus=0,
         memory=one.bundle.get("memory"),
         resources={name: amount for name, amount in one.bundle.items() if name != "memory"},
-        name=f"{one.name} of a run ({MARK}-{next(NUMBERS)})",
+        name=f"{whose} ({MARK}-{next(NUMBERS)})",
         scheduling_strategy=one.place,
     ).remote(alone)
-
-
-def _last_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
 
 
 def _send(to: IO[bytes], *parts: bytes) -> None:
@@ -364,7 +380,7 @@ def carry(hosting: Hosting, come: IO[bytes], to: IO[bytes]) -> None:
             else:
                 answer = hosting.answer(words["device"], words["aside"], request)
         except Exception as error:  # That it failed, and why, is the answer.
-            failed = _last_line(error)
+            failed = reason(error)
         back = json.dumps({"number": words["number"], "failed": failed}).encode()
         with one_at_a_time:
             _send(to, len(back).to_bytes(8, "little"), back, answer)
@@ -392,7 +408,7 @@ def main() -> None:
     except PlimsollError as error:
         failed = error
     except Exception as error:
-        failed = Bug(f"{_last_line(error)}", traceback.format_exc().splitlines()[-3:])
+        failed = Bug(reason(error), traceback.format_exc().splitlines()[-3:])
     else:
         os._exit(0)
     if KEPT in os.environ and not wanted["for_runs"]:

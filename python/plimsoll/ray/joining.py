@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import secrets
@@ -14,12 +15,17 @@ from pathlib import Path
 
 from plimsoll.errors import InputError
 from plimsoll.ray import ours, ports
+from plimsoll.ray.reasons import reason
 from plimsoll.ray.devices import Device, Given, of_this_machine, share_out
 
 #: How long a raylet may take to start.
 START_SECONDS = 90.0
 #: How long the head may take to say who belongs to its cluster.
 ANSWER_SECONDS = 10.0
+#: How long it is looked for, and how often: after a cable was plugged in it takes some seconds until there is a way.
+WAY_SECONDS, LOOK_SECONDS = 10.0, 0.5
+#: How long it may take to answer that it is there.
+THERE_SECONDS = 5.0
 
 #: A node that does not answer is missed after three looks, one a second and two seconds each: 9 s. A slow one answers in time.
 HEALTH = {
@@ -38,12 +44,27 @@ HEALTH = {
     # Ray would have its workers give way to every other program, and a team to the one that does.
     "RAY_worker_niceness": "0",
 }
+#: A piece of a file that goes to or from a worker (1 MiB, ``run/far/host.rs``) is said to whom it is for: Ray would put it in its
+#: store of objects, which each process that has looked at it holds, beside its load line.
+INLINE = {"RAY_max_direct_call_object_size": "2097152"}
+#: What else would grow in a worker as it works: what it tells Ray of its tasks, which nobody asks for here, and heaps of threads
+#: that keep what others could use.
+LEAN = {"RAY_task_events_report_interval_ms": "0", "MALLOC_ARENA_MAX": "1"}
 
 
 def join(
-    *, head: bool, address: str | None, token: str | None, ip: str | None, devices: str | None, base: int, name: str | None
+    *,
+    head: bool,
+    address: str | None,
+    token: str | None,
+    ip: str | None,
+    devices: str | None,
+    base: int,
+    name: str | None,
+    words: str = "plimsoll join",
 ) -> ours.Joined:
-    """Makes this machine the head of a new cluster, or a part of the one at ``address``."""
+    """Makes this machine the head of a new cluster, or a part of the one at ``address``. ``words`` is what was typed for that,
+    without the token."""
     before = ours.known()
     if before and _belongs(before):
         raise InputError(f"this machine is part of {before.address} already", ["leave it first: plimsoll leave"])
@@ -51,24 +72,26 @@ def join(
         # What is left of one that was killed, was cut off for long, or has lost its head.
         ours.stop(before.raylets)
     here = of_this_machine(devices)
+    if address is not None and ":" not in address:
+        address = f"{address}:{base}"
+    if before and (before.head if head else before.address == address):
+        # One that takes part again has the token that it had, or that the others were told.
+        token = token or _kept_token()
     if ip in ("127.0.0.1", "localhost"):
         # Ray takes the machine's address in its place.
         ip = None
     if head:
         ip = ip or _own_ip()
-        # One that is started again has the token that the others were told.
-        kept = ours.token_path().read_text() if before and before.head else None
-        address, token = f"{ip}:{base}", token or kept or secrets.token_hex(16)
+        address, token = f"{ip}:{base}", token or secrets.token_hex(16)
         _check_free(ip, base)
     elif address is None or token is None:
         what = "where to?" if address is None else f"{address} lets nobody in without its token"
         raise InputError(what, ["plimsoll join ADDRESS --token TOKEN, as `plimsoll join --head` says it there"])
     else:
-        address = address if ":" in address else f"{address}:{base}"
+        check_answers(address, WAY_SECONDS)
         ip = ip or _ip_towards(address)
-        check_answers(address)
     ours.keep_token(token)
-    joined = ours.Joined(address=address, ip=ip, head=head)
+    joined = ours.Joined(address=address, ip=ip, head=head, words=words)
     host = name or socket.gethostname()
     try:
         there = {} if head else _alive(address)
@@ -89,6 +112,12 @@ def join(
     return joined
 
 
+def _kept_token() -> str | None:
+    with contextlib.suppress(FileNotFoundError):
+        return ours.token_path().read_text()
+    return None
+
+
 def _refused(address: str) -> InputError:
     return InputError(f"{address} refuses the token", ["take the one that `plimsoll join --head` printed there"])
 
@@ -99,7 +128,7 @@ def _belongs(joined: ours.Joined) -> bool:
     if not any(map(ours.serves, joined.raylets)):
         return False
     try:
-        check_answers(joined.address)
+        check_answers(joined.address, 0.0 if joined.head else WAY_SECONDS)
     except InputError:
         # One elsewhere may be reached again; one that was here has ended.
         return not joined.head
@@ -126,6 +155,17 @@ def _alive(address: str) -> dict[str, str] | None:
     return {node.node_name: node.node_manager_address for node in there if node.state == 0}
 
 
+def others() -> list[str]:
+    """The other machines of the cluster that this one is the head of, which is gone when this one leaves."""
+    joined = ours.known()
+    if joined is None or not joined.head or not any(map(ours.serves, joined.raylets)):
+        return []
+    with contextlib.suppress(Exception):  # One that does not answer any more has nobody who would miss it.
+        alive = _alive(joined.address) or {}
+        return sorted({name.rpartition("/")[0] or name for name, ip in alive.items() if ip != joined.ip})
+    return []
+
+
 def leave() -> tuple[ours.Joined, int] | None:
     """Stops what this machine has started, and says what that was."""
     joined = ours.known()
@@ -142,6 +182,7 @@ def environment() -> dict[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(ours.token_path()),
         "RAY_USAGE_STATS_ENABLED": "0",
+        **INLINE,
     }
 
 
@@ -180,7 +221,7 @@ def _start(
     starts = "from ray.scripts.scripts import main; main()"
     command = [sys.executable, "-c", starts, "start", "--block", "--disable-usage-stats", *kind]
     command += [f"--{word}={value}" for word, value in words.items()]
-    env = {**os.environ, **environment(), **HEALTH, "PLIMSOLL_RAY_DEVICE": device.worker_name, "PLIMSOLL_RAY_WIRES": at.wires}
+    env = {**os.environ, **environment(), **HEALTH, **LEAN, "PLIMSOLL_RAY_DEVICE": device.worker_name, "PLIMSOLL_RAY_WIRES": at.wires}
     # A worker that asks for no GPU may look at the one that is there.
     env |= {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "CUDA_VISIBLE_DEVICES": device.visible or ""}
     path = ours.folder() / f"{number}.log"
@@ -231,24 +272,40 @@ def _own_ip() -> str:
         return "127.0.0.1"
 
 
-def _ip_towards(address: str) -> str:
+def _place(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise InputError(f"`{address}` is no address of a machine", ["such as 192.168.1.10, or 192.168.1.10:7300"])
+    return host, int(port)
+
+
+def _ip_towards(address: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((host, int(port)))
-        except (OSError, ValueError) as error:
-            raise InputError(f"no way leads to {address}: {error}") from error
+            probe.connect(_place(address))
+        except OSError as error:
+            raise InputError(f"no way leads to {address}: {reason(error)}") from error
         return str(probe.getsockname()[0])
 
 
-def check_answers(address: str) -> None:
-    """That somebody listens there: Ray itself would try for minutes."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=5).close()
-    except (OSError, ValueError) as error:
-        hints = ["is it on, and has `plimsoll join --head` been run there?", "which ports a firewall must let through: docs/ray.md"]
-        raise InputError(f"nobody answers at {address}: {error}", hints) from error
+def check_answers(address: str, patience_seconds: float = 0.0) -> None:
+    """That somebody listens there: Ray itself would try for minutes. Where no way leads there, or nothing comes back, it is tried
+    again for so long. A machine that says that nobody listens has answered."""
+    at, until = _place(address), time.monotonic() + patience_seconds
+    while True:
+        try:
+            return socket.create_connection(at, timeout=THERE_SECONDS).close()
+        except ConnectionRefusedError as error:
+            hints = ["run `plimsoll join --head` there, or say the port that it says"]
+            raise InputError(f"nobody answers at {address}: the machine is there, and no head on it", hints) from error
+        except OSError as error:
+            if time.monotonic() >= until:
+                hints = [
+                    "is that machine on, and this its address? is the cable in, or the wireless network joined?",
+                    "which ports a firewall must let through: docs/ray.md",
+                ]
+                raise InputError(f"nobody answers at {address}: {reason(error)}", hints) from error
+        time.sleep(LOOK_SECONDS)
 
 
 def _check_free(ip: str, port: int) -> None:
@@ -256,5 +313,6 @@ def _check_free(ip: str, port: int) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((ip, port))
-        except OSError as error:
-            raise InputError(f"{ip}:{port} cannot be taken: {error}", ["choose others: --ports 7500, on every machine"]) from error
+        except (OSError, OverflowError) as error:
+            hint = "choose others: --ports 7500, on every machine"
+            raise InputError(f"{ip}:{port} cannot be taken: {reason(error)}", [hint]) from error

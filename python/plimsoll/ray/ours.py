@@ -45,6 +45,8 @@ class Joined:
     ip: str
     head: bool
     raylets: list[Raylet] = field(default_factory=list)
+    #: What it joined with, without the token.
+    words: str = "plimsoll join"
 
 
 def folder() -> Path:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from plimsoll import _native
 from plimsoll.errors import DoesNotFit, InputError
 from plimsoll.ray import ports
-from plimsoll.ray.cluster import Facts, Node, columns, facts, gib, nodes, on
+from plimsoll.ray.cluster import Facts, Node, available, available_bytes, columns, facts, gib, nodes, on, whole_bytes
+from plimsoll.ray.reasons import reason
 from plimsoll.run_file import settings
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 #: How long a node may take for what it is asked.
 ANSWER_SECONDS = 60.0
+#: How long bytes that a run has just given back are waited for, before a device is called busy.
+BUSY_SECONDS, LOOK_SECONDS = 3.0, 0.5
 #: Clocks further apart than this are told.
 CLOCK_SECONDS = 1.0
 #: A device that computes at less than this part of what the others of its model do is told.
@@ -39,7 +42,7 @@ class Device(TypedDict):
     #: Whether one byte beyond the share was refused.
     refused_beyond: bool
     tflops: float | None
-    #: `ok`, or what is wrong.
+    #: `ok`, or what is wrong; of a device that was not tried because runs have its bytes, `busy` and how much is free.
     verdict: str
     facts: NotRequired[Facts]
 
@@ -121,16 +124,22 @@ def verify(*, share: float, seconds: float) -> Report:
     alive = [node for node in every if node["alive"]]
     if not alive:
         raise InputError("there is nobody to verify")
+    busy = _busy(alive, share)
+    tried = [node for node in alive if node["name"] not in busy]
     prover = ray.remote(max_restarts=0)(Prover)
-    provers = [prover.options(**_share_of(node, share)).remote() for node in alive]
+    name = f"plimsoll verify ({os.getpid()}-{secrets.token_hex(3)})"
+    provers = [
+        prover.options(name=name.replace("(", f"({number}-"), **_share_of(node, share)).remote() for number, node in enumerate(tried)
+    ]
     try:
         # All are there before anything is compared or measured.
         _answers([one.ping.remote() for one in provers])
         told = _answers([one.facts.remote() for one in provers])
-        taken = _answers([one.take.remote(_bytes(node, share)) for node, one in zip(alive, provers)])
+        taken = _answers([one.take.remote(_bytes(node, share)) for node, one in zip(tried, provers)])
         computed = _answers([one.compute.remote(seconds) for one in provers])
-        devices = [_judge(node, _bytes(node, share), *found) for node, *found in zip(alive, told, taken, computed)]
-        able = [(node, one) for node, one, fact in zip(alive, provers, told) if not isinstance(fact, Exception)]
+        judged = {node["name"]: _judge(node, _bytes(node, share), *found) for node, *found in zip(tried, told, taken, computed)}
+        devices = [judged.get(node["name"]) or _untried(node, _bytes(node, share), busy[node["name"]]) for node in alive]
+        able = [(node, one) for node, one, fact in zip(tried, provers, told) if not isinstance(fact, Exception)]
         links = [way for one, other in itertools.combinations(able, 2) for way in _link(one, other)]
     finally:
         for one in provers:
@@ -141,9 +150,38 @@ def verify(*, share: float, seconds: float) -> Report:
 
 def _bytes(node: Node, share: float) -> int:
     """A node's share: of its device's line, else of its memory."""
-    whole = node["vram_mib"] << 20 if node["vram_mib"] is not None else node["memory_bytes"]
     # Whole pieces of a GPU's memory are of 2 MiB.
-    return int(whole * share) >> 21 << 21
+    return int(whole_bytes(node) * share) >> 21 << 21
+
+
+def _busy(there: list[Node], share: float) -> dict[str, str]:
+    """Nodes whose share others have, by their names, with what is free of each: Ray would wait until that is given back."""
+    until = time.monotonic() + BUSY_SECONDS
+    while True:
+        free = available()
+        lack = [node for node in there if available_bytes(node, free) < _bytes(node, share)]
+        if not lack or time.monotonic() >= until:
+            break
+        time.sleep(LOOK_SECONDS)
+    busy = dict[str, str]()
+    for node in lack:
+        who = [f"for {kept['what']}" for kept in node["kept"]]
+        said = f"busy: {gib(available_bytes(node, free))} of {gib(whole_bytes(node))} are free"
+        busy[node["name"]] = f"{said}, the rest is kept {', '.join(who)}" if who else said
+    return busy
+
+
+def _untried(node: Node, asked: int, verdict: str) -> Device:
+    return Device(
+        name=node["name"],
+        model=node["model"],
+        simulated=node["simulated"],
+        asked_bytes=asked,
+        held_bytes=None,
+        refused_beyond=False,
+        tflops=None,
+        verdict=verdict,
+    )
 
 
 def _share_of(node: Node, share: float) -> dict[str, Any]:
@@ -171,7 +209,7 @@ def _judge(node: Node, asked: int, told: Any, taken: Any, flops: Any) -> Device:
     failed = [one for one in (told, taken, flops) if isinstance(one, Exception)]
     held, refused = (None, False) if isinstance(taken, Exception) else taken
     if failed:
-        verdict = str(failed[0]).strip().splitlines()[-1] or type(failed[0]).__name__
+        verdict = reason(failed[0])
     elif held != asked:
         verdict = "does not hold its share"
     elif not refused:
@@ -210,7 +248,7 @@ def _link(one: tuple[Node, Any], other: tuple[Node, Any]) -> list[Link]:
             way["gigabytes_per_second"], way["latency_seconds"] = rate / 1e9, found[2]
     except Exception as error:  # One link that fails says nothing of the others.
         for way in ways:
-            way["why"] = str(error).strip().splitlines()[-1]
+            way["why"] = reason(error)
     return ways
 
 
@@ -252,7 +290,7 @@ def table(report: Report) -> str:
                 device["name"] + (" (simulated)" if device["simulated"] else ""),
                 gib(device["asked_bytes"]),
                 held,
-                "refused" if device["refused_beyond"] else "given",
+                "-" if device["held_bytes"] is None else "refused" if device["refused_beyond"] else "given",
                 "-" if device["tflops"] is None else f"{device['tflops']:.3f}",
                 device["verdict"],
             ]
@@ -263,7 +301,16 @@ def table(report: Report) -> str:
         for link in report["links"]:
             rate, late = link["gigabytes_per_second"], link["latency_seconds"]
             rate_said = link.get("why", "-") if rate is None else f"{rate:.3f}"
-            links.append([link["source"], link["target"], rate_said, "-" if late is None else f"{late * 1e3:.2f} ms"])
+            links.append([link["source"], link["target"], rate_said, "-" if late is None else span(late)])
         text += "\n\n" + columns(links)
     text += "".join(f"\nwarning: {warning}" for warning in report["warnings"])
-    return text + ("\nall of it works" if report["right"] else "\nnot all of it works")
+    if report["right"]:
+        return text + "\nall of it works"
+    untried = all(device["verdict"] == "ok" or device["verdict"].startswith("busy") for device in report["devices"])
+    rest = untried and not any("why" in link for link in report["links"])
+    return text + ("\nwhat was tried works; not all could be" if rest else "\nnot all of it works")
+
+
+def span(seconds: float) -> str:
+    """A short time for a person."""
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"

@@ -33,6 +33,8 @@ struct Wanted {
     budget: Option<String>,
     /// Whether each device's bytes are kept by themselves, for the runs of a sweep.
     for_runs: bool,
+    /// The run's folder, by which others of the cluster know whose their devices are; none of a sweep.
+    run: Option<String>,
 }
 
 /// What that turned out to be.
@@ -85,7 +87,9 @@ fn bring(run: &mut RunFile, python: &Path, for_runs: bool) -> Result<Arc<Process
         .devices
         .into_iter()
         .partition(|device| matches!(device, DeviceRequest::Elsewhere { .. } | DeviceRequest::Ray { .. }));
-    let wanted = Wanted { devices: away.iter().map(ToString::to_string).collect(), budget, for_runs };
+    let folder = || std::path::absolute(&run.run.dir).map_or(run.run.dir.clone(), |path| path.display().to_string());
+    let folder = (!for_runs).then(folder);
+    let wanted = Wanted { devices: away.iter().map(ToString::to_string).collect(), budget, for_runs, run: folder };
     let (process, mut says) = Process::start(python)?;
     let (devices, ip) = match process.place(&wanted, &mut says)? {
         Placed::There { devices, ip } => {
