@@ -13,6 +13,7 @@ import faults
 import hosts
 import plimsoll
 from hosts import ALPHA, BETA, Host
+from plimsoll.ray.cluster import Cluster
 from plimsoll.ray.hosting import Asked, find
 from runs import NEAR, Left, Started, events, numbers, processes, train, words, workers
 from shapes import MIB, node
@@ -75,8 +76,8 @@ def test_a_device_is_named_with_its_line_and_link_or_without(word: str, rest: st
         ("ray:a/cuda:2", plimsoll.InputError, "there is: a/cuda:0, a/cuda:1, b/cpu, 10.0.0.9/cuda:0"),
         ("b/virtual:x", plimsoll.InputError, "no node of the cluster is called b/virtual:x"),
         ("a/cpu", plimsoll.InputError, "no node of the cluster is called a/cpu"),
-        ("a/cuda:1=2GiB", plimsoll.DoesNotFit, "a/cuda:1: 2048 MiB would be kept, and 1500 MiB are free"),
-        ("b/virtual:x=2GiB@0.3", plimsoll.DoesNotFit, "b/virtual:x: 2048 MiB would be kept, and 1000 MiB are free"),
+        ("a/cuda:1=2GiB", plimsoll.DoesNotFit, "a/cuda:1: 2048 MiB are asked for, and 1500 of its 6000 MiB are free"),
+        ("b/virtual:x=2GiB@0.3", plimsoll.DoesNotFit, "b/virtual:x: 2048 MiB are asked for, and 1000 of its 1000 MiB are free"),
         ("b/cpu=much", plimsoll.InputError, "`much` is no budget"),
     ],
 )
@@ -90,7 +91,7 @@ def test_shares_of_one_device_that_are_too_much_together_are_refused() -> None:
     words = ["b/virtual:x=40%@0.2", "b/virtual:y=600MiB@0.2"]
     assert [one.bundle for one in found(*words)] == [{"memory": 400 * MIB}, {"memory": 600 * MIB}]
     for second in ("b/virtual:y=60%@0.2", "b/cpu=600MiB"):
-        with pytest.raises(plimsoll.DoesNotFit, match="600 MiB would be kept, and 400 MiB are free"):
+        with pytest.raises(plimsoll.DoesNotFit, match="600 MiB are asked for, and 400 of its 1000 MiB are free"):
             found("b/virtual:x=60%@0.2", second)
 
 
@@ -135,7 +136,7 @@ def alone(pair_of_all: tuple[Host, Host], tmp_path_factory: pytest.TempPathFacto
 
 #: Load lines in MiB and the link with which a run is shared out in each way: only with the first is there room for the whole
 #: model. What a worker is charged with beside that differs from machine to machine: so far down, or up, it is looked.
-WAYS = {"batch": (280, 280, "1gbit"), "state": (150, 120, "10GB/s+10us"), "layers": (122, 122, "20MB/s+10us")}
+WAYS = {"batch": (280, 280, "1gbit"), "state": (154, 124, "10GB/s+10us"), "layers": (126, 126, "20MB/s+10us")}
 LESS = (0, 1, -1, 2, -2, 4, -4, 6, -6, 8, -8)
 
 
@@ -200,7 +201,14 @@ def test_a_device_is_not_given_twice_and_runs_beside_each_other_feel_nothing_of_
     one.until_step(1)
     two = alpha.plimsoll(*words(tmp_path / "two", share, STEPS))
     assert two.returncode == 3, two.stdout + two.stderr
-    assert "beta/virtual:b: 180 MiB would be kept, and 120 MiB are free" in two.stderr
+    assert "beta/virtual:b: 180 MiB are asked for, and 120 of its 300 MiB are free" in two.stderr
+    # Whose the rest is, is known everywhere.
+    whose = f"alpha:{one.folder}"
+    assert f"hint: 180 MiB are kept for {whose}\n" in two.stderr
+    seen: Cluster = json.loads(alpha.plimsoll("cluster", "--json").stdout)
+    (node,) = [node for node in seen["nodes"] if node["name"] == "beta/virtual:b"]
+    assert node["free_bytes"] == 120 * MIB and [run["what"] for run in node["runs"]] == [whose]
+    assert node["kept"] == [{"what": whose, "resource": "vram_mib", "bytes": 180 * MIB}]
     assert one.left().model == plain.model
 
 
@@ -308,7 +316,7 @@ def test_a_head_that_is_lost_takes_no_run_with_it(pair: tuple[Host, Host], tmp_p
     # More than who is left does alone until the others have joined again.
     steps = 2 * STEPS
     plain = train(beta, tmp_path / "plain", ",".join(NEAR), steps)
-    of_the_cluster = Started(beta, tmp_path / "cluster", f"ray:alpha/{NEAR[0]},ray:beta/{NEAR[1]}", steps)
+    of_the_cluster = Started(beta, tmp_path / "cluster", f"ray:alpha/{NEAR[0]},ray:beta/{NEAR[1]}", steps, "train.save_every=0")
     with_its_own = Started(beta, tmp_path / "own", f"{NEAR[0]},ray:alpha/{NEAR[1]}", steps)
     for run in (of_the_cluster, with_its_own):
         run.until_step(3)
@@ -317,6 +325,9 @@ def test_a_head_that_is_lost_takes_no_run_with_it(pair: tuple[Host, Host], tmp_p
     faults.mend("head", alpha, ALPHA)
     hosts.join(beta, BETA)
     of_the_cluster.stopped()
+    # Nothing was to be saved but what the devices hold that are left, and may be gone next.
+    after = [event["event"] for event in events(of_the_cluster.folder) if event["event"] in ("lost", "checkpoint")]
+    assert after[:2] == ["lost", "checkpoint"], after
     resumed = beta.plimsoll("train", "--quiet", "--resume", str(of_the_cluster.folder))
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     faults.spread_of(Left(of_the_cluster.folder), plain, 3)

@@ -122,6 +122,7 @@ impl Trainer {
     /// A device is gone, and those that are left go back to a step perhaps. Its name.
     fn is_lost(&mut self, spec: DeviceSpec, back_to: Option<u64>) -> String {
         let device = spec.name.clone();
+        self.has_lost = true;
         self.may_come_back(spec);
         self.lost.push(LostDevice { device: device.clone(), step: self.now, back_to, back_after: None });
         device

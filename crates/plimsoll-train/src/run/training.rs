@@ -279,6 +279,8 @@ pub(super) struct Trainer {
     pub(super) now: u64,
     pub(super) retreats: Vec<Retreat>,
     pub(super) lost: Vec<LostDevice>,
+    /// Whether a device was lost since the last step was done.
+    pub(super) has_lost: bool,
     /// Those that may come back.
     pub(super) absent: Vec<Absent>,
     /// The load line of the host that all devices have together, as it was at the start.
@@ -400,6 +402,7 @@ impl Trainer {
             control,
             retreats: Vec::new(),
             lost: Vec::new(),
+            has_lost: false,
             absent: Vec::new(),
             host: planned.host,
             rehearsed,
@@ -619,6 +622,7 @@ impl Trainer {
             let Some(batch) = loader.next_step()? else { break };
             self.step(&mut batch.rows, batch.labelled_tokens, log)?;
             self.look_for_evaluation(log)?;
+            self.save_what_others_hold(log)?;
             let step = self.info.step;
             let every = |every: u64| every > 0 && step.is_multiple_of(every);
             if self.is_evaluated_after(step) && !self.is_last() {
@@ -757,6 +761,16 @@ impl Trainer {
             }
         }
         Ok(())
+    }
+
+    /// After a device was lost, where none of those that are left is this process's own: what took one, such as the head of a
+    /// cluster, may take all some moments later, with the weights. What was done is saved while they are there.
+    fn save_what_others_hold(&mut self, log: &mut EventLog) -> Result<(), Failure> {
+        let lost = std::mem::take(&mut self.has_lost);
+        match lost && self.team.workers().iter().all(|worker| worker.device.host().is_some()) {
+            true => self.save_if_possible(1, log),
+            false => Ok(()),
+        }
     }
 
     /// Whether there is nothing to save that is not saved.
