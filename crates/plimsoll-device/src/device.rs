@@ -232,10 +232,12 @@ pub enum DeviceError {
         op: &'static str,
     },
     /// The device is gone, with all that stood on it (injected, in rehearsals).
-    #[error("{device} is gone")]
+    #[error("{device} is gone{}", because(.why))]
     Lost {
         /// Its name.
         device: String,
+        /// What is known of it, the device not named again; nothing perhaps.
+        why: String,
     },
     /// A device in another process refused or failed.
     #[error("{}", failure.message)]
@@ -261,6 +263,10 @@ pub enum DeviceError {
         /// What is known of it.
         why: String,
     },
+}
+
+fn because(why: &str) -> String {
+    if why.is_empty() { String::new() } else { format!(": {why}") }
 }
 
 impl DeviceError {

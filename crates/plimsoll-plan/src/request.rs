@@ -173,6 +173,12 @@ pub enum RequestError {
         /// The device.
         device: String,
     },
+    /// A device of a cluster, named as if it were one that this run makes up.
+    #[error("`{device}` is a device of a cluster: it is named `ray:{device}`, or `ray:{device}=600MiB` to hold less")]
+    OfCluster {
+        /// The device.
+        device: String,
+    },
     /// A pace that cannot be read.
     #[error("device `{device}`: `{pace}` is no pace: expected a number of cores, 0.01 or more, such as `0.5`")]
     Pace {
@@ -293,7 +299,11 @@ fn device(
             false => linked(own, value),
         };
         let team_link = team_link.map(|text| link(name, text)).transpose()?;
-        let device = match device(own, value, budget)? {
+        let of_cluster = |error| match error {
+            RequestError::NoBudget { .. } => RequestError::OfCluster { device: name.to_owned() },
+            error => error,
+        };
+        let device = match device(own, value, budget).map_err(of_cluster)? {
             // Which one has to be said, and what is on paper is nowhere.
             DeviceRequest::Cuda { index: None, .. } | DeviceRequest::Paper { .. } | DeviceRequest::Elsewhere { .. } => {
                 return Err(unknown());
@@ -557,6 +567,10 @@ mod tests {
                 "device `cpu`: `much` is no budget: expected a share of what is free, such as `90%`, or an amount, such as `6GiB`",
             ),
             ("virtual:a", "`virtual:a` needs a budget, as in `virtual:a=600MiB`"),
+            (
+                "cpu,alpha/virtual:a",
+                "`alpha/virtual:a` is a device of a cluster: it is named `ray:alpha/virtual:a`, or `ray:alpha/virtual:a=600MiB` to hold less",
+            ),
             ("virtual:=1GiB", "`virtual:` is no known device"),
             (
                 "virtual:a=1GiB@fast",

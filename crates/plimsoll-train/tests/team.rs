@@ -1084,7 +1084,7 @@ fn a_device_elsewhere_that_hears_nothing_of_its_run_lets_go_by_itself() {
     loop {
         engines[1].device().write(TensorId(0), 0, &[]);
         match engines[1].device().settle() {
-            Err(DeviceError::Lost { device }) => break assert!(device.contains("its process has been started anew")),
+            Err(DeviceError::Lost { why, .. }) => break assert!(why.contains("its process has been started anew")),
             other => other.expect("it is there"),
         }
         // As if the run were cut off.

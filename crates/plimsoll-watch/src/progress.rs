@@ -87,7 +87,12 @@ impl Progress {
                     [one] => format!("{one} goes on{from}"),
                     left => format!("{} go on{from}", left.join(", ")),
                 };
-                Some(format!("lost at step {step}: {device} ({why}); {then}"))
+                // Most reasons are sentences about the device.
+                let what = match why.starts_with(device) {
+                    true => why.clone(),
+                    false => format!("{device} ({why})"),
+                };
+                Some(format!("lost at step {step}: {what}; {then}"))
             }
             Event::Back { step, device, team } => {
                 Some(format!("back after step {step}: {device}; {} go on", team.join(", ")))
@@ -265,6 +270,10 @@ pub(crate) mod tests {
         let told = |end: &str| Some(format!("lost at step 7: virtual:c (it is gone); {end}"));
         assert_eq!(progress.see(&lost(&["virtual:a"])), told("virtual:a goes on"));
         assert_eq!(progress.see(&lost(&["virtual:a", "virtual:b"])), told("virtual:a, virtual:b go on"));
+        let (device, why) = ("b/cuda:0".to_owned(), "b/cuda:0 is gone: its process has ended".to_owned());
+        let named = Event::Lost { step: 7, device, why, left: vec![], back_to: None };
+        let once = "lost at step 7: b/cuda:0 is gone: its process has ended; the run stops";
+        assert_eq!(progress.see(&named).as_deref(), Some(once));
         let back =
             Event::Back { step: 9, device: "virtual:c".into(), team: vec!["virtual:a".into(), "virtual:c".into()] };
         assert_eq!(progress.see(&back).as_deref(), Some("back after step 9: virtual:c; virtual:a, virtual:c go on"));

@@ -193,11 +193,11 @@ impl Gone {
 
 impl Device for Gone {
     fn run_observed(&mut self, _: Call, _: &mut dyn FileSpace, _: &mut dyn Observer) -> Result<(), DeviceError> {
-        Err(DeviceError::Lost { device: self.name.clone() })
+        Err(DeviceError::Lost { device: self.name.clone(), why: String::new() })
     }
 
     fn adopt(&mut self, _: ProgramSet, _: Placement) -> Result<(), DeviceError> {
-        Err(DeviceError::Lost { device: self.name.clone() })
+        Err(DeviceError::Lost { device: self.name.clone(), why: String::new() })
     }
 
     fn write(&mut self, _: TensorId, _: u32, _: &[u8]) {}

@@ -494,7 +494,7 @@ impl Rehearsal {
             // Before it does: it may never come back to say so.
             asked.happens();
             if pulse.stop(silence.forever) {
-                return Err(DeviceError::Lost { device: self.device.clone() });
+                return Err(DeviceError::Lost { device: self.device.clone(), why: String::new() });
             }
         }
         let here = |(asked, step, of): &&(Arc<Asked>, u64, Option<String>)| {
@@ -504,7 +504,7 @@ impl Rehearsal {
         };
         let Some((asked, ..)) = self.lost_at.as_ref().filter(here) else { return Ok(()) };
         asked.happens();
-        Err(DeviceError::Lost { device: self.device.clone() })
+        Err(DeviceError::Lost { device: self.device.clone(), why: String::new() })
     }
 
     /// What happens to a device of this name while it is opened.

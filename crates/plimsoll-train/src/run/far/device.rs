@@ -156,7 +156,7 @@ impl Line {
     }
 
     fn lost(&self, why: impl std::fmt::Display) -> DeviceError {
-        DeviceError::Lost { device: format!("{} ({why})", self.device) }
+        DeviceError::Lost { device: self.device.clone(), why: why.to_string() }
     }
 
     fn ask(&self, request: &Request, bytes: &[u8]) -> Result<(Answer, Vec<u8>), DeviceError> {

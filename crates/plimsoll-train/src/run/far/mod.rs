@@ -302,6 +302,7 @@ impl From<DeviceError> for Fault {
         match error {
             DeviceError::Peer { rank, why } => Fault::Peer { rank, why },
             DeviceError::CutOff { rank, why } => Fault::CutOff { rank, why },
+            DeviceError::Lost { why, .. } => Fault::Lost(why),
             error if error.is_loss() => Fault::Lost(error.to_string()),
             DeviceError::File { tensor, source } => Fault::File { tensor, why: source.to_string() },
             DeviceError::MoreCharges { held, planned } => Fault::MoreCharges { held, planned },
@@ -325,7 +326,7 @@ impl Fault {
         match self {
             Fault::Peer { rank, why } => DeviceError::Peer { rank, why },
             Fault::CutOff { rank, why } => DeviceError::CutOff { rank, why },
-            Fault::Lost(why) => DeviceError::Lost { device: format!("{device} ({why})") },
+            Fault::Lost(why) => DeviceError::Lost { device: device.to_owned(), why },
             Fault::File { tensor, why } => DeviceError::File { tensor, source: io::Error::other(why) },
             Fault::MoreCharges { held, planned } => DeviceError::MoreCharges { held, planned },
             Fault::Other { refusal, exit, message, hints } => {
