@@ -68,10 +68,10 @@ class EndToEnd(unittest.TestCase):
             "train.learning_rate": 1e-2, "train.precision": precision, "run.dir": str(self.root / run), **more,
         })]
 
-    def train(self, run, exit=0, stand_in=None, like=None, **more):
+    def train(self, run, exit=0, stand_in=None, like=None, libraries=None, **more):
         """What it says. With the plan of the run that it is like: on a busy machine rates waver, and plans with them."""
         plan = ["--plan", self.root / like / "plan.json"] if like else []
-        return self.run_program(*self.arguments(run, **more), *plan, exit=exit, **(stand_in or {}))
+        return self.run_program(*self.arguments(run, **more), *plan, exit=exit, libraries=libraries, **(stand_in or {}))
 
     def records(self, run):
         path = self.root / run / "events.jsonl"
@@ -335,6 +335,36 @@ class EndToEnd(unittest.TestCase):
         again = {**stand_in, "SEED": 2}
         self.train("team-2", like="team", device="cuda:0,cuda:1", stand_in=again, **{"run.team": "all"})
         self.assertEqual(contents(self.root / "team-2"), contents(self.root / "team"))
+
+    def test_two_gpus_that_have_nccl_exchange_by_it_with_the_same_bits(self):
+        both = dict(device="cuda:0,cuda:1", **{"run.team": "all"})
+        stand_in = dict(MEMORY="8GiB,6GiB", ARCH="89,86")
+        with_nccl = f"{LIBRARIES}:{LIBRARIES}/nccl"
+        self.once("by-host", stand_in=stand_in, **both)
+        by_host = self.result("by-host")
+        self.assertTrue(all("collectives" not in member for member in by_host["team"]))
+        self.train("by-nccl", like="by-host", stand_in=stand_in, libraries=with_nccl, **both)
+        result = self.result("by-nccl")
+        self.assertEqual([member["collectives"] for member in result["team"]], 2 * [{"by": "nccl"}])
+        self.assertEqual(contents(self.root / "by-nccl"), contents(self.root / "by-host"))
+        # Switched off by the run file.
+        self.train("no-nccl", like="by-host", stand_in=stand_in, libraries=with_nccl, **both, **{"run.nccl": False})
+        self.assertTrue(all("collectives" not in member for member in self.result("no-nccl")["team"]))
+        for memory, without in zip(result["memory"], self.result("no-nccl")["memory"], strict=True):
+            # What NCCL holds is planned, and seen: a communicator, scratch, and a module.
+            self.assertEqual(memory["predicted_bytes"] - without["predicted_bytes"], 544 << 20)
+            self.assertEqual(memory["measured_bytes"] - without["measured_bytes"], 234 << 20)
+            self.assertLessEqual(memory["measured_bytes"], memory["budget_bytes"])
+        # More than was planned is given back, and so is what cannot be had: they go on through memory of the host.
+        for run, faults, why in [
+            ("wide", dict(NCCL_MEMORY="600MiB"), r"it holds \d+\.\d+ MiB on the gpu, more than the 544.00 MiB"),
+            ("refused", dict(NCCL_REFUSES=1), r"NCCL refuses to bring the ranks together: unhandled system error"),
+        ]:
+            self.train(run, like="by-host", stand_in={**stand_in, **faults}, libraries=with_nccl, **both)
+            ways = [member["collectives"] for member in self.result(run)["team"]]
+            self.assertEqual([way["by"] for way in ways], ["host", "host"])
+            self.assertRegex(ways[1]["why"], why)
+            self.assertEqual(contents(self.root / run), contents(self.root / "by-host"))
 
     def test_two_gpus_train_as_a_pipeline_what_one_does(self):
         self.once("cpu-f32", device="cpu")

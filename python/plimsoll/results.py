@@ -258,6 +258,13 @@ class DeviceMemory(TypedDict):
     measured_by: NotRequired[Literal["process", "free_memory"]]
 
 
+class CollectivesBy(TypedDict):
+    """How a GPU exchanges with the others of its team; `why` where it is the reason why not by NCCL."""
+
+    by: Literal["nccl", "host"]
+    why: NotRequired[str]
+
+
 class MemberResult(TypedDict):
     """What a device of a team did in the last step."""
 
@@ -266,6 +273,7 @@ class MemberResult(TypedDict):
     sequences: int
     recipe: Recipe
     passes_over_predicted: float
+    collectives: NotRequired[CollectivesBy]
 
 
 class EvaluatorResult(TypedDict):

@@ -101,6 +101,7 @@ class RunSection(TypedDict, total=False):
     threads: int | Literal["auto"]
     fallback: Literal["cpu", "none"]
     team: Literal["auto", "all"]
+    nccl: bool
 
 
 class RunFile(TypedDict, total=False):

@@ -51,7 +51,7 @@ impl Host {
         places: Vec<String>,
         secret: String,
     ) -> PyResult<Vec<Option<Measured>>> {
-        let invitation = Invitation { team: 0, secret, places, epoch: Instant::now() };
+        let invitation = Invitation { team: 0, secret, places, epoch: Instant::now(), nccl: false };
         let said = |[there, back]: Ways| (there.bytes_per_second, back.bytes_per_second, there.latency_seconds);
         working(py, || {
             let found = self.host.measure(&invitation, rank).map_err(failed("links"))?;

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,7 +19,7 @@ from hosts import ALPHA, BETA, TOKEN, Host, join
 from plimsoll.ray import ours
 from plimsoll.ray.cluster import Cluster
 from plimsoll.ray.verifying import Report
-from runs import NEAR, Left, Started, processes, train
+from runs import NEAR, Left, Started, processes, train, workers
 
 MIB = 1 << 20
 #: The health checks add up to 9 s; another machine may be busy.
@@ -211,12 +213,18 @@ def test_leaving_stops_ours_and_no_other_ray(pair: tuple[Host, Host]) -> None:
 STAND_IN = os.environ.get("PLIMSOLL_STAND_IN")
 
 
+#: The exchange between stand-ins that never ends.
+STALLS_AT = 60
+
+
 @pytest.mark.skipif(STAND_IN is None, reason="PLIMSOLL_STAND_IN names no stand-in for a GPU")
 def test_each_gpu_is_a_node_that_sees_no_other_and_a_run_over_them_is_that_of_one_process(tmp_path: Path) -> None:
     with hosts.network(["gamma"]) as (gamma,):
         gamma.env = {
-            "LD_LIBRARY_PATH": str(STAND_IN),
+            "LD_LIBRARY_PATH": f"{STAND_IN}:{STAND_IN}/nccl",
             "PLIMSOLL_STAND_IN_MEMORY": "8GiB,2GiB",
+            # Later than what the short runs need.
+            "PLIMSOLL_STAND_IN_NCCL_STALLS_AT": str(STALLS_AT),
             "PLIMSOLL_CACHE": str(tmp_path),
         }
         joined = gamma.plimsoll("join", "--head", "--name", "gamma")
@@ -234,9 +242,13 @@ def test_each_gpu_is_a_node_that_sees_no_other_and_a_run_over_them_is_that_of_on
         assert held == [(5896, True), (1474, True)]
         assert all(device["held_bytes"] == device["asked_bytes"] for device in report["devices"])
         tiny, runs = tiny_run(tmp_path), dict[str, Left]()
+
+        def words(name: str, named: str, *more: str) -> list[str]:
+            settings = [*tiny, f"run.dir={tmp_path / name}", f"run.devices={named}", *more]
+            return ["train", str(tmp_path / "run.toml"), "--quiet", *(word for one in settings for word in ("--set", one))]
+
         for name, named in (("here", "cuda:0,cuda:1"), ("there", "ray")):
-            settings = [*tiny, f"run.dir={tmp_path / name}", f"run.devices={named}"]
-            trained = gamma.plimsoll("train", str(tmp_path / "run.toml"), "--quiet", *(word for one in settings for word in ("--set", one)))
+            trained = gamma.plimsoll(*words(name, named))
             assert trained.returncode == 0, trained.stdout + trained.stderr
             runs[name] = Left(tmp_path / name)
         here, there = runs["here"], runs["there"]
@@ -247,6 +259,30 @@ def test_each_gpu_is_a_node_that_sees_no_other_and_a_run_over_them_is_that_of_on
         for device, line in zip(there.result["memory"], (7372, 1843)):
             assert device["arena_measured_bytes"] == device["arena_bytes"]
             assert device["predicted_bytes"] <= device["budget_bytes"] == line * MIB
+        assert [member["collectives"] for left in (here, there) for member in left.result["team"]] == 4 * [{"by": "nccl"}]
+        # A worker is killed in an exchange: the other does not wait for it on its GPU for ever, and goes on by itself.
+        run = gamma.start(hosts.COMMAND, *words("killed", "ray", "train.steps=60"))
+        stalled(tmp_path / "killed", run)
+        os.kill(workers(gamma)["gamma/cuda:1"], signal.SIGKILL)
+        said, _ = run.communicate(timeout=120)
+        assert run.returncode == 0, said
+        killed = Left(tmp_path / "killed")
+        assert [lost["device"] for lost in killed.result["lost"]] == ["gamma/cuda:1"]
+        assert killed.result["steps"] == 60
+
+
+def stalled(folder: Path, run: subprocess.Popen[str]) -> None:
+    """Waits until a run that is under way has done steps, and none for some seconds."""
+    patience, count, since = time.monotonic() + 120, 0, time.monotonic()
+    while time.monotonic() < patience and run.poll() is None:
+        path = folder / "events.jsonl"
+        now = path.read_text().count('"event":"step"') if path.exists() else 0
+        if now != count:
+            count, since = now, time.monotonic()
+        if count > 0 and time.monotonic() - since > 4:
+            return
+        time.sleep(0.2)
+    raise AssertionError("it does not stand still")
 
 
 def test_a_worker_holds_what_is_predicted_whatever_it_saves(pair: tuple[Host, Host], tmp_path: Path) -> None:

@@ -190,7 +190,8 @@ fn arithmetic(root: &Path) -> anyhow::Result<()> {
     ensure!(Command::new("g++").arg("--version").output().is_ok(), "g++ is needed to run kernels on the CPU");
     let files = ["cuda_kernels", "cuda_tensor", "cuda_executor", "cuda_adopt", "device"];
     let tests = files.iter().flat_map(|file| ["--test", file]).chain(["--", "--ignored"]);
-    succeed(Command::new("cargo").args(["test", "--workspace"]).args(tests).current_dir(root))
+    let two = ("PLIMSOLL_STAND_IN_MEMORY", "8GiB,8GiB");
+    succeed(Command::new("cargo").args(["test", "--workspace"]).args(tests).env(two.0, two.1).current_dir(root))
 }
 
 /// The real programs on a stand-in for a GPU (runs on the CPU): what it is there to find, the command line, and every op

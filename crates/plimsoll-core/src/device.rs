@@ -128,6 +128,18 @@ pub struct DeviceSpec {
     /// Whether that was measured (else assumed, or as somebody says).
     #[serde(default)]
     pub link_measured: bool,
+    /// The NCCL that it has; once the devices of a run are known, only where they exchange by it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub nccl: Option<NcclSpec>,
+}
+
+/// NCCL on a GPU.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NcclSpec {
+    /// Its version: `2.28.9`. Only those of one version exchange.
+    pub version: String,
+    /// What it is assumed to hold on the GPU at most, of the charges where the GPU exchanges by it.
+    pub bytes: Bytes,
 }
 
 /// The host beside a device: where tensors wait while no op needs them.
@@ -176,6 +188,11 @@ impl DeviceSpec {
     /// The host that it is on, where that is not this process's: `host1` of `host1/cuda:0`.
     pub fn host(&self) -> Option<&str> {
         self.name.split_once('/').map(|(host, _)| host)
+    }
+
+    /// The part of its charges that NCCL has.
+    pub fn nccl_bytes(&self) -> Bytes {
+        self.nccl.as_ref().map_or(Bytes::ZERO, |nccl| nccl.bytes)
     }
 
     /// Whether its arena, and what it holds beside it, are memory of this process.

@@ -19,7 +19,7 @@ mod words;
 
 pub use budget::{Budget, ParseBudgetError};
 pub use bytes::{Bytes, ParseBytesError};
-pub use device::{DeviceKind, DeviceSpec, FileSpec, HostSpec, Link, OpRates, Rates};
+pub use device::{DeviceKind, DeviceSpec, FileSpec, HostSpec, Link, NcclSpec, OpRates, Rates};
 pub use dtype::DType;
 pub use event::{EVENTS_VERSION, Event, Record};
 pub use failure::{Exit, Failure};
@@ -30,8 +30,8 @@ pub use plan::{
     Worth, describe_levels, micro_batches,
 };
 pub use result::{
-    DeviceMemory, EvalResult, EvaluatorResult, LossSpan, LostDevice, MeasuredBy, MemberResult, Retreat, RunResult,
-    RunStatus, StepSeconds,
+    CollectivesBy, DeviceMemory, EvalResult, EvaluatorResult, LossSpan, LostDevice, MeasuredBy, MemberResult, Retreat,
+    RunResult, RunStatus, StepSeconds,
 };
 pub use sweep::{RunDemand, SweepDevice, SweepReport, SweepRun, SweepState};
 pub use words::counted;

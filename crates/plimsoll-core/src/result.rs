@@ -76,6 +76,23 @@ pub struct MemberResult {
     /// What it computed in a step took, measured, over what was predicted: the median over the steps since the run was last
     /// started. What it waited for does not count. 0 without sequences.
     pub passes_over_predicted: f64,
+    /// How it exchanged with the others, where it has NCCL.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub collectives: Option<CollectivesBy>,
+}
+
+/// How a GPU exchanges with the others of its team.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "by", rename_all = "lowercase")]
+pub enum CollectivesBy {
+    /// By NCCL, out of its own memory.
+    Nccl,
+    /// Through pinned memory of the host, though all have NCCL.
+    Host {
+        /// Why, where this GPU is the reason.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        why: Option<String>,
+    },
 }
 
 /// What a device did that evaluated beside the steps, since the run was last started.

@@ -3,7 +3,7 @@
 use crate::arena::ArenaError;
 use crate::transport::Seat;
 use crate::{probe, process};
-use plimsoll_core::{Algorithms, Bytes, Failure, Space};
+use plimsoll_core::{Algorithms, Bytes, CollectivesBy, Failure, Space};
 use plimsoll_program::{Op, Placement, ProgramSet, TensorId};
 use std::borrow::Cow;
 use std::io;
@@ -378,6 +378,11 @@ pub trait Device: Send {
     /// What went wrong since it was last asked.
     fn settle(&mut self) -> Result<(), DeviceError> {
         Ok(())
+    }
+
+    /// How its team's collectives go; none before the first one, without a team, and where there is only one way.
+    fn collectives(&self) -> Option<CollectivesBy> {
+        None
     }
 
     /// Seconds in which it has computed since it was opened: what it waited for, copies and other devices of its team, is left

@@ -3,7 +3,9 @@
 
 mod cuda_stand_in;
 
-use plimsoll_core::{Algorithms, Bytes, Category, DType, Exit, Failure, Recipe, RecomputeLevel, Sharing, Space};
+use plimsoll_core::{
+    Algorithms, Bytes, Category, CollectivesBy, DType, Exit, Failure, Recipe, RecomputeLevel, Sharing, Space,
+};
 use plimsoll_device::cpu::executor;
 use plimsoll_device::cuda::collectives::ROUND_BYTES;
 use plimsoll_device::cuda::driver::CudaError;
@@ -171,6 +173,13 @@ impl FileSpace for Files {
     }
 }
 
+/// What a rank of a team works on: a GPU of the stand-in, or the processor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum On {
+    Gpu(u32),
+    Cpu,
+}
+
 /// A device, the Programs that it runs, and its files.
 struct Run {
     device: Box<dyn Device>,
@@ -230,14 +239,16 @@ impl Run {
     }
 
     /// A rank of a team of two, on the stand-in or on the processor.
-    fn of_rank(rank: u32, sharing: Sharing, on_cpu: bool) -> Run {
+    fn of_rank(rank: u32, sharing: Sharing, on: On, algorithms: Option<&Algorithms>) -> Run {
+        let on_cpu = on == On::Cpu;
         let kernels = if on_cpu { Kernels::Cpu { threads: 1 } } else { Kernels::Cuda };
         let first_sequence = u64::from(rank) * BATCH;
         let own =
             Share { sharing: Some(sharing), rank, ranks: 2, first_sequence, state: vec![700, 324], ..Share::ALONE };
         Run::opened(
             share(programs(DType::F32, kernels), &own, &Recipe::on_device(BATCH as u32, vec![]), 1, true),
-            on_cpu,
+            on,
+            algorithms,
         )
     }
 
@@ -247,14 +258,17 @@ impl Run {
         let layers = own.own_layers(model().layers);
         let set = stage_of(&Form::FULL, DType::F32, kernels, layers, None);
         let set = share(set, own, &Recipe::on_device(BATCH as u32, vec![]), micro_batches, true);
-        Run::opened(if on_cpu { set } else { by_way_of_host(set) }, on_cpu)
+        let on = if on_cpu { On::Cpu } else { On::Gpu(0) };
+        Run::opened(if on_cpu { set } else { by_way_of_host(set) }, on, None)
     }
 
-    fn opened(set: ProgramSet, on_cpu: bool) -> Run {
+    fn opened(set: ProgramSet, on: On, algorithms: Option<&Algorithms>) -> Run {
         let placement = side_by_side(&set);
-        let device = match on_cpu {
-            true => executor::open(set.clone(), placement, DType::F32, 1, None).unwrap(),
-            false => cuda_stand_in::open(set.clone(), placement, DType::F32, None).unwrap().device,
+        let device = match on {
+            On::Cpu => executor::open(set.clone(), placement, DType::F32, 1, None).unwrap(),
+            On::Gpu(number) => {
+                cuda_stand_in::open_gpu(number, set.clone(), placement, DType::F32, algorithms).unwrap().device
+            }
         };
         Run { device, set, files: Files::default() }
     }
@@ -472,19 +486,33 @@ fn a_team_trains_what_one_device_trains_whether_batch_or_state_is_shared_out() {
     alone.run("fresh");
     let losses = alone.train(STEPS);
     let weights = alone.all_of(Category::Weight);
-    for (sharing, on_cpu, round_bytes) in [
-        (Sharing::Batch, false, ROUND_BYTES),
-        (Sharing::Batch, false, 1000),
-        (Sharing::Batch, true, 3000),
-        (Sharing::State, false, 1000),
-        (Sharing::State, true, ROUND_BYTES),
+    let mut bits: BTreeMap<String, Vec<u64>> = BTreeMap::new();
+    // Of products: timed when they are chosen, so that others may be chosen the next time.
+    let mut algorithms: BTreeMap<(String, u32), Algorithms> = BTreeMap::new();
+    for (sharing, beside, round_bytes, nccl) in [
+        (Sharing::Batch, On::Gpu(0), ROUND_BYTES, false),
+        (Sharing::Batch, On::Gpu(0), 1000, false),
+        (Sharing::Batch, On::Cpu, 3000, false),
+        (Sharing::State, On::Gpu(0), 1000, false),
+        (Sharing::State, On::Cpu, ROUND_BYTES, false),
+        (Sharing::Batch, On::Gpu(1), ROUND_BYTES, true),
+        (Sharing::State, On::Gpu(1), 1000, true),
+        // NCCL takes no GPU twice: they go on without it.
+        (Sharing::Batch, On::Gpu(0), 3000, true),
     ] {
-        let what = format!("{sharing}, {round_bytes}, beside the processor: {on_cpu}");
+        let what = format!("{sharing}, {round_bytes}, beside {beside:?}, by NCCL: {nccl}");
         let transport = InProcess::in_rounds(2, round_bytes);
-        let mut team = [Run::of_rank(0, sharing, false), Run::of_rank(1, sharing, on_cpu)];
+        let on_cpu = beside == On::Cpu;
+        let of_rank = |rank: u32, on| Run::of_rank(rank, sharing, on, algorithms.get(&(sharing.to_string(), rank)));
+        let mut team = [of_rank(0, On::Gpu(0)), of_rank(1, beside)];
+        if !on_cpu {
+            let chosen =
+                (0..).zip(&team).map(|(rank, run)| ((sharing.to_string(), rank), run.device.algorithms().unwrap()));
+            algorithms.extend(chosen);
+        }
         let found: Vec<Vec<f64>> = std::thread::scope(|scope| {
             let ranks = team.iter_mut().enumerate().map(|(rank, run)| {
-                let seat = Seat { rank: rank as u32, transport: transport.clone() };
+                let seat = Seat { rank: rank as u32, transport: transport.clone(), nccl };
                 scope.spawn(move || {
                     run.device.join(seat).unwrap();
                     run.run("load");
@@ -513,6 +541,25 @@ fn a_team_trains_what_one_device_trains_whether_batch_or_state_is_shared_out() {
         for run in &mut team {
             assert!(!run.device.memory().strayed(Space::Device), "{what}");
         }
+        if !on_cpu {
+            // Whichever way bytes go, sums are taken in the same order.
+            let tensors = [first, second].into_iter().flat_map(BTreeMap::into_values);
+            // What a rank has no part of is NaN.
+            let all: Vec<u64> = found.into_iter().chain(tensors).flatten().map(f64::to_bits).collect();
+            assert!(*bits.entry(sharing.to_string()).or_insert_with(|| all.clone()) == all, "the same bits: {what}");
+        }
+        let by = team.each_mut().map(|run| run.device.collectives());
+        match (nccl, beside) {
+            (true, On::Gpu(1)) => assert_eq!(by, [const { Some(CollectivesBy::Nccl) }; 2], "{what}"),
+            (true, _) => {
+                let [Some(CollectivesBy::Host { why: Some(why) }), Some(CollectivesBy::Host { why: Some(_) })] = &by
+                else {
+                    panic!("{by:?}")
+                };
+                assert!(why.starts_with("NCCL refuses to bring the ranks together: "), "{why}");
+            }
+            _ => assert_eq!(by, [const { None }; 2], "{what}"),
+        }
     }
     done.store(true, Ordering::Relaxed);
 }
@@ -539,7 +586,7 @@ fn a_pipeline_trains_what_one_device_trains() {
         let mut team = [0, 1].map(|rank| Run::of_stage(&share(rank), 2, on_cpu[rank as usize]));
         let found: Vec<(Vec<f64>, f64)> = std::thread::scope(|scope| {
             let ranks = (0..).zip(&mut team).map(|(rank, run)| {
-                let seat = Seat { rank, transport: transport.clone() };
+                let seat = Seat { rank, transport: transport.clone(), nccl: false };
                 let calls = share(rank).schedule(2).calls;
                 scope.spawn(move || {
                     run.device.join(seat).unwrap();
@@ -591,15 +638,20 @@ fn a_pipeline_trains_what_one_device_trains() {
 #[test]
 #[ignore = "needs g++: cargo xtask cuda-check"]
 fn a_rank_that_refuses_an_op_leaves_nobody_waiting_and_the_step_can_be_done_again() {
+    a_refused_step_is_done_again(false);
+    a_refused_step_is_done_again(true);
+}
+
+fn a_refused_step_is_done_again(nccl: bool) {
     let done = watchdog();
     let transport = InProcess::in_rounds(2, 1000);
-    let mut team = [0, 1].map(|rank| Run::of_rank(rank, Sharing::Batch, false));
+    let mut team = [0, 1].map(|rank| Run::of_rank(rank, Sharing::Batch, On::Gpu(if nccl { rank } else { 0 }), None));
     let barrier = &Barrier::new(2);
     let found: Vec<f64> = std::thread::scope(|scope| {
         let ranks = team.iter_mut().enumerate().map(|(rank, run)| {
             let transport = transport.clone();
             scope.spawn(move || {
-                run.device.join(Seat { rank: rank as u32, transport: transport.clone() }).unwrap();
+                run.device.join(Seat { rank: rank as u32, transport: transport.clone(), nccl }).unwrap();
                 run.run("load");
                 run.run("fresh");
                 // Rank 1 refuses in the backward pass, when some gradients have been summed up and others have not.

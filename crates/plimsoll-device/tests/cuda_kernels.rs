@@ -510,6 +510,36 @@ fn sums_element_by_element_and_over_rows() {
 
 #[test]
 #[ignore = "needs g++: cargo xtask cuda-check"]
+fn sums_over_ranks_are_taken_in_their_order() {
+    let mut draw = Draw(3);
+    let mut gpu = Gpu::new(0);
+    for (kind, dtype) in [(Kind::F32, DType::F32), (Kind::F64, DType::F64)] {
+        for (ranks, elements, stride) in [(2, 1, 64), (3, 1025, 1088), (5, 300, 320)] {
+            // Numbers whose sums round, so that another order has other bits.
+            let of = |draw: &mut Draw| draw.many(kind, elements).iter().map(|x| kind.rounded(x * 1e6 + x)).collect();
+            let parts: Vec<Vec<f64>> = (0..ranks).map(|_| of(&mut draw)).collect();
+            let before = draw.many(kind, elements);
+            for (rank, adds) in (0..ranks).flat_map(|rank| [(rank, false), (rank, true)]) {
+                let sum = |at: usize| (1..ranks).fold(parts[0][at], |sum, other| kind.rounded(sum + parts[other][at]));
+                let added = |at: usize| if adds { kind.rounded(before[at] + sum(at)) } else { sum(at) };
+                let mut others = vec![0.0; stride * (ranks - 1)];
+                for (number, other) in (0..ranks).filter(|other| *other != rank).enumerate() {
+                    others[number * stride..][..elements].copy_from_slice(&parts[other]);
+                }
+                let (own, others, into) = (gpu.put(kind, &parts[rank]), gpu.put(kind, &others), gpu.put(kind, &before));
+                let at = |into: u64| if adds { into } else { own };
+                let stands = Parts { own, others, stride: stride as u64, rank: rank as u32, ranks: ranks as u32 };
+                // What is not added stands in the own part's place.
+                gpu.run(&sum_ranks(dtype, stands, at(into), elements as u64, adds).unwrap());
+                let want: Vec<f64> = (0..elements).map(added).collect();
+                assert_eq!(gpu.get(at(into)), want, "rank {rank} of {ranks}, {kind:?}, added: {adds}");
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs g++: cargo xtask cuda-check"]
 fn casts_round_once_to_nearest_even() {
     let mut draw = Draw(3);
     let types = [(DType::F64, Kind::F64), (DType::F32, Kind::F32), (DType::Bf16, Kind::Bf16), (DType::F16, Kind::F16)];

@@ -65,6 +65,7 @@ pub fn paper(name: &str, budget: Budget) -> Option<DeviceSpec> {
         charges: ASSUMED_CHARGES,
         charges_measured: false,
         link_measured: false,
+        nccl: None,
         // Over the host, unless such cards have a direct link: assumed.
         team_link: peer_link(name).or_else(|| pcie(sheet.pcie_generation, sheet.pcie_lanes))?,
         threads: 1,

@@ -17,6 +17,7 @@ fn device(budget: Bytes) -> DeviceSpec {
         charges: Bytes::mib(10),
         charges_measured: false,
         link_measured: false,
+        nccl: None,
         team_link: Link::MEMORY,
         threads: 2,
         rates: Rates {

@@ -7,8 +7,8 @@ use crate::run::far;
 use crate::run::prepare::{charge_own_rows, charges, one_of, programs_bytes, rounded, with_programs};
 use crate::run_file::{EXAMPLE_PREFIX, FallbackTo, Init, Length, Method, Optimizer, RunFile, TeamOf};
 use plimsoll_core::{
-    Budget, Bytes, DeviceKind, DeviceSpec, Failure, Fallback, FileSpec, HostSpec, Link, Plan, PlanOf, Rates, Rung,
-    Sharing, counted,
+    Budget, Bytes, DeviceKind, DeviceSpec, Failure, Fallback, FileSpec, HostSpec, Link, NcclSpec, Plan, PlanOf, Rates,
+    Rung, Sharing, counted,
 };
 use plimsoll_device::calibration::{self, Short, Shortfall};
 use plimsoll_device::cuda;
@@ -176,6 +176,7 @@ impl Resolved {
     pub fn new(file: &RunFile, model: Model) -> Result<Resolved, Failure> {
         model.takes(file)?;
         let mut devices = devices(file)?;
+        exchange_by_nccl(file, &mut devices);
         let others = devices.split_off(1);
         let open =
             !file.devices().devices.iter().any(|asked| !matches!(asked, DeviceRequest::Cuda { index: None, .. }));
@@ -191,6 +192,7 @@ impl Resolved {
         resolved.only_here()?;
         if work != Work::Train && !resolved.others.is_empty() {
             // What is done once is done by one device.
+            exchange_by_host(std::iter::once(&mut resolved.device).chain(&mut resolved.others));
             resolved.prefer(file, work)?;
             resolved.others.clear();
         }
@@ -746,12 +748,36 @@ fn gpu(file: &RunFile, here: &'static Here, card: &Card, budget: Option<Budget>)
         charges: charges.unwrap_or(paper::ASSUMED_CHARGES),
         charges_measured: charges.is_some(),
         link_measured: false,
+        nccl: here.nccl_version().map(|version| NcclSpec { version: version.to_owned(), bytes: cuda::nccl::CHARGES }),
         // To the others over the host.
         team_link: rates.host_link,
         // For what the processor does beside it.
         threads: Cpu::read().threads_for(file.run.threads.asked())?,
         rates,
     })
+}
+
+/// Decides how the devices of a run exchange: by NCCL where all are GPUs that have the same one, which then has its part of
+/// their charges; else by memory of the host.
+fn exchange_by_nccl(file: &RunFile, devices: &mut [DeviceSpec]) {
+    let version = |device: &DeviceSpec| device.nccl.as_ref().map(|nccl| nccl.version.clone());
+    let first = devices.first().and_then(version);
+    let alike =
+        file.run.nccl && devices.len() > 1 && first.is_some() && devices.iter().all(|device| version(device) == first);
+    for device in devices.iter_mut() {
+        device.charges += device.nccl_bytes();
+    }
+    if !alike {
+        exchange_by_host(devices);
+    }
+}
+
+/// Takes NCCL, and its part of their charges, from devices.
+fn exchange_by_host<'a>(devices: impl IntoIterator<Item = &'a mut DeviceSpec>) {
+    for device in devices {
+        device.charges = device.charges.saturating_sub(device.nccl_bytes());
+        device.nccl = None;
+    }
 }
 
 /// That virtual devices leave this machine a fifth of its cores.
@@ -826,6 +852,7 @@ fn cpu(file: &RunFile, budget: Option<Budget>) -> Result<DeviceSpec, Failure> {
         charges: assumed_charges(file),
         charges_measured: false,
         link_measured: false,
+        nccl: None,
         team_link: Link::MEMORY,
         threads,
         rates: rates.paced(pace),
@@ -854,6 +881,7 @@ fn virtual_device(
         charges: assumed_charges(file),
         charges_measured: false,
         link_measured: false,
+        nccl: None,
         team_link: Link::MEMORY,
         threads: pace.ceil().max(1.0) as u32,
         rates: Rates { host_link: link.link(), measured: false, ..core.paced(pace) },

@@ -40,6 +40,7 @@ fn device() -> DeviceSpec {
         charges: Bytes::ZERO,
         charges_measured: false,
         link_measured: false,
+        nccl: None,
         team_link: Link::MEMORY,
         threads: 2,
         rates: Rates {

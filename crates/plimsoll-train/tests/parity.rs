@@ -109,6 +109,7 @@ impl Case {
             charges: Bytes::ZERO,
             charges_measured: false,
             link_measured: false,
+            nccl: None,
             team_link: Link::MEMORY,
             threads: 2,
             rates,

@@ -64,6 +64,7 @@ fn device(kind: DeviceKind) -> DeviceSpec {
         charges: Bytes::ZERO,
         charges_measured: false,
         link_measured: false,
+        nccl: None,
         threads: 1,
         team_link: LINK,
         rates: Rates {
@@ -295,7 +296,7 @@ impl Case {
             std::iter::once(first).chain(answers.iter().enumerate().skip(1).map(far)).collect();
         let member = |engine: &Engine| engine.far().map_or(Member::Here, |line| Member::Far(line.clone()));
         let members: Vec<Member> = engines.iter().map(member).collect();
-        let gathered = spread::Spread::gather(&members, &Driver(listens()), 1);
+        let gathered = spread::Spread::gather(&members, &Driver(listens()), 1, false);
         let Gathered { transport, seats } = gathered.map_err(|(_, error)| error).expect("all come");
         for (engine, seat) in engines.iter_mut().zip(seats) {
             engine.sit(seat).expect("it can work in a team");
@@ -317,7 +318,9 @@ impl Case {
         }
         let engine = |answer: &Answer, rank: usize, transport: &Arc<dyn Transport>| {
             let mut device = self.open(answer);
-            device.join(Seat { rank: rank as u32, transport: transport.clone() }).expect("it can work in a team");
+            device
+                .join(Seat { rank: rank as u32, transport: transport.clone(), nccl: false })
+                .expect("it can work in a team");
             let recipe = answer.plan.recipe.clone();
             Engine::new(device, &answer.set, self.precision, recipe, SEQUENCE, self.config.vocab)
         };

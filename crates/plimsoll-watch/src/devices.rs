@@ -434,7 +434,7 @@ NVIDIA driver 550.54.14 (CUDA 12.4): /lib/libcuda.so.1
 NVML not found (free memory and temperatures stay unknown): pip install it
 NVRTC not found: pip install it
 cuBLASLt not found: pip install it
-NCCL not found (not used in this version): pip install it
+NCCL not found (several GPUs exchange through memory of the host): pip install it
 ";
         assert_eq!(table(&workstation()), expected);
         let gpu = line(&workstation().devices[1], Some(0.9));

@@ -393,6 +393,7 @@ mod tests {
             charges_measured,
             team_link: Link::MEMORY,
             link_measured: false,
+            nccl: None,
             threads: 2,
             rates: Rates {
                 f32_flops: 2e11,

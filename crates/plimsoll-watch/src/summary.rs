@@ -3,7 +3,9 @@
 
 use crate::progress::retreat_line;
 use crate::text::{columns, count, percent, seconds, shell_word};
-use plimsoll_core::{EvaluatorResult, LostDevice, MeasuredBy, MemberResult, RunResult, RunStatus, Sharing, counted};
+use plimsoll_core::{
+    CollectivesBy, EvaluatorResult, LostDevice, MeasuredBy, MemberResult, RunResult, RunStatus, Sharing, counted,
+};
 
 /// A held-out sample and what the model made of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -140,7 +142,20 @@ fn team_lines(result: &RunResult) -> String {
         let took = member.passes_over_predicted;
         format!("  {}: {did}, {took:.2} of the predicted time{simulated}\n", member.device)
     };
-    format!("{sharing} shared\n{}\n", result.team.iter().map(line).collect::<String>())
+    let exchanged = exchanged(&result.team).map(|how| format!("  {how}\n")).unwrap_or_default();
+    format!("{sharing} shared\n{}{exchanged}\n", result.team.iter().map(line).collect::<String>())
+}
+
+/// How GPUs exchanged, where they have NCCL.
+fn exchanged(team: &[MemberResult]) -> Option<String> {
+    let host = team.iter().find(|member| matches!(member.collectives, Some(CollectivesBy::Host { why: Some(_) })));
+    match (host.or(team.first())?, host.or(team.first())?.collectives.as_ref()?) {
+        (_, CollectivesBy::Nccl) => Some("exchanged by NCCL".to_owned()),
+        (member, CollectivesBy::Host { why: Some(why) }) => {
+            Some(format!("exchanged through memory of the host: {}: {why}", member.device))
+        }
+        (_, CollectivesBy::Host { why: None }) => Some("exchanged through memory of the host".to_owned()),
+    }
 }
 
 /// What a device did beside the steps.

@@ -232,6 +232,7 @@ impl Case {
             charges: Bytes::ZERO,
             charges_measured: false,
             link_measured: false,
+            nccl: None,
             team_link: Link::MEMORY,
             threads,
             rates: Rates {

@@ -1,12 +1,12 @@
-//! Collectives of a GPU: its bytes come to the others, and theirs to it, through the pinned slots of staging, a slot a
-//! round. While a round is met for, the next is on its way out, and the one before on its way in.
+//! Collectives of a GPU: by NCCL where all of its team have it (`nccl`). Else its bytes come to the others, and theirs to it,
+//! through the pinned slots of staging, a slot a round. While a round is met for, the next is on its way out, and the one
+//! before on its way in.
 //!
 //! A message is shown by its sender where that waits for it to have been taken: a slot cannot be lent any longer. A message
 //! whose sender waits in another Program stands in the host's arena instead, and has no part in this.
-//!
-//! NCCL would be another way, with a transport of its own.
 
 use super::driver::{Address, Stream};
+use super::nccl::Nccl;
 use super::staging::{SLOT_BYTES, Staging};
 use crate::device::{DeviceError, FileSpace};
 use crate::transport::rounds::{Cut, rounds};
@@ -52,10 +52,18 @@ impl Ready {
     pub unsafe fn meet(
         &self,
         seat: &Seat,
+        nccl: Option<&mut Nccl>,
         stream: &Stream,
         staging: &mut Staging,
         files: &mut dyn FileSpace,
     ) -> Result<(), DeviceError> {
+        // A message may be shown long before it is taken: it waits in the host's memory.
+        if let Some(nccl) = nccl.filter(|_| !self.exchange.is_message()) {
+            // SAFETY: as the caller promises.
+            if unsafe { nccl.meet(&self.exchange, self.number, &self.pieces, seat, stream) }? {
+                return Ok(());
+            }
+        }
         let forms = self.exchange.pieces.iter().zip(&self.pieces);
         let forms: Vec<_> = forms.map(|(piece, at)| (at.dtype, piece.counts.clone())).collect();
         let round_bytes = seat.transport.round_bytes().map_or(ROUND_BYTES, |bytes| bytes.min(ROUND_BYTES));

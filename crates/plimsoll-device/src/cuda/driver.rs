@@ -9,6 +9,7 @@
 //! |---|---|
 //! | `libcuda.so.1` | those in [`Driver`] below |
 //! | `libcublasLt.so.*` | those in [`super::products::Library`] |
+//! | `libnccl.so.2` | those in [`super::nccl::Library`] |
 
 use super::compile::Architecture;
 use plimsoll_core::{Bytes, Failure};
@@ -108,6 +109,7 @@ library! {
         fn cuEventCreate(event: *mut Handle, flags: c_uint) -> Status;
         fn cuEventDestroy_v2(event: Handle) -> Status;
         fn cuEventRecord(event: Handle, stream: Handle) -> Status;
+        fn cuEventQuery(event: Handle) -> Status;
         fn cuEventSynchronize(event: Handle) -> Status;
         fn cuEventElapsedTime(milliseconds: *mut f32, start: Handle, end: Handle) -> Status;
         fn cuModuleLoadData(module: *mut Handle, image: *const c_void) -> Status;
@@ -167,6 +169,7 @@ const DEVICE_COMPUTE_MINOR: c_uint = 76;
 const DEVICE_SHARED_OPTIN: c_uint = 97;
 const DEVICE_VIRTUAL_MEMORY: c_uint = 102;
 const OUT_OF_MEMORY: Status = 2;
+const NOT_READY: Status = 600;
 const NOT_SUPPORTED: Status = 801;
 
 /// What goes wrong between us and a GPU.
@@ -256,6 +259,14 @@ pub enum CudaError {
         /// Which product, with a space in front; empty where it is about none.
         product: String,
     },
+    /// A refusal of NCCL.
+    #[error("NCCL refuses to {what}: {says}")]
+    Nccl {
+        /// What was tried.
+        what: &'static str,
+        /// What it says.
+        says: String,
+    },
 }
 
 impl From<CudaError> for Failure {
@@ -273,6 +284,9 @@ impl From<CudaError> for Failure {
             CudaError::Lost { .. } => {
                 Failure::stopped(message).hint("`--resume` goes on from the newest checkpoint, in a new process")
             }
+            CudaError::Nccl { .. } => Failure::stopped(message)
+                .hint("`--resume` goes on from the newest checkpoint")
+                .hint("without NCCL, through memory of the host: --set run.nccl=false"),
             CudaError::Call { .. } | CudaError::Product { .. } => Failure::bug(message),
         }
     }
@@ -819,6 +833,19 @@ impl Event {
         let driver = self.context.driver();
         // SAFETY: the event lives.
         driver.check("reach an event", unsafe { (driver.cuEventSynchronize)(self.handle) })
+    }
+
+    /// Whether the stream has come to it.
+    ///
+    /// # Errors
+    /// What went wrong on the device.
+    pub fn is_over(&self) -> Result<bool, CudaError> {
+        let driver = self.context.driver();
+        // SAFETY: the event lives.
+        match unsafe { (driver.cuEventQuery)(self.handle) } {
+            NOT_READY => Ok(false),
+            status => driver.check("reach an event", status).map(|()| true),
+        }
     }
 
     /// Seconds from `start` to this; both timed, recorded and over.

@@ -35,6 +35,7 @@ use super::kernels::launch::{self, Launch, Updated};
 use super::kernels::ops::{self, Places};
 use super::kernels::{Real, Unit};
 use super::machine::Machine;
+use super::nccl::{self, Nccl};
 use super::products::{self, Operands, Products, Shape};
 use super::queues::{self, Signals};
 use crate::cpu::executor::{RunOp, Site, runner};
@@ -43,7 +44,7 @@ use crate::device::{Call, Device, DeviceError, FileSpace, Memory, NoFiles, Obser
 use crate::probe;
 use crate::spaces::{self, Arenas};
 use crate::transport::{self, Seat};
-use plimsoll_core::{Algorithms, Bytes, DType, Space};
+use plimsoll_core::{Algorithms, Bytes, CollectivesBy, DType, Space};
 use plimsoll_program::op::{Collective, Piece, Queue};
 use plimsoll_program::{Index, Lifetime, Op, OpKind, Operand, Placement, Program, ProgramSet, Tensor, TensorId, order};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -65,6 +66,8 @@ pub struct Opening<'a> {
     pub products: &'a Arc<products::Library>,
     /// NVRTC and its cache.
     pub compiler: &'a Arc<Compiler>,
+    /// NCCL, where it is here.
+    pub nccl: Option<&'a Arc<nccl::Library>>,
     /// The GPU's number among the visible ones.
     pub ordinal: u32,
     /// What the run computes in: f32 or bf16.
@@ -186,6 +189,8 @@ fn start(opening: &Opening, set: ProgramSet, placement: Placement) -> Result<(Cu
         charges: Charges::default(),
         started: Started::default(),
         seat: None,
+        library: opening.nccl.cloned(),
+        nccl: None,
         torn: false,
     };
     device.load_kernels()?;
@@ -626,6 +631,8 @@ fn leaders(together: &[Option<Together>]) -> Vec<u32> {
 
 /// A GPU with the Programs of a run. Fields are dropped in order, and what uses memory goes before it.
 struct CudaDevice {
+    /// Its part in the team's exchanges, where they go by NCCL.
+    nccl: Option<Nccl>,
     /// By Program and, where it matters, micro-batch.
     prepared: BTreeMap<(usize, u32), Arc<Prepared>>,
     products: Products,
@@ -640,6 +647,8 @@ struct CudaDevice {
     started: Started,
     /// Its place in a team.
     seat: Option<Seat>,
+    /// NCCL, where it is here.
+    library: Option<Arc<nccl::Library>>,
     /// Whether what passes between the ops of a Program is lost: then none goes on in its middle.
     torn: bool,
 }
@@ -1005,7 +1014,7 @@ impl CudaDevice {
                 let alone = DeviceError::Unsupported { op: "a collective", device: "a device without a team" };
                 let seat = self.seat.as_ref().ok_or(alone)?;
                 // SAFETY: as above.
-                unsafe { ready.meet(seat, stream, &mut self.machine.staging, files) }?;
+                unsafe { ready.meet(seat, self.nccl.as_mut(), stream, &mut self.machine.staging, files) }?;
             }
         }
         Ok(())
@@ -1298,6 +1307,9 @@ impl Device for CudaDevice {
         if seat.transport.round_bytes().is_none_or(|bytes| bytes > ROUND_BYTES) {
             return Err(DeviceError::NoTeam { device: "a GPU whose bytes go through staging" });
         }
+        self.machine.context.enter()?;
+        let library = self.library.as_ref().filter(|_| seat.nccl);
+        self.nccl = library.map(|library| Nccl::new(library, &self.compiler, &self.machine.context));
         self.machine.join(seat.clone());
         self.seat = Some(seat);
         Ok(())
@@ -1307,6 +1319,10 @@ impl Device for CudaDevice {
         self.machine.check()?;
         self.machine.context.enter()?;
         Ok(self.machine.context.synchronize()?)
+    }
+
+    fn collectives(&self) -> Option<CollectivesBy> {
+        self.nccl.as_ref()?.used()
     }
 
     /// By the GPU's own clock, of Programs that were run in a team.
@@ -1336,6 +1352,8 @@ impl Device for CudaDevice {
         self.machine.context.enter()?;
         self.machine.context.synchronize()?;
         self.seat.iter().for_each(Seat::withdraw);
+        // The next team may be another one, or none.
+        self.nccl.iter_mut().for_each(Nccl::close);
         let before = self.machine.bytes(Space::Device).0;
         // Addresses of the new plan need not lie in the arena as it is.
         if placement.arena_bytes > before {
@@ -1361,7 +1379,8 @@ impl Device for CudaDevice {
         let context = &self.machine.context;
         let (free, total) = context.enter().and_then(|()| context.memory()).ok()?;
         let bound_by = format!("cuda:{}", context.gpu().ordinal);
-        let held = self.machine.held() + self.charges.context + self.charges.libraries;
+        let nccl = self.nccl.as_ref().map_or(Bytes::ZERO, Nccl::held);
+        let held = self.machine.held() + self.charges.context + self.charges.libraries + nccl;
         Some(Room { memory: probe::Memory { total, free, bound_by }, held })
     }
 

@@ -88,6 +88,17 @@ impl Here {
         self.libraries.choose(Library::CublasLt, Some(self.cuda))
     }
 
+    /// What GPUs exchange by, where it is here.
+    pub fn nccl(&self) -> Option<&Found> {
+        self.libraries.choose(Library::Nccl, None).ok()
+    }
+
+    /// The version of NCCL, where one is here that can be used: asked once.
+    pub fn nccl_version(&self) -> Option<&'static str> {
+        static VERSION: OnceLock<Option<String>> = OnceLock::new();
+        VERSION.get_or_init(|| super::nccl::version(&self.nccl()?.path)).as_deref()
+    }
+
     /// Whether NVML works.
     pub fn has_nvml(&self) -> bool {
         self.nvml.is_some()

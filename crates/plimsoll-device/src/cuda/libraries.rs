@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 /// The oldest major version of CUDA whose libraries are used.
 const OLDEST_CUDA: u32 = 12;
 
-/// A library that Plimsoll uses, or (NCCL) will use.
+/// A library that Plimsoll uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Library {
@@ -29,7 +29,7 @@ pub enum Library {
     Nvrtc,
     /// `libcublasLt`: matrix products.
     CublasLt,
-    /// `libnccl`: sums over several GPUs.
+    /// `libnccl`: what several GPUs exchange by.
     Nccl,
 }
 

@@ -1,6 +1,6 @@
 //! NVIDIA GPUs: what is there ([`libraries`], [`gpus`], [`nvml`]), the kernels as data and how they become machine code
 //! ([`kernels`], [`compile`]), and what runs Programs: [`driver`] at the bottom, then [`arena`], [`queues`] and
-//! [`staging`], held together by a [`machine`]; [`products`] and [`collectives`] beside them; the [`executor`] on top, and
+//! [`staging`], held together by a [`machine`]; [`products`], [`collectives`] and [`nccl`] beside them; the [`executor`] on top, and
 //! [`open`] from a GPU's number to it.
 
 pub mod arena;
@@ -13,6 +13,7 @@ pub mod gpus;
 pub mod kernels;
 pub mod libraries;
 pub mod machine;
+pub mod nccl;
 pub mod nvml;
 pub mod open;
 pub mod products;

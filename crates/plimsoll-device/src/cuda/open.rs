@@ -6,7 +6,7 @@ use super::compile::Compiler;
 use super::driver::Driver;
 use super::executor::{self, Opened, Opening};
 use super::gpus::{self, Card, Here};
-use super::products;
+use super::{nccl, products};
 use crate::calibration;
 use crate::device::{Device, DeviceError};
 use crate::probe::Heat;
@@ -22,6 +22,8 @@ pub(crate) struct Tools {
     pub driver: Arc<Driver>,
     products: Arc<products::Library>,
     compiler: Arc<Compiler>,
+    /// None where there is none that can be used.
+    nccl: Option<Arc<nccl::Library>>,
 }
 
 /// The driver with what goes with it, opened at the first call. What is missing then may be there at the next.
@@ -36,6 +38,7 @@ pub(crate) fn tools(here: &'static Here) -> Result<&'static Tools, DeviceError> 
         driver: Arc::new(Driver::load(&here.driver.path)?),
         products: Arc::new(products::Library::load(&here.cublaslt()?.path)?),
         compiler: Arc::new(Compiler::open(&here.nvrtc()?.path, &here.driver_version, folder.as_deref())?),
+        nccl: here.nccl().and_then(|found| nccl::Library::load(&found.path).ok()).map(Arc::new),
     };
     // Never closed: drivers do not bear to be taken away.
     Ok(tools.insert(Box::leak(Box::new(opened))))
@@ -155,6 +158,7 @@ impl Wish<'_> {
             driver: &tools.driver,
             products: &tools.products,
             compiler: &tools.compiler,
+            nccl: tools.nccl.as_ref(),
             ordinal: self.index,
             precision: self.precision,
             threads: self.threads,

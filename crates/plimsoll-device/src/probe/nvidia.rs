@@ -156,7 +156,7 @@ impl fmt::Display for Nvidia {
                 (None, _) => {
                     let purpose = match state.library {
                         Library::Nvml => " (free memory and temperatures stay unknown)",
-                        Library::Nccl => " (not used in this version)",
+                        Library::Nccl => " (several GPUs exchange through memory of the host)",
                         _ => "",
                     };
                     write!(f, " not found{purpose}: {}", state.cure.as_deref().unwrap_or_default())?;
@@ -294,7 +294,7 @@ pub(crate) mod tests {
              NVML 1: /usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1\n\
              NVRTC not found: pip install nvidia-cuda-nvrtc-cu12 nvidia-cublas-cu12\n\
              cuBLASLt not found: pip install nvidia-cuda-nvrtc-cu12 nvidia-cublas-cu12\n\
-             NCCL not found (not used in this version): pip install nvidia-nccl-cu12"
+             NCCL not found (several GPUs exchange through memory of the host): pip install nvidia-nccl-cu12"
         );
         let lacks = nvidia.lacks().unwrap();
         assert_eq!(lacks, "NVRTC is missing: pip install nvidia-cuda-nvrtc-cu12 nvidia-cublas-cu12");

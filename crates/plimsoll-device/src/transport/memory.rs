@@ -360,6 +360,10 @@ impl Transport for Memory {
         self.changed.notify_all();
     }
 
+    fn agreed(&self) -> Result<(), DeviceError> {
+        self.state().agreed()
+    }
+
     fn clear(&self) {
         let mut state = self.state();
         assert!(state.tables.is_empty(), "bug: a rank is still in a meeting");

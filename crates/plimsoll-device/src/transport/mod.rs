@@ -71,6 +71,12 @@ pub trait Transport: Send + Sync {
     /// up is the one that is named.
     fn give_up(&self, rank: u32, why: &str);
 
+    /// That nobody has given up: for who waits elsewhere for the others.
+    ///
+    /// # Errors
+    /// [`DeviceError::Peer`] where a rank has.
+    fn agreed(&self) -> Result<(), DeviceError>;
+
     /// Everything is as at the beginning. Only where no rank is in a Program.
     fn clear(&self);
 }
@@ -82,6 +88,8 @@ pub struct Seat {
     pub rank: u32,
     /// How it meets the others.
     pub transport: Arc<dyn Transport>,
+    /// Whether all of the team are GPUs that have the same NCCL: then its collectives go that way.
+    pub nccl: bool,
 }
 
 impl fmt::Debug for Seat {
@@ -176,6 +184,16 @@ impl Meeting {
     pub(crate) unsafe fn of(seat: &Seat, exchange: &Exchange, number: u64, places: Vec<Place>) -> Meeting {
         let Exchange { collective, peer, .. } = *exchange;
         Meeting { rank: seat.rank, collective, peer, number, ready: 0.0, seconds: 0.0, places }
+    }
+
+    /// What this rank brings to what all have of each other, beside the collectives of a Program.
+    ///
+    /// # Safety
+    /// As for [`Meeting::new`].
+    pub(crate) unsafe fn gather(seat: &Seat, number: u64, place: Place) -> Meeting {
+        let (ready, seconds) = (0.0, 0.0);
+        let Seat { rank, .. } = *seat;
+        Meeting { rank, collective: Collective::AllGather, peer: None, number, ready, seconds, places: vec![place] }
     }
 
     /// The same in rounds; each is planned to take as long as all, since only the last one's end counts.

@@ -749,6 +749,10 @@ impl Transport for Wired {
         self.shared.changed.notify_all();
     }
 
+    fn agreed(&self) -> Result<(), DeviceError> {
+        self.shared.state().agreed()
+    }
+
     fn clear(&self) {
         let attempt = self.shared.state().attempt;
         self.begin(attempt + 1);

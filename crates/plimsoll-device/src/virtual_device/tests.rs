@@ -208,7 +208,7 @@ fn seated(rank: u32, before: usize, transport: &Arc<Memory>) -> VirtualDevice {
     let mut device = pieces.open(ops, 0.0, 0.0);
     device.what.price = Box::new(|_, op| if op.queue == Queue::Communication { 0.1 } else { 0.01 });
     device.programs = prepare(&device.what, &device.set, &device.placement);
-    device.join(Seat { rank, transport: transport.clone() }).unwrap();
+    device.join(Seat { rank, transport: transport.clone(), nccl: false }).unwrap();
     device
 }
 

@@ -149,6 +149,15 @@ void check_canaries() {
             if (((uint8_t*)address)[at] != CANARY) die("something wrote beyond an allocation");
 }
 
+bool may_run(const Item& item) { return !(item.wait && !item.wait->done) && !(item.may && !item.may()); }
+
+// Whether somebody outside of this call has to bring something about before a context's streams go on.
+bool is_held_up(Context* context) {
+    for (Stream* stream : context->streams)
+        if (!stream->items.empty() && stream->items.front().may) return true;
+    return false;
+}
+
 // Streams whose first item may run now.
 std::vector<Stream*> ready() {
     std::vector<Stream*> list;
@@ -156,8 +165,7 @@ std::vector<Stream*> ready() {
         std::vector<Stream*> all = context->streams;
         all.push_back(&context->null);
         for (Stream* stream : all)
-            if (!stream->items.empty() && !(stream->items.front().wait && !stream->items.front().wait->done))
-                list.push_back(stream);
+            if (!stream->items.empty() && may_run(stream->items.front())) list.push_back(stream);
     }
     return list;
 }
@@ -192,7 +200,7 @@ int run_until(const std::function<bool()>& done) {
     Open open;
     while (!done()) {
         if (lost != OK) return lost;
-        if (!run_any()) die("a stream waits for what was never queued");
+        if (!run_any()) die("the host waits for what was never queued, or for what other ranks have to bring");
     }
     check_canaries();
     return lost;
@@ -210,8 +218,9 @@ int drain(Context* context) {
 }
 
 int drain_all() {
+    // What waits for other ranks is left alone: it is none of who drains.
     for (Context* context : contexts)
-        if (int code = drain(context)) return code;
+        if (int code = run_until([&] { return idle(context) || (ready().empty() && is_held_up(context)); })) return code;
     return lost;
 }
 
@@ -353,10 +362,16 @@ int enqueue(void* handle, std::string name, std::function<void()> work) {
     if (!current()) return INVALID_CONTEXT;
     Stream* stream = stream_of(handle);
     if (!stream) return INVALID_HANDLE;
-    stream->items.push_back({std::move(name), std::move(work), nullptr, nullptr});
+    stream->items.push_back({std::move(name), std::move(work), nullptr, nullptr, nullptr});
     // Real queues have ends, too.
     while (stream->items.size() > 1024 && run_any()) {}
     return lost;
+}
+
+int enqueue_when(void* handle, std::string name, std::function<bool()> may, std::function<void()> work) {
+    if (int code = enqueue(handle, std::move(name), std::move(work))) return code;
+    stream_of(handle)->items.back().may = std::move(may);
+    return OK;
 }
 
 int finish(Stream* stream) {
@@ -876,7 +891,7 @@ EXPORT int cuEventRecord(Event* event, void* handle) {
     Stream* stream = stream_of(handle);
     if (!stream) return INVALID_HANDLE;
     event->latest = std::make_shared<Mark>();
-    stream->items.push_back({"an event", nullptr, event->latest, nullptr});
+    stream->items.push_back({"an event", nullptr, event->latest, nullptr, nullptr});
     return OK;
 }
 EXPORT int cuEventRecordWithFlags(Event* event, void* handle, unsigned) { return cuEventRecord(event, handle); }
@@ -886,7 +901,7 @@ EXPORT int cuStreamWaitEvent(void* handle, Event* event, unsigned) {
     Stream* stream = stream_of(handle);
     if (!stream) return INVALID_HANDLE;
     // An event that was never recorded is waited for by nobody.
-    if (event->latest) stream->items.push_back({"a wait", nullptr, nullptr, event->latest});
+    if (event->latest) stream->items.push_back({"a wait", nullptr, nullptr, event->latest, nullptr});
     return OK;
 }
 

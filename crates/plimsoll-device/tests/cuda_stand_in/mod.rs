@@ -4,7 +4,7 @@ use plimsoll_core::{Algorithms, DType};
 use plimsoll_device::cuda::compile::Compiler;
 use plimsoll_device::cuda::driver::Driver;
 use plimsoll_device::cuda::executor::{self, Opened, Opening};
-use plimsoll_device::cuda::products;
+use plimsoll_device::cuda::{nccl, products};
 use plimsoll_device::device::DeviceError;
 use plimsoll_program::{Placement, ProgramSet};
 use std::path::{Path, PathBuf};
@@ -29,15 +29,28 @@ pub fn open(
     precision: DType,
     algorithms: Option<&Algorithms>,
 ) -> Result<Opened, DeviceError> {
+    open_gpu(0, set, placement, precision, algorithms)
+}
+
+/// The same of the GPU of that number; of two, as `cargo xtask cuda-check` says.
+pub fn open_gpu(
+    ordinal: u32,
+    set: ProgramSet,
+    placement: Placement,
+    precision: DType,
+    algorithms: Option<&Algorithms>,
+) -> Result<Opened, DeviceError> {
     let folder = folder();
     let driver = Arc::new(Driver::load(&folder.join("libcuda.so.1"))?);
     let products = Arc::new(products::Library::load(&folder.join("libcublasLt.so.13"))?);
     let compiler = Arc::new(Compiler::open(&folder.join("libnvrtc.so.13"), "13", Some(folder))?);
+    let nccl = Arc::new(nccl::Library::load(&folder.join("nccl/libnccl.so.2"))?);
     let opening = Opening {
         driver: &driver,
         products: &products,
         compiler: &compiler,
-        ordinal: 0,
+        nccl: Some(&nccl),
+        ordinal,
         precision,
         threads: 1,
         algorithms,

@@ -67,6 +67,8 @@ struct Item {
     std::string name;
     std::function<void()> work;
     std::shared_ptr<Mark> record, wait;
+    // Whether it may run now: what comes of others, in other processes perhaps.
+    std::function<bool()> may;
 };
 
 struct Context;
@@ -95,6 +97,9 @@ Context* current();
 Stream* stream_of(void* handle);
 // Puts work behind what the stream has. It runs at some later call, in any order that streams and events allow.
 int enqueue(void* stream, std::string name, std::function<void()> work);
+// The same of work that may run only when something holds. The host must not wait for that inside a call: who brings it
+// about may not have come yet.
+int enqueue_when(void* stream, std::string name, std::function<bool()> may, std::function<void()> work);
 // Runs until nothing is left in the stream.
 int finish(Stream* stream);
 // Takes device memory beside the arena, as a library or a module does. Whether there was room.

@@ -24,6 +24,7 @@ pub(super) fn device(pace: f64, budget: Bytes, team_link: Link) -> DeviceSpec {
         charges: Bytes::mib(8),
         charges_measured: false,
         link_measured: false,
+        nccl: None,
         threads: 1,
         rates: core.paced(pace),
         team_link,

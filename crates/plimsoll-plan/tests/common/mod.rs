@@ -50,6 +50,7 @@ pub fn device(name: &str, budget: Bytes, pace: f64, team_link: Link) -> DeviceSp
         charges: Bytes::mib(8),
         charges_measured: false,
         link_measured: false,
+        nccl: None,
         threads: 1,
         rates: core.paced(pace),
         team_link,

@@ -165,6 +165,7 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
         charges: Bytes::ZERO,
         charges_measured: false,
         link_measured: false,
+        nccl: None,
         team_link: Link::MEMORY,
         threads: shape.threads,
         rates,

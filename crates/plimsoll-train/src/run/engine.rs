@@ -8,7 +8,7 @@ use super::spaces::stored;
 use crate::data::Rows;
 use crate::files::StoredTensor;
 use bytemuck::cast_slice;
-use plimsoll_core::{Algorithms, Bytes, DType, DeviceSpec, Recipe, Space};
+use plimsoll_core::{Algorithms, Bytes, CollectivesBy, DType, DeviceSpec, Recipe, Space};
 use plimsoll_device::cpu::executor::{real_bytes, real_values};
 use plimsoll_device::cuda::open::OnGpu;
 use plimsoll_device::device::{Call, Device, DeviceError, FileSpace, NoFiles, Observer, Stats, Unobserved};
@@ -363,6 +363,11 @@ impl Engine {
     /// What it computed in the last step; none of a device alone, or where it does not tell.
     pub fn computed(&self) -> Option<Computed> {
         self.computed
+    }
+
+    /// How it exchanges with the others of its team, where there is more than one way.
+    pub fn collectives(&self) -> Option<CollectivesBy> {
+        self.device.collectives()
     }
 
     /// What its products are done with, where a library had to choose.

@@ -83,7 +83,8 @@ fn wish<'a>(spec: &DeviceSpec, precision: DType, algorithms: Option<&'a Algorith
         threads: spec.threads as usize,
         precision,
         algorithms,
-        charges: spec.charges_measured.then_some(spec.charges),
+        // What NCCL holds comes later.
+        charges: spec.charges_measured.then_some(spec.charges.saturating_sub(spec.nccl_bytes())),
         scratch: None,
     }
 }
@@ -100,7 +101,7 @@ pub fn settle_gpu(spec: &mut DeviceSpec, answer: &Answer, scratch: Option<&Path>
     let wish = Wish { scratch, ..wish(spec, answer.precision, None) };
     match cuda::open::measure_charges(&wish, answer.set.clone(), answer.layout.placement.clone()) {
         Ok(charges) => {
-            (spec.charges, spec.charges_measured) = (rounded(charges), true);
+            (spec.charges, spec.charges_measured) = (rounded(charges) + spec.nccl_bytes(), true);
             Ok(true)
         }
         Err(error) if error.is_refusal() => Ok(false),
@@ -326,7 +327,7 @@ fn open_engine(
             Err(error) => return Err(error.into()),
         };
         plans += 1;
-        part.device.charges = rounded(held);
+        part.device.charges = rounded(held) + part.device.nccl_bytes();
         let question = part.question(run, &resolved.model)?;
         let question = if evaluates { evaluating(&question) } else { question };
         let mut answer = plan_of(&question, &plan.recipe);

@@ -288,7 +288,8 @@ impl Team {
         let mut seats: Vec<Option<Seat>> = match self.elsewhere.hosts().filter(|_| apart) {
             Some(hosts) => self.gather(&*hosts)?,
             None => {
-                (0..self.len() as u32).map(|rank| Some(Seat { rank, transport: Arc::clone(&self.transport) })).collect()
+                let seat = |rank| Some(Seat { rank, transport: Arc::clone(&self.transport), nccl: self.has_nccl() });
+                (0..self.len() as u32).map(seat).collect()
             }
         };
         self.each(&mut NoFiles, |rank, _| {
@@ -296,6 +297,11 @@ impl Team {
             Some(Box::new(move |engine, _| Ok(engine.sit(seat)?)))
         })?;
         Ok(())
+    }
+
+    /// Whether all exchange by NCCL.
+    fn has_nccl(&self) -> bool {
+        self.workers.iter().all(|worker| worker.device.nccl.is_some())
     }
 
     /// Has devices find each other some of which live elsewhere: they meet over wires. Gives the seats of those that are here.
@@ -310,7 +316,8 @@ impl Team {
             Trouble::Peer(error) => Trouble::Lost { rank, why: error.to_string() },
             other => other,
         };
-        let Gathered { transport, seats } = Spread::gather(&members, hosts, self.teams).map_err(lost)?;
+        let Gathered { transport, seats } =
+            Spread::gather(&members, hosts, self.teams, self.has_nccl()).map_err(lost)?;
         self.transport = transport;
         // Who is missed from now on is so by this team.
         self.watch();
@@ -784,6 +791,7 @@ impl Team {
             sequences: worker.sequences,
             recipe: worker.plan.recipe.clone(),
             passes_over_predicted: quantile(&worker.factors, 0.5),
+            collectives: worker.engine.collectives(),
         };
         self.workers.iter().map(result).collect()
     }

@@ -59,6 +59,7 @@ pub(super) const KEYS: &[(&str, &str)] = &[
     ("run.threads", "\"auto\" or a whole number from 1 to 1024"),
     ("run.fallback", "\"cpu\" or \"none\""),
     ("run.team", "\"auto\" or \"all\""),
+    ("run.nccl", "true or false"),
 ];
 
 /// What a known key expects.

@@ -350,6 +350,8 @@ pub struct RunSection {
     pub fallback: FallbackTo,
     /// Which of several devices work on the run.
     pub team: TeamOf,
+    /// Whether GPUs that all have the same NCCL exchange by it.
+    pub nccl: bool,
 }
 
 impl Default for RunSection {
@@ -362,6 +364,7 @@ impl Default for RunSection {
             heartbeat_seconds: 30.0,
             fallback: FallbackTo::Cpu,
             team: TeamOf::Auto,
+            nccl: true,
         }
     }
 }

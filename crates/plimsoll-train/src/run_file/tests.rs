@@ -347,7 +347,8 @@ fn any_file() -> impl Strategy<Value = RunFile> {
         let team = if flags[1] { TeamOf::All } else { TeamOf::Auto };
         let fallback = if flags[0] { FallbackTo::Cpu } else { FallbackTo::None };
         let heartbeat_seconds = 1.0 + share;
-        file.run = RunSection { dir, devices, threads, max_temperature, heartbeat_seconds, fallback, team };
+        file.run =
+            RunSection { dir, devices, threads, max_temperature, heartbeat_seconds, fallback, team, nccl: flags[0] };
         file
     })
 }

@@ -507,6 +507,37 @@ pub fn embed_grad(
     ]
 }
 
+// ---- between ranks ----
+
+/// A part of a tensor on one rank, and those that the others have brought of it.
+#[derive(Clone, Copy, Debug)]
+pub struct Parts {
+    /// This rank's.
+    pub own: Address,
+    /// Those of the others, in the order of ranks.
+    pub others: Address,
+    /// Elements from one of them to the next.
+    pub stride: u64,
+    /// Which rank this is, and how many there are.
+    pub rank: u32,
+    /// See `rank`.
+    pub ranks: u32,
+}
+
+/// `into` = the sum of the parts of all ranks, in their order, or that is added to it; none of a type that is not summed up.
+pub fn sum_ranks(dtype: DType, parts: Parts, into: Address, elements: u64, adds: bool) -> Option<[Launch; 1]> {
+    let kernel = match dtype {
+        DType::F32 => "sum_ranks_f32",
+        DType::F64 => "sum_ranks_f64",
+        _ => return None,
+    };
+    let Parts { own, others, stride, rank, ranks } = parts;
+    let sizes = [Argument::U64(elements), Argument::U64(stride)];
+    let numbers = [rank, ranks, u32::from(adds)].map(Argument::U32);
+    let arguments = [at(own), at(others), at(into)].into_iter().chain(sizes).chain(numbers).collect();
+    Some([launch(unit(Family::Collective, Real::F32), kernel, over(elements), 256, arguments)])
+}
+
 // ---- element by element ----
 
 /// into += x, both activations.

@@ -39,6 +39,7 @@ pub enum Family {
     Attention,
     Cast,
     Coarse,
+    Collective,
     CrossEntropy,
     Dropout,
     Elementwise,
@@ -54,10 +55,11 @@ pub enum Family {
 
 impl Family {
     /// All of them.
-    pub const ALL: [Family; 14] = [
+    pub const ALL: [Family; 15] = [
         Family::Attention,
         Family::Cast,
         Family::Coarse,
+        Family::Collective,
         Family::CrossEntropy,
         Family::Dropout,
         Family::Elementwise,
@@ -113,6 +115,7 @@ impl Family {
                 include_str!("coarse.cu"),
                 &["dequantise_nf4", "dequantise_int8", "quantise_int8", "quantise_nf4"],
             ),
+            Family::Collective => ("collective", include_str!("collective.cu"), &["sum_ranks_f32", "sum_ranks_f64"]),
             Family::CrossEntropy => {
                 ("cross_entropy", include_str!("cross_entropy.cu"), &["softmax_stats", "cross_entropy", "softmax_grad"])
             }
@@ -166,7 +169,7 @@ impl Family {
 
     /// Whether its kernels depend on the type of activations.
     fn has_real(self) -> bool {
-        !matches!(self, Family::Cast | Family::Init | Family::Optimizer | Family::TensorAttention)
+        !matches!(self, Family::Cast | Family::Collective | Family::Init | Family::Optimizer | Family::TensorAttention)
     }
 
     /// Whether its kernels depend on the head dimension.

@@ -42,6 +42,10 @@ fn launches(of: Real, rows: u64, shape: Heads) -> Vec<Launch> {
         all.extend(fill(from, 0, 0.0, rows * 8192).into_iter().flatten());
     }
     all.extend(fill(DType::U8, 0, 0.0, rows * 8192).into_iter().flatten());
+    for dtype in [DType::F64, DType::F32, DType::Bf16] {
+        let parts = Parts { own: 0, others: 0, stride: rows, rank: 1, ranks: 3 };
+        all.extend(sum_ranks(dtype, parts, 0, rows * 8192, true).into_iter().flatten());
+    }
     all.extend(init_normal(0, 1, 2, 3, 0.02, rows * 8192));
     all.extend(init_uniform(0, 1, 2, 3, 0.02, rows * 8192));
     for sequence in [1, rows] {

@@ -31,7 +31,7 @@ fn seats(ranks: u32, round_bytes: u64) -> Vec<Seat> {
     let epoch = Instant::now();
     let seat = |(rank, wires)| {
         let transport = Wired::in_rounds(rank, wires, epoch, round_bytes).expect("threads are given");
-        Seat { rank, transport }
+        Seat { rank, transport, nccl: false }
     };
     (0..).zip(wires).map(seat).collect()
 }
@@ -39,7 +39,7 @@ fn seats(ranks: u32, round_bytes: u64) -> Vec<Seat> {
 /// The same in one process.
 fn seats_in_memory(ranks: u32) -> Vec<Seat> {
     let transport = Memory::between(ranks);
-    (0..ranks).map(|rank| Seat { rank, transport: transport.clone() }).collect()
+    (0..ranks).map(|rank| Seat { rank, transport: transport.clone(), nccl: false }).collect()
 }
 
 /// A piece of a collective as one rank has it: as wide as its numbers.
@@ -268,7 +268,7 @@ fn what_is_no_frame_cuts_its_sender_off() {
         let transport = Wired::new(0, wires, Instant::now()).expect("threads are given");
         there.send(&bytes).expect("it is open");
         drop(there);
-        let found = sum_of_ones(&Seat { rank: 0, transport }, 1);
+        let found = sum_of_ones(&Seat { rank: 0, transport, nccl: false }, 1);
         assert!(matches!(found, Err(DeviceError::CutOff { rank: 1, .. })), "{found:?}");
     }
 }

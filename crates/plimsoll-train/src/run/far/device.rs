@@ -4,7 +4,7 @@ use super::links::Ways;
 use super::{Answer, Channel, Command, Found, Invitation, Request, RoomFound, VERSION, decode, encode};
 use crate::run::heartbeat::Pulse;
 use crate::run_file::RunFile;
-use plimsoll_core::{Algorithms, Bytes, DType, DeviceKind, DeviceSpec, Space};
+use plimsoll_core::{Algorithms, Bytes, CollectivesBy, DType, DeviceKind, DeviceSpec, Space};
 use plimsoll_device::device::{Call, Device, DeviceError, FileSpace, Memory, NoFiles, Observer, Room, Unseen};
 use plimsoll_device::probe;
 use plimsoll_program::{Placement, ProgramSet, TensorId};
@@ -193,6 +193,7 @@ pub struct FarDevice {
     settled: bool,
     slower: f64,
     computed: Option<f64>,
+    collectives: Option<CollectivesBy>,
     /// What could not be said when it happened.
     failed: Option<DeviceError>,
 }
@@ -234,6 +235,7 @@ impl FarDevice {
             settled: true,
             slower: 1.0,
             computed: None,
+            collectives: None,
             failed: None,
         };
         device.opened(answer)?;
@@ -360,12 +362,16 @@ impl Device for FarDevice {
             return Ok(());
         }
         let found = self.work(Command::Settle, &mut NoFiles)?.0;
-        (self.settled, self.computed) = (true, found.computed);
+        (self.settled, self.computed, self.collectives) = (true, found.computed, found.collectives);
         Ok(())
     }
 
     fn computed(&mut self) -> Option<f64> {
         self.computed
+    }
+
+    fn collectives(&self) -> Option<CollectivesBy> {
+        self.collectives.clone()
     }
 
     fn slow_down(&mut self, factor: f64) -> bool {

@@ -324,7 +324,7 @@ impl Work {
                 let cut_off = |error: io::Error| DeviceError::CutOff { rank, why: error.to_string() };
                 let wires = self.wires.meet(&invitation, rank).map_err(cut_off)?;
                 let transport = Wired::new(rank, wires, invitation.epoch).map_err(cut_off)?;
-                self.device()?.join(Seat { rank, transport: transport.clone() })?;
+                self.device()?.join(Seat { rank, transport: transport.clone(), nccl: invitation.nccl })?;
                 self.seat(Some(transport));
                 Ok(Answer::Done(Found::default()))
             }
@@ -398,7 +398,7 @@ impl Work {
             }
             Command::Settle => {
                 device.settle()?;
-                answer.computed = device.computed();
+                (answer.computed, answer.collectives) = (device.computed(), device.collectives());
             }
             Command::SlowDown(factor) => answer.yes = device.slow_down(factor),
             Command::Read { tensor, slot, bytes } => {

@@ -21,7 +21,7 @@ pub mod streams;
 
 use self::device::Line;
 use crate::run_file::RunFile;
-use plimsoll_core::{Algorithms, Bytes, DType, DeviceSpec, Exit, Failure, Space};
+use plimsoll_core::{Algorithms, Bytes, CollectivesBy, DType, DeviceSpec, Exit, Failure, Space};
 use plimsoll_device::device::DeviceError;
 use plimsoll_device::transport::wire::Wire;
 use plimsoll_plan::request::DevicesRequest;
@@ -34,7 +34,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Both ends must have the same: the words of another version mean something else.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 
 /// Carries requests to the process of a device, and its answers back.
 pub trait Channel: Send + Sync {
@@ -156,6 +156,8 @@ pub struct Invitation {
     pub places: Vec<String>,
     /// When the clocks of simulated devices begin.
     pub epoch: Instant,
+    /// Whether all are GPUs that exchange by NCCL.
+    pub nccl: bool,
 }
 
 /// The same on its way to another process, whose clock counts from elsewhere.
@@ -165,20 +167,21 @@ struct Invited {
     secret: String,
     places: Vec<String>,
     since_epoch: Duration,
+    nccl: bool,
 }
 
 impl From<&Invitation> for Invited {
     fn from(invitation: &Invitation) -> Invited {
-        let Invitation { team, secret, places, epoch } = invitation.clone();
-        Invited { team, secret, places, since_epoch: epoch.elapsed() }
+        let Invitation { team, secret, places, epoch, nccl } = invitation.clone();
+        Invited { team, secret, places, since_epoch: epoch.elapsed(), nccl }
     }
 }
 
 impl From<Invited> for Invitation {
     fn from(invited: Invited) -> Invitation {
-        let Invited { team, secret, places, since_epoch } = invited;
+        let Invited { team, secret, places, since_epoch, nccl } = invited;
         let now = Instant::now();
-        Invitation { team, secret, places, epoch: now.checked_sub(since_epoch).unwrap_or(now) }
+        Invitation { team, secret, places, epoch: now.checked_sub(since_epoch).unwrap_or(now), nccl }
     }
 }
 
@@ -273,6 +276,7 @@ struct Found {
     bytes: Bytes,
     yes: bool,
     computed: Option<f64>,
+    collectives: Option<CollectivesBy>,
     room: Option<RoomFound>,
 }
 

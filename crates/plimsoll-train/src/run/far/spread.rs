@@ -54,7 +54,8 @@ pub struct Gathered {
 }
 
 impl Spread {
-    /// Gives every device its seat, in the order of ranks. `team` is a number that no other team of this run has.
+    /// Gives every device its seat, in the order of ranks. `team` is a number that no other team of this run has; `nccl`
+    /// whether all are GPUs that exchange by it.
     ///
     /// # Errors
     /// Of the rank that comes with it: who is gone, or does not find the others. Where somebody is gone, those who look for it
@@ -62,7 +63,12 @@ impl Spread {
     ///
     /// # Panics
     /// Where what somebody sits down with does.
-    pub fn gather(members: &[Member], hosts: &dyn Hosts, team: u64) -> Result<Gathered, (usize, DeviceError)> {
+    pub fn gather(
+        members: &[Member],
+        hosts: &dyn Hosts,
+        team: u64,
+        nccl: bool,
+    ) -> Result<Gathered, (usize, DeviceError)> {
         let wires = hosts.wires();
         let place = |member: &Member| match member {
             Member::Here => wires.place(),
@@ -72,7 +78,7 @@ impl Spread {
         let secret = secret().map_err(|error| (0, cut_off(0, error)))?;
         let epoch = Instant::now();
         let places = members.iter().map(place).collect();
-        let invitation = Invitation { team, secret: secret.clone(), places, epoch };
+        let invitation = Invitation { team, secret: secret.clone(), places, epoch, nccl };
         let meets = Arc::clone(&wires);
         let join = move |rank: usize, member: &Member| match member {
             Member::Far(line) => {
@@ -122,7 +128,7 @@ impl Spread {
             attempt: AtomicU64::new(0),
             told: Mutex::new(None),
         });
-        let seat = |(rank, wired): (u32, Option<Arc<Wired>>)| Some(Seat { rank, transport: wired? });
+        let seat = |(rank, wired): (u32, Option<Arc<Wired>>)| Some(Seat { rank, transport: wired?, nccl });
         Ok(Gathered { transport, seats: (0..).zip(seats).map(seat).collect() })
     }
 }
@@ -174,6 +180,10 @@ impl Transport for Spread {
             // Without a thread it hears of it from the others, or when its wire ends.
             let _ = thread::Builder::new().spawn(move || line.give_up(attempt, rank, &why));
         }
+    }
+
+    fn agreed(&self) -> Result<(), DeviceError> {
+        unreachable!("devices have seats at their own wires")
     }
 
     fn clear(&self) {

@@ -236,7 +236,7 @@ mod tests {
         let wires = TcpWires::listen("127.0.0.1:0").unwrap();
         let places = vec![wires.place(), "127.0.0.1:9".into()];
         let began = Instant::now();
-        let team = Invitation { team: 2, secret: "this one".into(), places, epoch: began };
+        let team = Invitation { team: 2, secret: "this one".into(), places, epoch: began, nccl: false };
         wires.call_off("the one before");
         let error = thread::scope(|scope| {
             let meets = scope.spawn(|| wires.meet(&team, 0).map(|_| ()).unwrap_err());
@@ -255,7 +255,8 @@ mod tests {
     fn who_was_not_invited_gets_no_wire() {
         let ranks: Vec<Arc<TcpWires>> = (0..3).map(|_| TcpWires::listen("127.0.0.1:0").unwrap()).collect();
         let places: Vec<String> = ranks.iter().map(|rank| rank.place()).collect();
-        let invitation = Invitation { team: 2, secret: "known".into(), places: places.clone(), epoch: Instant::now() };
+        let invitation =
+            Invitation { team: 2, secret: "known".into(), places: places.clone(), epoch: Instant::now(), nccl: false };
         // Of a team before, without the secret, and with nothing to say.
         let mut strangers = Vec::new();
         for (team, secret) in [(1, "known"), (2, "guessed"), (2, "")] {
