@@ -129,7 +129,7 @@ def _leave(_: argparse.Namespace) -> int:
     if others := joining.others():
         print(
             f"warning: this machine is the head of the cluster, which ends for {', '.join(others)}, too: what runs on it stops, and"
-            " goes on from a checkpoint in another (plimsoll join --head somewhere, then plimsoll join there)",
+            " goes on from its checkpoint in another one (plimsoll join --head, and join there)",
             file=sys.stderr,
         )
     left = joining.leave()

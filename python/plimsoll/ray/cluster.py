@@ -85,6 +85,8 @@ def connected(address: str | None = None) -> Iterator[str]:
     """Speaks with the cluster that this machine is part of, or with the one at ``address``."""
     joined = ours.known()
     own_ip = None
+    # Read when Ray is imported.
+    os.environ.update(joining.INLINE)
     if address is None and joined and any(map(ours.serves, joined.raylets)):
         address, own_ip = joined.address, joined.ip
         os.environ.update(joining.environment())
