@@ -213,18 +213,13 @@ def test_leaving_stops_ours_and_no_other_ray(pair: tuple[Host, Host]) -> None:
 STAND_IN = os.environ.get("PLIMSOLL_STAND_IN")
 
 
-#: The exchange between stand-ins that never ends.
-STALLS_AT = 60
-
-
 @pytest.mark.skipif(STAND_IN is None, reason="PLIMSOLL_STAND_IN names no stand-in for a GPU")
 def test_each_gpu_is_a_node_that_sees_no_other_and_a_run_over_them_is_that_of_one_process(tmp_path: Path) -> None:
     with hosts.network(["gamma"]) as (gamma,):
         gamma.env = {
             "LD_LIBRARY_PATH": f"{STAND_IN}:{STAND_IN}/nccl",
             "PLIMSOLL_STAND_IN_MEMORY": "8GiB,2GiB",
-            # Later than what the short runs need.
-            "PLIMSOLL_STAND_IN_NCCL_STALLS_AT": str(STALLS_AT),
+            "PLIMSOLL_STAND_IN_NCCL_STALLS": str(tmp_path / "stalls"),
             "PLIMSOLL_CACHE": str(tmp_path),
         }
         joined = gamma.plimsoll("join", "--head", "--name", "gamma")
@@ -261,14 +256,15 @@ def test_each_gpu_is_a_node_that_sees_no_other_and_a_run_over_them_is_that_of_on
             assert device["predicted_bytes"] <= device["budget_bytes"] == line * MIB
         assert [member["collectives"] for left in (here, there) for member in left.result["team"]] == 4 * [{"by": "nccl"}]
         # A worker is killed in an exchange: the other does not wait for it on its GPU for ever, and goes on by itself.
-        run = gamma.start(hosts.COMMAND, *words("killed", "ray", "train.steps=60"))
+        (tmp_path / "stalls").write_text("40")
+        run = gamma.start(hosts.COMMAND, *words("killed", "ray", "train.steps=20"))
         stalled(tmp_path / "killed", run)
         os.kill(workers(gamma)["gamma/cuda:1"], signal.SIGKILL)
         said, _ = run.communicate(timeout=120)
         assert run.returncode == 0, said
         killed = Left(tmp_path / "killed")
         assert [lost["device"] for lost in killed.result["lost"]] == ["gamma/cuda:1"]
-        assert killed.result["steps"] == 60
+        assert killed.result["steps"] == 20 and not (tmp_path / "stalls").exists()
 
 
 def stalled(folder: Path, run: subprocess.Popen[str]) -> None:

@@ -36,6 +36,7 @@ struct Comm {
     uint64_t charged;
     bool whole = false, aborted = false;
     int failed = SUCCESS;
+    uint64_t groups = 0;
     std::map<std::pair<int, int>, uint64_t> numbers;  // of messages, by both ends
 };
 
@@ -55,7 +56,6 @@ struct Message {
 
 thread_local int depth = 0;
 thread_local std::vector<Message> group;
-uint64_t groups = 0;
 
 bool exists(const std::string& path) { return access(path.c_str(), F_OK) == 0; }
 
@@ -85,12 +85,18 @@ void take_file(const std::string& path, Address to, size_t bytes) {
     unlink(path.c_str());
 }
 
+// Whether the group of this number is to hang, as a file says, which is gone then.
+bool is_to_stall(uint64_t group) {
+    std::string path = setting("NCCL_STALLS", "");
+    uint64_t number = 0;
+    return !path.empty() && std::ifstream(path) >> number && number == group && unlink(path.c_str()) == 0;
+}
+
 // Puts the messages of one communicator and stream behind what that has.
 int start(std::vector<Message> messages) {
     std::shared_ptr<Comm> comm = messages[0].comm;
     void* stream = messages[0].stream;
-    groups++;
-    bool stalls = strtoull(setting("NCCL_STALLS_AT", "0").c_str(), nullptr, 10) == groups;
+    bool stalls = is_to_stall(++comm->groups);
     std::vector<std::string> paths, sent, received;
     for (const Message& message : messages) {
         int from = message.sends ? comm->rank : message.peer, to = message.sends ? message.peer : comm->rank;
