@@ -190,7 +190,7 @@ fn arithmetic(root: &Path) -> anyhow::Result<()> {
     ensure!(Command::new("g++").arg("--version").output().is_ok(), "g++ is needed to run kernels on the CPU");
     let files = ["cuda_kernels", "cuda_tensor", "cuda_executor", "cuda_adopt", "device"];
     let tests = files.iter().flat_map(|file| ["--test", file]).chain(["--", "--ignored"]);
-    let two = ("PLIMSOLL_STAND_IN_MEMORY", "8GiB,8GiB");
+    let two = ("PLIMSOLL_STAND_IN_MEMORY", "8GiB,8GiB,1GiB");
     succeed(Command::new("cargo").args(["test", "--workspace"]).args(tests).env(two.0, two.1).current_dir(root))
 }
 

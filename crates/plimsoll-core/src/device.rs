@@ -128,7 +128,8 @@ pub struct DeviceSpec {
     /// Whether that was measured (else assumed, or as somebody says).
     #[serde(default)]
     pub link_measured: bool,
-    /// The NCCL that it has; once the devices of a run are known, only where they exchange by it.
+    /// The NCCL that it has. As soon as the devices of a run are known (`Resolved` of plimsoll-train) it stands only where
+    /// they exchange by it, and has its part of the charges.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nccl: Option<NcclSpec>,
 }

@@ -7,9 +7,12 @@ use plimsoll_core::{
     Algorithms, Bytes, Category, CollectivesBy, DType, Exit, Failure, Recipe, RecomputeLevel, Sharing, Space,
 };
 use plimsoll_device::cpu::executor;
-use plimsoll_device::cuda::collectives::ROUND_BYTES;
-use plimsoll_device::cuda::driver::CudaError;
+use plimsoll_device::cuda::arena::DeviceArena;
+use plimsoll_device::cuda::collectives::{ROUND_BYTES, Stands};
+use plimsoll_device::cuda::compile::Compiler;
+use plimsoll_device::cuda::driver::{Context, CudaError, Driver, Pinned, Stream};
 use plimsoll_device::cuda::executor::Opened;
+use plimsoll_device::cuda::nccl::{self, Nccl};
 use plimsoll_device::device::{Call, Device, DeviceError, FileSpace, Memory, NoFiles, Observer, Unobserved};
 use plimsoll_device::transport::memory::Memory as InProcess;
 use plimsoll_device::transport::{Seat, Transport};
@@ -18,11 +21,12 @@ use plimsoll_program::models::config::{ModelConfig, ModelType, RopeScaling};
 use plimsoll_program::models::decoder::{
     AdamState, Base, Build, Generation, Lora, Method, Optimizer, Source, Training, build,
 };
+use plimsoll_program::op::{Collective, Exchange, Piece};
 use plimsoll_program::passes::mail::by_way_of_host;
 use plimsoll_program::passes::share::share;
 use plimsoll_program::scalars::{METRIC_COUNT, Metric, SCALAR_COUNT, Scalar};
 use plimsoll_program::workspace::Kernels;
-use plimsoll_program::{Op, Placement, ProgramSet, Share, Tensor, TensorId};
+use plimsoll_program::{Index, Op, Operand, Placement, ProgramSet, Share, Tensor, TensorId};
 use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
@@ -884,4 +888,136 @@ fn what_stays_keeps_every_bit_when_the_plan_changes_between_steps() {
     assert!(refused.unwrap_err().is_refusal());
     assert_eq!(moved.train(1), plain.train(1));
     assert_eq!(moved.all_of(Category::Weight), plain.all_of(Category::Weight));
+}
+
+/// Numbers that differ from place to place, whose sums round.
+fn number(rank: usize, at: u64) -> f64 {
+    let draw = (at * 7919 + rank as u64 * 104_729 + at * at % 977) % 100_003;
+    draw as f64 / 100_003.0 * 10f64.powi((at % 7) as i32)
+}
+
+#[test]
+#[ignore = "needs g++: cargo xtask cuda-check"]
+fn three_ranks_exchange_parts_of_any_size_by_nccl_in_any_number_of_batches() {
+    let done = watchdog();
+    // Bytes of scratch; counts of each piece.
+    let none: &[&[u64]] = &[&[0, 0, 0]];
+    let odd: &[&[u64]] = &[&[0, 1, 777], &[1023, 0, 5], &[64, 64, 64], &[0, 0, 1]];
+    let many = vec![&[3u64, 40, 1][..]; 150];
+    for (scratch_bytes, counts) in [(2048, odd), (5000, odd), (1 << 20, odd), (1 << 20, &many[..]), (4096, none)] {
+        for dtype in [DType::F32, DType::F64] {
+            for collective in [Collective::AllReduce, Collective::ReduceScatter, Collective::AllGather] {
+                let what = format!("{collective:?} of {dtype} through {scratch_bytes} bytes");
+                let transport = InProcess::in_rounds(3, ROUND_BYTES);
+                let found: Vec<Vec<Vec<f64>>> = std::thread::scope(|scope| {
+                    let ranks = (0..3).map(|rank| {
+                        let transport: Arc<dyn Transport> = transport.clone();
+                        let seat = Seat { rank, transport, nccl: true };
+                        scope.spawn(move || exchanged(&seat, dtype, collective, counts, scratch_bytes))
+                    });
+                    let ranks: Vec<_> = ranks.collect();
+                    ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+                });
+                for (rank, pieces) in found.iter().enumerate() {
+                    for (counts, found) in counts.iter().zip(pieces) {
+                        let rounded = |x: f64| if dtype == DType::F32 { f64::from(x as f32) } else { x };
+                        let sum = |at: u64| {
+                            let all = (0..3).map(|rank| rounded(number(rank, at)));
+                            all.reduce(|sum, next| rounded(sum + next)).unwrap()
+                        };
+                        let (total, before) = (counts.iter().sum::<u64>(), counts[..rank].iter().sum::<u64>());
+                        let firsts = |of: usize| counts[..of].iter().sum::<u64>();
+                        let want: Vec<f64> = match collective {
+                            Collective::AllReduce => (0..total).map(sum).collect(),
+                            // Added to what is there, which is 1.
+                            Collective::ReduceScatter => {
+                                (0..counts[rank]).map(|at| rounded(1.0 + sum(before + at))).collect()
+                            }
+                            _ => (0..3)
+                                .flat_map(|of| (0..counts[of]).map(move |at| (of, at)))
+                                .map(|(of, at)| rounded(number(of, firsts(of) + at)))
+                                .collect(),
+                        };
+                        assert_eq!(found, &want, "rank {rank}: {what}, {counts:?}");
+                    }
+                }
+            }
+        }
+    }
+    done.store(true, Ordering::Relaxed);
+}
+
+/// What a rank has of pieces after a collective.
+fn exchanged(
+    seat: &Seat,
+    dtype: DType,
+    collective: Collective,
+    counts: &[&[u64]],
+    scratch_bytes: u64,
+) -> Vec<Vec<f64>> {
+    let (context, mut nccl) = nccl_on(seat.rank, scratch_bytes);
+    let (rank, size) = (seat.rank as usize, dtype.bytes());
+    let mut arena = DeviceArena::take(&context, 1 << 20).unwrap();
+    let stream = Stream::new(&context).unwrap();
+    let operand = |tensor| Operand { tensor: TensorId(tensor), slot: Index::fixed(0), offset: Index::fixed(0) };
+    let (mut next, mut pieces, mut stands, mut pinned) = (arena.base(), Vec::new(), Vec::new(), Vec::new());
+    for counts in counts {
+        let (total, before, own) = (counts.iter().sum::<u64>(), counts[..rank].iter().sum::<u64>(), counts[rank]);
+        let mut take = |values: Vec<f64>| {
+            let at = next;
+            let bytes = bytes_of(dtype, &values);
+            let room = Pinned::new(&context, bytes.len() as u64).unwrap();
+            if !bytes.is_empty() {
+                // SAFETY: as many bytes, which nothing else touches; the range lies in the arena, which nobody uses.
+                unsafe {
+                    room.base().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
+                    stream.copy_in(at, room.base(), bytes.len() as u64).unwrap();
+                }
+            }
+            pinned.push(room);
+            next += bytes.len() as u64;
+            at
+        };
+        let all = |first: u64, count: u64| (first..first + count).map(|at| number(rank, at)).collect();
+        let (input, output) = match collective {
+            Collective::AllReduce => {
+                let both = take(all(0, total));
+                (both, both)
+            }
+            Collective::ReduceScatter => (take(all(0, total)), take(vec![1.0; own as usize])),
+            _ => (take(all(before, own)), take(vec![f64::NAN; total as usize])),
+        };
+        stands
+            .push((Stands { input, output, dtype }, if collective == Collective::ReduceScatter { own } else { total }));
+        pieces.push(Piece { input: operand(0), output: operand(0), counts: counts.to_vec() });
+    }
+    let exchange = Exchange { collective, pieces, rank: seat.rank, peer: None, sequence: Index::fixed(0), last: false };
+    let places: Vec<Stands> = stands.iter().map(|(stands, _)| *stands).collect();
+    // SAFETY: all stands in the arena, and nothing else is at work in it.
+    assert!(unsafe { nccl.meet(&exchange, 7, &places, seat, &stream) }.unwrap(), "{:?}", nccl.used());
+    let read = |(stands, elements): &(Stands, u64)| {
+        let mut bytes = vec![0; (elements * size) as usize];
+        if !bytes.is_empty() {
+            // SAFETY: as above; pageable memory is written before the stream is over.
+            unsafe { stream.copy_out(bytes.as_mut_ptr(), stands.output, bytes.len() as u64) }.unwrap();
+            stream.synchronize().unwrap();
+        }
+        numbers(dtype, &bytes)
+    };
+    let found = stands.iter().map(read).collect();
+    nccl.close();
+    stream.synchronize().unwrap();
+    arena.retake(0).unwrap();
+    found
+}
+
+/// NCCL on the GPU of that number, with so much scratch; in the context that is the thread's from now on.
+fn nccl_on(ordinal: u32, scratch_bytes: u64) -> (Arc<Context>, Nccl) {
+    let folder = cuda_stand_in::folder();
+    let driver = Arc::new(Driver::load(&folder.join("libcuda.so.1")).unwrap());
+    let compiler = Arc::new(Compiler::open(&folder.join("libnvrtc.so.13"), "13", Some(folder)).unwrap());
+    let library = Arc::new(nccl::Library::load(&folder.join("nccl/libnccl.so.2")).unwrap());
+    let context = Context::open(&driver, ordinal, None).unwrap();
+    let nccl = Nccl::new(&library, &compiler, &context, scratch_bytes);
+    (context, nccl)
 }

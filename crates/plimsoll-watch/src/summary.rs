@@ -148,14 +148,15 @@ fn team_lines(result: &RunResult) -> String {
 
 /// How GPUs exchanged, where they have NCCL.
 fn exchanged(team: &[MemberResult]) -> Option<String> {
-    let host = team.iter().find(|member| matches!(member.collectives, Some(CollectivesBy::Host { why: Some(_) })));
-    match (host.or(team.first())?, host.or(team.first())?.collectives.as_ref()?) {
-        (_, CollectivesBy::Nccl) => Some("exchanged by NCCL".to_owned()),
-        (member, CollectivesBy::Host { why: Some(why) }) => {
-            Some(format!("exchanged through memory of the host: {}: {why}", member.device))
+    let is_reason = |member: &&MemberResult| matches!(member.collectives, Some(CollectivesBy::Host { why: Some(_) }));
+    let member = team.iter().find(is_reason).or(team.first())?;
+    Some(match member.collectives.as_ref()? {
+        CollectivesBy::Nccl => "exchanged by NCCL".to_owned(),
+        CollectivesBy::Host { why: None } => "exchanged through memory of the host".to_owned(),
+        CollectivesBy::Host { why: Some(why) } => {
+            format!("exchanged through memory of the host: {}: {why}", member.device)
         }
-        (_, CollectivesBy::Host { why: None }) => Some("exchanged through memory of the host".to_owned()),
-    }
+    })
 }
 
 /// What a device did beside the steps.

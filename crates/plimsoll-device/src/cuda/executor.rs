@@ -35,7 +35,7 @@ use super::kernels::launch::{self, Launch, Updated};
 use super::kernels::ops::{self, Places};
 use super::kernels::{Real, Unit};
 use super::machine::Machine;
-use super::nccl::{self, Nccl};
+use super::nccl::{self, Nccl, SCRATCH_BYTES};
 use super::products::{self, Operands, Products, Shape};
 use super::queues::{self, Signals};
 use crate::cpu::executor::{RunOp, Site, runner};
@@ -656,7 +656,10 @@ struct CudaDevice {
 impl Drop for CudaDevice {
     fn drop(&mut self) {
         // Modules and libraries go only when nothing runs in them, and from a context that is current.
-        let _ = self.machine.context.enter().and_then(|()| self.machine.context.synchronize());
+        let _ = self.machine.context.enter();
+        // What waits for other ranks on the device ends with this.
+        self.nccl = None;
+        let _ = self.machine.context.synchronize();
     }
 }
 
@@ -1309,7 +1312,7 @@ impl Device for CudaDevice {
         }
         self.machine.context.enter()?;
         let library = self.library.as_ref().filter(|_| seat.nccl);
-        self.nccl = library.map(|library| Nccl::new(library, &self.compiler, &self.machine.context));
+        self.nccl = library.map(|library| Nccl::new(library, &self.compiler, &self.machine.context, SCRATCH_BYTES));
         self.machine.join(seat.clone());
         self.seat = Some(seat);
         Ok(())

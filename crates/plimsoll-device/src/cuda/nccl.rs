@@ -92,8 +92,8 @@ const INT8: c_int = 0;
 /// The oldest NCCL that is used: 2.18, the first with all that is in [`Config`].
 const OLDEST: c_int = 21_800;
 
-/// Scratch for what the others bring of a rank's own part.
-const SCRATCH_BYTES: u64 = 32 << 20;
+/// Scratch that everything goes through: NCCL touches plain memory alone, since the arena is mapped for its own GPU only.
+pub const SCRATCH_BYTES: u64 = 64 << 20;
 /// What a communicator is assumed to hold beside it: no GPU has said it yet (docs/measured/gpu.md).
 const ASSUMED_BYTES: Bytes = Bytes::mib(512);
 /// What a GPU holds for NCCL beside its arena, at most.
@@ -101,7 +101,9 @@ pub const CHARGES: Bytes = Bytes(ASSUMED_BYTES.0 + SCRATCH_BYTES);
 
 /// Cuts that go at once at most: a group of NCCL's holds so many messages for each pair of ranks.
 const CUTS: usize = 64;
-/// Where cuts begin in scratch.
+/// Bytes that are sent to each other rank for a trial, at most.
+const TRIED_BYTES: u64 = 4 << 20;
+/// Where slots begin in scratch.
 const STEP_BYTES: u64 = 256;
 
 /// After so long a communicator that does not come about is given up.
@@ -109,7 +111,7 @@ const OPENS: Duration = Duration::from_secs(60);
 /// How long what is under way may take to end when somebody has given up: who did may have been in it to the end.
 const GRACE: Duration = Duration::from_secs(2);
 /// How long an error of NCCL's waits for the team to say who is gone.
-const EXPLAINED: Duration = Duration::from_secs(30);
+const EXPLAINED: Duration = Duration::from_secs(90);
 /// How long the host looks elsewhere while it waits.
 const LOOK: Duration = Duration::from_micros(50);
 
@@ -156,6 +158,7 @@ pub struct Nccl {
     library: Arc<Library>,
     compiler: Arc<Compiler>,
     context: Arc<Context>,
+    scratch_bytes: u64,
     state: State,
 }
 
@@ -183,10 +186,10 @@ impl State {
 }
 
 impl Nccl {
-    /// Nothing is taken before the first collective.
-    pub fn new(library: &Arc<Library>, compiler: &Arc<Compiler>, context: &Arc<Context>) -> Nccl {
+    /// Nothing is taken before the first collective; then `scratch_bytes` are, as many on every rank.
+    pub fn new(library: &Arc<Library>, compiler: &Arc<Compiler>, context: &Arc<Context>, scratch_bytes: u64) -> Nccl {
         let (library, compiler, context) = (library.clone(), compiler.clone(), context.clone());
-        Nccl { library, compiler, context, state: State::Closed }
+        Nccl { library, compiler, context, scratch_bytes, state: State::Closed }
     }
 
     /// Whether collectives go this way now; none before the first one.
@@ -276,42 +279,44 @@ impl Nccl {
 
     /// Makes a communicator with all others, and tries it. Says why this rank could not.
     fn open(&self, seat: &Seat, number: u64) -> Result<Result<Communicator, String>, DeviceError> {
-        let (library, ranks) = (&self.library, seat.transport.ranks());
-        let mut own = Vec::new();
+        let (free, _) = self.context.memory()?;
+        // What this rank needs for itself comes first: where that fails, nobody begins to look for it.
+        let prepared = Communicator::prepare(self, seat);
+        let mut own = vec![u32::from(prepared.is_ok())];
         if seat.rank == 0 {
             let mut id = Id([0; ID_BYTES]);
             // SAFETY: writes one id.
-            let made = library.check("make an id", unsafe { (library.ncclGetUniqueId)(&mut id) });
-            own.push(u32::from(made.is_ok()));
+            let made = self.library.check("make an id", unsafe { (self.library.ncclGetUniqueId)(&mut id) });
+            own[0] &= u32::from(made.is_ok());
             own.extend(id.0.as_chunks::<4>().0.iter().map(|word| u32::from_ne_bytes(*word)));
         }
-        let counts = (0..ranks).map(|rank| if rank == 0 { ID_WORDS as u64 + 1 } else { 0 }).collect();
-        let found = gathered(seat, number, &own, counts)?;
-        let (made, words) = found.split_first().expect("rank 0 has brought it");
-        if *made == 0 {
-            return Ok(Err("the first rank cannot make an id".to_owned()));
+        let words = |rank| if rank == 0 { 1 + ID_WORDS as u64 } else { 1 };
+        let found = gathered(seat, number, &own, (0..seat.transport.ranks()).map(words).collect())?;
+        let (id_words, others) = found[1..].split_at(ID_WORDS);
+        let mut communicator = match prepared {
+            Ok(communicator) => communicator,
+            Err(error) if error.is_loss() => return Err(error),
+            Err(error) => return Ok(Err(error.to_string())),
+        };
+        if found[0] == 0 || others.contains(&0) {
+            return Ok(Err("another rank cannot".to_owned()));
         }
         let mut id = Id([0; ID_BYTES]);
-        id.0.as_chunks_mut::<4>().0.iter_mut().zip(words).for_each(|(to, word)| *to = word.to_ne_bytes());
-        let (free, _) = self.context.memory()?;
-        let tried = Communicator::open(self, seat, id).and_then(|mut communicator| {
-            // In a stream of its own: others may be far from what they wait for.
-            communicator.tries(seat, &Stream::new(&self.context)?)?;
-            Ok(communicator)
-        });
-        let mut communicator = match tried {
-            Ok(communicator) => communicator,
+        id.0.as_chunks_mut::<4>().0.iter_mut().zip(id_words).for_each(|(to, word)| *to = word.to_ne_bytes());
+        // In a stream of its own: others may be far from what they wait for.
+        let stream = Stream::new(&self.context)?;
+        match communicator.joins(seat, id).and_then(|()| communicator.tries(seat, &stream)) {
+            Ok(()) => {}
             Err(DeviceError::Cuda(error)) if !DeviceError::from(error.clone()).is_loss() => {
                 return Ok(Err(error.to_string()));
             }
-            Err(error @ (DeviceError::Kernels(_) | DeviceError::Libraries(_))) => return Ok(Err(error.to_string())),
             Err(error) => return Err(error),
-        };
+        }
         let held = free.saturating_sub(self.context.memory()?.0);
         if held > CHARGES {
             return Ok(Err(format!("it holds {held} on the gpu, more than the {CHARGES} that were planned with")));
         }
-        communicator.held = held;
+        communicator.held = held.max(Bytes(self.scratch_bytes));
         Ok(Ok(communicator))
     }
 }
@@ -335,8 +340,10 @@ struct Cut {
     piece: usize,
     /// Elements of each part, counted from its first.
     elements: Range<u64>,
-    /// Where what the others bring stands in scratch.
+    /// Where its slots stand in scratch: one for what goes to each other rank, then one for what comes of each.
     scratch: u64,
+    /// Bytes from one slot to the next.
+    stride: u64,
 }
 
 impl Cut {
@@ -346,10 +353,11 @@ impl Cut {
     }
 }
 
-/// Collectives in batches, each of which scratch has room for on every rank: alike on all.
+/// Collectives in batches, each of which scratch has room for: alike on all ranks.
 fn batches(ranks: usize, pieces: &[(DType, &[u64])], scratch_bytes: u64) -> Vec<Vec<Cut>> {
-    let others = ranks as u64 - 1;
-    let most = (scratch_bytes / others).max(STEP_BYTES) / STEP_BYTES * STEP_BYTES;
+    let slots = 2 * (ranks as u64 - 1);
+    let most = scratch_bytes / slots / STEP_BYTES * STEP_BYTES;
+    assert!(most > 0, "bug: scratch of {scratch_bytes} bytes for {ranks} ranks");
     let mut batches: Vec<Vec<Cut>> = Vec::new();
     let mut used = scratch_bytes;
     for (piece, (dtype, counts)) in pieces.iter().enumerate() {
@@ -357,14 +365,14 @@ fn batches(ranks: usize, pieces: &[(DType, &[u64])], scratch_bytes: u64) -> Vec<
         let mut first = 0;
         while first < longest {
             let elements = first..longest.min(first + most / dtype.bytes());
-            let bytes = ((elements.end - elements.start) * dtype.bytes()).next_multiple_of(STEP_BYTES) * others;
-            if used + bytes > scratch_bytes || batches.last().is_none_or(|batch| batch.len() == CUTS) {
+            let stride = ((elements.end - elements.start) * dtype.bytes()).next_multiple_of(STEP_BYTES);
+            if used + slots * stride > scratch_bytes || batches.last().is_none_or(|batch| batch.len() == CUTS) {
                 batches.push(Vec::new());
                 used = 0;
             }
             first = elements.end;
-            batches.last_mut().expect("there is one").push(Cut { piece, elements, scratch: used });
-            used += bytes;
+            batches.last_mut().expect("there is one").push(Cut { piece, elements, scratch: used, stride });
+            used += slots * stride;
         }
     }
     batches
@@ -378,6 +386,7 @@ pub struct Communicator {
     rank: u32,
     ranks: u32,
     scratch: Address,
+    scratch_bytes: u64,
     held: Bytes,
     done: Event,
     sums: [(&'static str, Function); 2],
@@ -388,20 +397,33 @@ pub struct Communicator {
 unsafe impl Send for Communicator {}
 
 impl Communicator {
-    /// Comes together with the others who have this id.
-    fn open(of: &Nccl, seat: &Seat, id: Id) -> Result<Communicator, DeviceError> {
-        let Nccl { library, compiler, context, .. } = of;
+    /// What it takes of this rank alone.
+    fn prepare(of: &Nccl, seat: &Seat) -> Result<Communicator, DeviceError> {
+        let Nccl { library, compiler, context, scratch_bytes, .. } = of;
         let unit = Unit::new(Family::Collective, Real::F32, 0);
         let cubins = compiler.cubins(&[unit], context.gpu().architecture)?;
         let module = Module::load(context, cubins.first().expect("as many as units"))?;
         let function = |name| Ok::<_, CudaError>((name, module.function(name, 0)?));
         let sums = [function("sum_ranks_f32")?, function("sum_ranks_f64")?];
         let done = Event::new(context)?;
-        let scratch = context.allocate(SCRATCH_BYTES)?;
-        let (library, context) = (library.clone(), context.clone());
-        let (rank, ranks, handle, held) = (seat.rank, seat.transport.ranks(), ptr::null_mut(), Bytes::ZERO);
-        let mut opened =
-            Communicator { library, context, handle, rank, ranks, scratch, held, done, sums, _module: module };
+        Ok(Communicator {
+            library: library.clone(),
+            context: context.clone(),
+            handle: ptr::null_mut(),
+            rank: seat.rank,
+            ranks: seat.transport.ranks(),
+            scratch: context.allocate(*scratch_bytes)?,
+            scratch_bytes: *scratch_bytes,
+            held: Bytes::ZERO,
+            done,
+            sums,
+            _module: module,
+        })
+    }
+
+    /// Comes together with the others who have this id.
+    fn joins(&mut self, seat: &Seat, id: Id) -> Result<(), DeviceError> {
+        const WHAT: &str = "bring the ranks together";
         let mut config = Config {
             size: size_of::<Config>(),
             magic: CONFIG_MAGIC,
@@ -415,12 +437,11 @@ impl Communicator {
         };
         // SAFETY: writes one handle; the config is what its size says, and is read before the call returns.
         let made = unsafe {
-            let init = opened.library.ncclCommInitRankConfig;
-            init(&mut opened.handle, ranks as c_int, id, rank as c_int, &mut config)
+            let init = self.library.ncclCommInitRankConfig;
+            init(&mut self.handle, self.ranks as c_int, id, self.rank as c_int, &mut config)
         };
-        opened.check("bring the ranks together", made)?;
-        opened.proceeds("bring the ranks together", seat)?;
-        Ok(opened)
+        self.check(WHAT, made)?;
+        self.proceeds(WHAT, seat)
     }
 
     fn check(&self, what: &'static str, status: Status) -> Result<(), CudaError> {
@@ -515,32 +536,51 @@ impl Communicator {
         (0..self.ranks).filter(move |peer| *peer != own)
     }
 
-    /// Every rank sends a word to every other: connections are made now, and what they take is taken.
+    /// The slot in scratch, from `first` on, for what goes to a rank, or with `comes` for what comes of it.
+    fn slot(&self, first: u64, stride: u64, peer: u32, comes: bool) -> Address {
+        let number = u64::from(if peer < self.rank { peer } else { peer - 1 });
+        let before = if comes { u64::from(self.ranks - 1) } else { 0 };
+        self.scratch + first + (before + number) * stride
+    }
+
+    /// Every rank sends every other some bytes: connections are made now, and what they take is taken. Kernels are started
+    /// once, before any other rank is waited for.
     fn tries(&mut self, seat: &Seat, stream: &Stream) -> Result<(), DeviceError> {
-        // Words, two bytes each: own ones first, then those of the others.
+        let room = self.scratch_bytes / (2 * u64::from(self.ranks - 1));
+        let bytes = room.min(TRIED_BYTES) / STEP_BYTES * STEP_BYTES;
+        // Words of two bytes, another one from each to each.
         let word = |from: u32, to: u32| (1 + from * 251 + to) as u16;
-        let own = |to: u32| self.scratch + STEP_BYTES * u64::from(to);
-        let theirs = |from: u32| self.scratch + STEP_BYTES * u64::from(self.ranks + from);
+        // SAFETY (of all below): scratch is this communicator's, and nothing else is at work in it.
+        unsafe { stream.zero(self.scratch, self.scratch_bytes) }?;
+        for dtype in [DType::F32, DType::F64] {
+            let parts =
+                Parts { own: self.scratch, others: self.scratch, stride: 0, rank: self.rank, ranks: self.ranks };
+            for launch in sum_ranks(dtype, parts, self.scratch, 1, false).into_iter().flatten() {
+                // SAFETY: see above.
+                unsafe { self.launch(&launch, stream) }?;
+            }
+        }
+        stream.synchronize()?;
         for peer in self.peers() {
-            // SAFETY (of all below): scratch is this communicator's, and nothing else is at work in it.
-            unsafe { stream.fill(own(peer), word(self.rank, peer), STEP_BYTES) }?;
+            // SAFETY: see above.
+            unsafe { stream.fill(self.slot(0, bytes, peer, false), word(self.rank, peer), bytes) }?;
         }
         self.group(seat, || {
             self.peers().try_for_each(|peer| {
                 // SAFETY: see above.
-                unsafe { self.send(own(peer), STEP_BYTES, peer, stream) }?;
+                unsafe { self.send(self.slot(0, bytes, peer, false), bytes, peer, stream) }?;
                 // SAFETY: see above.
-                unsafe { self.receive(theirs(peer), STEP_BYTES, peer, stream) }
+                unsafe { self.receive(self.slot(0, bytes, peer, true), bytes, peer, stream) }
             })
         })?;
         self.waits(seat, stream, Some(OPENS))?;
+        let mut found = vec![0u8; bytes as usize];
         for peer in self.peers() {
-            let mut found = [0u8; STEP_BYTES as usize];
             // SAFETY: pageable memory is written before the stream is over.
-            unsafe { stream.copy_out(found.as_mut_ptr(), theirs(peer), STEP_BYTES) }?;
+            unsafe { stream.copy_out(found.as_mut_ptr(), self.slot(0, bytes, peer, true), bytes) }?;
             stream.synchronize()?;
             if found.as_chunks::<2>().0.iter().any(|pair| u16::from_ne_bytes(*pair) != word(peer, self.rank)) {
-                let says = format!("what rank {peer} has sent is not what came");
+                let says = format!("what came of rank {peer} is not what it has sent");
                 return Err(CudaError::Nccl { what: "exchange", says }.into());
             }
         }
@@ -578,93 +618,89 @@ impl Communicator {
     ) -> Result<(), DeviceError> {
         let counts: Vec<&[u64]> = exchange.pieces.iter().map(|piece| &piece.counts[..]).collect();
         let forms: Vec<_> = pieces.iter().zip(&counts).map(|(at, counts)| (at.dtype, *counts)).collect();
-        let own = self.rank as usize;
         let (sums, gathers, adds) = match exchange.collective {
             Collective::AllReduce => (true, true, false),
             Collective::ReduceScatter => (true, false, true),
             Collective::AllGather => (false, true, false),
             Collective::Send | Collective::Receive => unreachable!("messages go through staging"),
         };
-        for batch in batches(self.ranks as usize, &forms, SCRATCH_BYTES) {
-            // Where elements of a rank's part of the whole stand, and how many bytes they are.
-            let part = |cut: &Cut, whole: Address, of: u32| {
-                let (size, counts) = (forms[cut.piece].0.bytes(), counts[cut.piece]);
-                let before: u64 = counts[..of as usize].iter().sum();
-                let range = cut.of(counts[of as usize]);
-                (whole + (before + range.start) * size, (range.end - range.start) * size)
-            };
-            // The others' elements of this rank's part, in the order of ranks.
-            let brought = |cut: &Cut, of: u32| {
-                let (size, range) = (forms[cut.piece].0.bytes(), cut.of(counts[cut.piece][own]));
-                let stride = ((range.end - range.start) * size).next_multiple_of(STEP_BYTES);
-                let number = u64::from(if of < self.rank { of } else { of - 1 });
-                (self.scratch + cut.scratch + number * stride, stride / size)
-            };
+        // Where elements of a rank's part of the whole stand, and how many bytes they are.
+        let part = |cut: &Cut, whole: Address, of: u32| {
+            let (size, counts) = (forms[cut.piece].0.bytes(), counts[cut.piece]);
+            let before: u64 = counts[..of as usize].iter().sum();
+            let range = cut.of(counts[of as usize]);
+            (whole + (before + range.start) * size, (range.end - range.start) * size)
+        };
+        let copy = |to: Address, from: Address, bytes: u64| match bytes {
+            0 => Ok(()),
+            // SAFETY (of all below): ranges of the pieces, as the caller promises, and of scratch, where every cut has slots
+            // of its own, and one batch is over before the next begins.
+            _ => unsafe { stream.copy(to, from, bytes) },
+        };
+        for batch in batches(self.ranks as usize, &forms, self.scratch_bytes) {
+            let slot = |cut: &Cut, peer: u32, comes: bool| self.slot(cut.scratch, cut.stride, peer, comes);
+            let first = self.peers().next().expect("a team");
             if sums {
+                for (cut, peer) in batch.iter().flat_map(|cut| self.peers().map(move |peer| (cut, peer))) {
+                    let (from, bytes) = part(cut, pieces[cut.piece].input, peer);
+                    copy(slot(cut, peer, false), from, bytes)?;
+                }
                 self.group(seat, || {
-                    for cut in &batch {
-                        let input = pieces[cut.piece].input;
-                        for peer in self.peers() {
-                            let (theirs, bytes) = part(cut, input, peer);
-                            // SAFETY (of all below): ranges of the pieces, as the caller promises, and of scratch, of
-                            // which every cut has its own.
-                            unsafe { self.send(theirs, bytes, peer, stream) }?;
-                            let (_, bytes) = part(cut, input, self.rank);
-                            // SAFETY: see above.
-                            unsafe { self.receive(brought(cut, peer).0, bytes, peer, stream) }?;
-                        }
+                    for (cut, peer) in batch.iter().flat_map(|cut| self.peers().map(move |peer| (cut, peer))) {
+                        let bytes = |of: u32| part(cut, 0, of).1;
+                        // SAFETY: see above.
+                        unsafe { self.send(slot(cut, peer, false), bytes(peer), peer, stream) }?;
+                        // SAFETY: see above.
+                        unsafe { self.receive(slot(cut, peer, true), bytes(self.rank), peer, stream) }?;
                     }
                     Ok(())
                 })?;
                 for cut in &batch {
                     let Stands { input, output, dtype } = pieces[cut.piece];
                     let (own, bytes) = part(cut, input, self.rank);
-                    let first = self.peers().next().expect("a team");
-                    let ((others, stride), elements) = (brought(cut, first), bytes / dtype.bytes());
                     // What is scattered has a place for the own part alone.
-                    let into = if gathers {
-                        part(cut, output, self.rank).0
-                    } else {
-                        output + cut.elements.start * dtype.bytes()
-                    };
+                    let scattered = output + cut.elements.start * dtype.bytes();
+                    let into = if gathers { part(cut, output, self.rank).0 } else { scattered };
+                    let (others, stride) = (slot(cut, first, true), cut.stride / dtype.bytes());
                     let parts = Parts { own, others, stride, rank: self.rank, ranks: self.ranks };
-                    if elements > 0 {
-                        let launches = sum_ranks(dtype, parts, into, elements, adds);
-                        for launch in launches.unwrap_or_else(|| unreachable!("sums are not taken in {dtype}")) {
-                            // SAFETY: see above.
-                            unsafe { self.launch(&launch, stream) }?;
-                        }
+                    let launches = sum_ranks(dtype, parts, into, bytes / dtype.bytes(), adds);
+                    let launches = launches.unwrap_or_else(|| unreachable!("sums are not taken in {dtype}"));
+                    for launch in launches.iter().filter(|_| bytes > 0) {
+                        // SAFETY: see above.
+                        unsafe { self.launch(launch, stream) }?;
                     }
                 }
             }
             if gathers {
-                // What is summed up stands in its place; what is only gathered may have to be brought there.
-                for cut in batch.iter().filter(|_| !sums) {
+                for cut in &batch {
                     let Stands { input, output, dtype } = pieces[cut.piece];
-                    let ((to, bytes), from) =
-                        (part(cut, output, self.rank), input + cut.elements.start * dtype.bytes());
-                    if from != to && bytes > 0 {
-                        // SAFETY: see above.
-                        unsafe { stream.copy(to, from, bytes) }?;
+                    let (own, bytes) = part(cut, output, self.rank);
+                    // What is summed up stands in its place; what is only gathered may have to be brought there.
+                    let from = if sums { own } else { input + cut.elements.start * dtype.bytes() };
+                    if from != own {
+                        copy(own, from, bytes)?;
                     }
+                    copy(slot(cut, first, false), own, bytes)?;
                 }
                 self.group(seat, || {
-                    for cut in &batch {
-                        let output = pieces[cut.piece].output;
-                        for peer in self.peers() {
-                            let (own, bytes) = part(cut, output, self.rank);
-                            // SAFETY: see above.
-                            unsafe { self.send(own, bytes, peer, stream) }?;
-                            let (theirs, bytes) = part(cut, output, peer);
-                            // SAFETY: see above.
-                            unsafe { self.receive(theirs, bytes, peer, stream) }?;
-                        }
+                    for (cut, peer) in batch.iter().flat_map(|cut| self.peers().map(move |peer| (cut, peer))) {
+                        let bytes = |of: u32| part(cut, 0, of).1;
+                        // SAFETY: see above; what all get is read from one slot.
+                        unsafe { self.send(slot(cut, first, false), bytes(self.rank), peer, stream) }?;
+                        // SAFETY: see above.
+                        unsafe { self.receive(slot(cut, peer, true), bytes(peer), peer, stream) }?;
                     }
                     Ok(())
                 })?;
+                for (cut, peer) in batch.iter().flat_map(|cut| self.peers().map(move |peer| (cut, peer))) {
+                    let (to, bytes) = part(cut, pieces[cut.piece].output, peer);
+                    copy(to, slot(cut, peer, true), bytes)?;
+                }
             }
+            // Queues have ends: no more is put there before others have done their part.
+            self.waits(seat, stream, None)?;
         }
-        self.waits(seat, stream, None)
+        Ok(())
     }
 
     /// Starts a kernel.
@@ -727,8 +763,9 @@ mod tests {
                         let (dtype, counts) = &pieces[cut.piece];
                         let range = cut.of(counts[rank]);
                         prop_assert!(cut.scratch >= used);
-                        let bytes = ((range.end - range.start) * dtype.bytes()).next_multiple_of(STEP_BYTES);
-                        used = cut.scratch + 2 * bytes;
+                        prop_assert!((range.end - range.start) * dtype.bytes() <= cut.stride);
+                        // Two others, to and from each of whom it goes.
+                        used = cut.scratch + 4 * cut.stride;
                         prop_assert_eq!(range.start, next[cut.piece]);
                         next[cut.piece] = range.end;
                     }
