@@ -759,7 +759,7 @@ impl Team {
                     // All that it holds was taken at the start.
                     (Some(gpu), _) => gpu.measured(),
                     // Nothing that waits on a host is held elsewhere.
-                    (None, Some(line)) => line.peak().map(|peak| (peak, MeasuredBy::Process)),
+                    (None, Some(line)) => line.measured(),
                     // What waits on the host is not on the device, though it is in this process.
                     (None, None) => {
                         peak.map(|peak| (peak.saturating_sub(elsewhere).max(worker.held), MeasuredBy::Process))

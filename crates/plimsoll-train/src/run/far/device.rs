@@ -4,7 +4,7 @@ use super::links::Ways;
 use super::{Answer, Channel, Command, Found, Invitation, Request, RoomFound, VERSION, decode, encode};
 use crate::run::heartbeat::Pulse;
 use crate::run_file::RunFile;
-use plimsoll_core::{Algorithms, Bytes, CollectivesBy, DType, DeviceKind, DeviceSpec, Space};
+use plimsoll_core::{Algorithms, Bytes, CollectivesBy, DType, DeviceKind, DeviceSpec, MeasuredBy, Space};
 use plimsoll_device::device::{Call, Device, DeviceError, FileSpace, Memory, NoFiles, Observer, Room, Unseen};
 use plimsoll_device::probe;
 use plimsoll_program::{Placement, ProgramSet, TensorId};
@@ -34,7 +34,7 @@ pub struct Line {
     /// Where it is found by the others of its team.
     place: Mutex<String>,
     /// The most that its process has held, as it last said; 0 of a GPU.
-    peak: AtomicU64,
+    measured: Mutex<Option<(Bytes, MeasuredBy)>>,
     pulse: Mutex<Option<Arc<Pulse>>>,
 }
 
@@ -64,7 +64,7 @@ impl Line {
             courier: Mutex::new(courier),
             attempt: AtomicU64::new(0),
             place: Mutex::default(),
-            peak: AtomicU64::new(0),
+            measured: Mutex::default(),
             pulse: Mutex::default(),
         }))
     }
@@ -74,9 +74,10 @@ impl Line {
         locked(&self.place).clone()
     }
 
-    /// The most that the process of the device has held, measured there when it was last looked at; none of a GPU.
-    pub fn peak(&self) -> Option<Bytes> {
-        Some(Bytes(self.peak.load(Ordering::Relaxed))).filter(|peak| *peak > Bytes::ZERO)
+    /// The most that the process of the device has held, or what it held of its GPU, measured there when it was last looked
+    /// at, and how that is known.
+    pub fn measured(&self) -> Option<(Bytes, MeasuredBy)> {
+        *locked(&self.measured)
     }
 
     /// The team tries something anew.
@@ -408,10 +409,8 @@ impl Device for FarDevice {
     }
 
     fn room(&mut self) -> Option<Room> {
-        let RoomFound { total, free, bound_by, held, peak } = self.look_at(Command::Room).0.room?;
-        if self.kind != DeviceKind::Cuda {
-            self.line.peak.store(peak.0, Ordering::Relaxed);
-        }
+        let RoomFound { total, free, bound_by, held, measured } = self.look_at(Command::Room).0.room?;
+        *locked(&self.line.measured) = measured;
         Some(Room { memory: probe::Memory { total, free, bound_by }, held })
     }
 

@@ -5,7 +5,8 @@ use super::{Answer, Command, Fault, Found, Invitation, Request, RoomFound, VERSI
 use crate::resolve::devices;
 use crate::run::open::{open, signs_of_life};
 use crate::run::prepare::settle_charges;
-use plimsoll_core::{Bytes, DeviceKind, Failure, Space};
+use plimsoll_core::{Bytes, DeviceKind, Failure, MeasuredBy, Space};
+use plimsoll_device::cuda::open::OnGpu;
 use plimsoll_device::device::{Call, Device, DeviceError, FileSpace, Memory, Observer};
 use plimsoll_device::process;
 use plimsoll_device::transport::wire::Wired;
@@ -85,6 +86,7 @@ impl Host {
             heard: Arc::clone(&heard),
             signs: Arc::clone(&signs),
             device: None,
+            on_gpu: None,
             attempt: 0,
         };
         let work = move || work.all();
@@ -263,6 +265,8 @@ struct Work {
     heard: Arc<Heard>,
     signs: Arc<Signs>,
     device: Option<Box<dyn Device>>,
+    /// What tells how much of its GPU is held, where it is one.
+    on_gpu: Option<OnGpu>,
     attempt: u64,
 }
 
@@ -304,8 +308,8 @@ impl Work {
                 // While it is opened it is asked for signs of life, which are signs of the run's, too.
                 self.gives(Some(signs_of_life(&device, None)));
                 self.heard.missed.store(NOT_YET, Ordering::Relaxed);
-                let (opened, _) = open(&device, *set, placement, precision, algorithms.as_ref(), None)?;
-                self.device = Some(opened);
+                let (opened, on_gpu) = open(&device, *set, placement, precision, algorithms.as_ref(), None)?;
+                (self.device, self.on_gpu) = (Some(opened), on_gpu);
                 self.heard.silence.store((silence.as_millis() as u64).max(1), Ordering::Relaxed);
                 process::give_back();
                 self.opened()
@@ -365,7 +369,7 @@ impl Work {
 
     fn leave(&mut self) {
         self.heard.silence.store(0, Ordering::Relaxed);
-        self.device = None;
+        (self.device, self.on_gpu) = (None, None);
         self.gives(None);
         self.seat(None);
         process::give_back();
@@ -382,7 +386,7 @@ impl Work {
 
     /// Does what needs the device. `rest` is what the run has sent along and nobody has taken yet.
     fn does(&mut self, command: Command, rest: &mut &[u8], found: &mut Vec<u8>) -> Result<Found, Fault> {
-        let Work { device, asks, .. } = self;
+        let Work { device, asks, on_gpu, .. } = self;
         let device = device.as_mut().ok_or_else(|| Fault::Lost("its process has been started anew".to_owned()))?;
         let mut take = |bytes: u64| {
             let (taken, left) = rest.split_at_checked(bytes as usize).ok_or_else(cut_short)?;
@@ -416,7 +420,10 @@ impl Work {
                     free: room.memory.free,
                     bound_by: room.memory.bound_by,
                     held: room.held,
-                    peak: process::peak_resident().unwrap_or(Bytes::ZERO),
+                    measured: match on_gpu {
+                        Some(gpu) => gpu.measured(),
+                        None => process::peak_resident().ok().map(|peak| (peak, MeasuredBy::Process)),
+                    },
                 });
             }
         }

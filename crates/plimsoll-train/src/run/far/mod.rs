@@ -21,7 +21,7 @@ pub mod streams;
 
 use self::device::Line;
 use crate::run_file::RunFile;
-use plimsoll_core::{Algorithms, Bytes, CollectivesBy, DType, DeviceSpec, Exit, Failure, Space};
+use plimsoll_core::{Algorithms, Bytes, CollectivesBy, DType, DeviceSpec, Exit, Failure, MeasuredBy, Space};
 use plimsoll_device::device::DeviceError;
 use plimsoll_device::transport::wire::Wire;
 use plimsoll_plan::request::DevicesRequest;
@@ -286,8 +286,8 @@ struct RoomFound {
     free: Bytes,
     bound_by: String,
     held: Bytes,
-    /// The most that the process has held.
-    peak: Bytes,
+    /// The most that the process has held, or what it holds of its GPU, and how that is known.
+    measured: Option<(Bytes, MeasuredBy)>,
 }
 
 /// What a device failed with.
