@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import plimsoll
+from plimsoll import _native
 from plimsoll.ray import __main__ as commands
 from plimsoll.ray import cluster, devices, joining, ours, ports
 from plimsoll.ray.cluster import Facts, columns
@@ -227,13 +228,40 @@ def test_who_has_dropped_out_is_told_what_it_joined_with() -> None:
     # The token stays in its file.
     assert joined == ["plimsoll join 10.0.0.1 --name 'my machine' --devices virtual:a=600MiB@0.5 --ports 7500"]
     ours.keep(ours.Joined("10.0.0.1:7500", "10.0.0.2", False, [ended], joined[0]))
-    with pytest.raises(plimsoll.InputError) as caught, cluster.connected():
-        pass
-    assert str(caught.value).startswith("this machine has dropped out of the cluster at 10.0.0.1:7500: ")
-    assert f"takes part again with what it joined with: {joined[0]}" in str(caught.value)
+    def told() -> str:
+        with pytest.raises(plimsoll.InputError) as caught, cluster.connected():
+            pass
+        return str(caught.value)
+
+    first = told()
+    assert first.startswith("this machine has dropped out of the cluster at 10.0.0.1:7500: ")
+    assert f"takes part again with what it joined with: {joined[0]}" in first
+    # One whose part runs, and which the head has given up, is told at once, too: Ray would wait for a minute.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ours, "serves", lambda _: True)
+        patch.setattr(joining, "check_answers", lambda *_: None)
+        patch.setattr(joining, "_alive", lambda _: {"a/cpu": "10.0.0.1"})
+        assert told() == first
 
 
-def test_joining_measures_no_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_of_all_that_is_no_gpu_are_known_before_a_part_starts() -> None:
+    asked: list[list[str]] = []
+
+    def named(settings: list[str]) -> str:
+        asked.append(settings)
+        return "[]"
+
+    gpu = devices.Device("cuda:0", "cuda", "a card", 8192 * MIB, "cuda:0")
+    simulated = devices.Device("virtual:a", "virtual", "part of a processor", 600 * MIB, "virtual:a=600MiB@0.5")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_native, "named_devices", named)
+        devices.measure([gpu])
+        assert asked == []
+        devices.measure([gpu, simulated])
+    assert asked == [['run.devices="virtual:a=600MiB@0.5"']]
+
+
+def test_looking_at_devices_measures_no_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLIMSOLL_CACHE", str(tmp_path / "cache"))
     began = time.monotonic()
     cpu, part = devices.of_this_machine("cpu=1GiB,virtual:a=600MiB@0.5")
@@ -267,7 +295,7 @@ def test_a_wrong_word_is_an_error_like_any_other(words: list[str], said: str, ca
 def test_nobody_reads_the_words_of_ray_or_numbers_of_errors() -> None:
     exceptions = pytest.importorskip("ray.exceptions")
     assert reason(exceptions.ActorUnavailableError("The actor is temporarily unavailable: RpcError: RPC error", b"x" * 16)) == "it cannot be reached"
-    assert reason(exceptions.ActorDiedError()) == "its process has ended"
+    assert reason(exceptions.ActorDiedError()) == "its process has ended, or is cut off"
     assert reason(exceptions.GetTimeoutError("Get timed out: some object(s) not ready.")) == "it does not answer"
     failed = exceptions.RayTaskError("answer", "Traceback", no_way())
     assert reason(failed) == reason(failed.as_instanceof_cause()) == "no way leads there"

@@ -205,7 +205,7 @@ def test_leaving_stops_ours_and_no_other_ray(pair: tuple[Host, Host]) -> None:
     # It joins again, under a name of its own.
     beta.end_started()
     refused = beta.plimsoll("join", alpha.ip, "--name", "alpha", "--token", TOKEN, "--devices", ALPHA)
-    assert refused.returncode == 2 and "10.77.0.1 is called alpha/virtual:a there already" in refused.stderr, refused.stderr
+    assert refused.returncode == 2 and "alpha/virtual:a is the name of 10.77.0.1 already" in refused.stderr, refused.stderr
     join(beta)
 
 

@@ -95,11 +95,13 @@ def connected(address: str | None = None) -> Iterator[str]:
             importlib.import_module("ray._raylet").Config.initialize("")
     address = address or os.environ.get("RAY_ADDRESS")
     if address is None and joined:
-        gone = f"this machine has dropped out of the cluster at {joined.address}: it was cut off for long, or its part was ended"
-        raise InputError(gone, [f"it takes part again with what it joined with: {joined.words}"])
+        raise _dropped_out(joined)
     if address is None:
         raise InputError("this machine is part of no cluster", ["plimsoll join --head starts one", "or name one: --address"])
     joining.check_answers(address)
+    if joined and own_ip and joining.takes_part(joined) is False:
+        # Ray would wait a minute for a node that the head has given up.
+        raise _dropped_out(joined)
     import ray
 
     try:
@@ -112,6 +114,11 @@ def connected(address: str | None = None) -> Iterator[str]:
         yield address
     finally:
         ray.shutdown()
+
+
+def _dropped_out(joined: ours.Joined) -> InputError:
+    gone = f"this machine has dropped out of the cluster at {joined.address}: it was cut off for long, or its part was ended"
+    return InputError(gone, [f"it takes part again with what it joined with: {joined.words}"])
 
 
 def nodes() -> list[Node]:
@@ -204,7 +211,8 @@ def _node(known: dict[str, Any], runs: list[Worker], kept: list[Kept]) -> Node:
         kept=kept,
     )
     if not node["alive"]:
-        node["gone"] = known.get("DeathReasonMessage") or known.get("DeathReason") or "it does not answer"
+        why = known.get("DeathReasonMessage") or ""
+        node["gone"] = why if why and "heartbeat" not in why else "it does not answer any more"
     return node
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -51,7 +52,7 @@ def of_this_machine(named: str | None = None) -> list[Device]:
     if named is None:
         return cards or [processor]
     given: list[Device] = []
-    # Without their rates, which are measured when the first run asks.
+    # Without their rates: see `measure`.
     for spec in json.loads(_native.named_lines(settings({"run": {"devices": named}}))):
         name, kind, budget = spec["name"], spec["kind"], spec["budget"]
         if kind == "cuda":
@@ -63,6 +64,14 @@ def of_this_machine(named: str | None = None) -> list[Device]:
         else:
             raise InputError(f"--devices: `{name}` is a device on paper: nothing runs on it")
     return given
+
+
+def measure(devices: list[Device]) -> None:
+    """Sees to it that the rates of the processor, and of what it simulates, are known: a worker that had to measure them would hold
+    what that takes (arrays beyond the last cache) beside the bytes that are kept for a run. Those of a GPU are measured there."""
+    if words := [device.worker_name for device in devices if device.kind != "cuda"]:
+        print("measuring what the processor can do, where that is not known yet (20 s)", file=sys.stderr)
+        _native.named_devices(settings({"run": {"devices": ",".join(words)}}))
 
 
 def _visible(uuid: str) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from plimsoll.errors import InputError
 from plimsoll.ray import ours, ports
 from plimsoll.ray.reasons import reason
-from plimsoll.ray.devices import Device, Given, of_this_machine, share_out
+from plimsoll.ray.devices import Device, Given, measure, of_this_machine, share_out
 
 #: How long a raylet may take to start.
 START_SECONDS = 90.0
@@ -99,8 +99,9 @@ def join(
             raise _refused(address)
         for device in here:
             if there.get(f"{host}/{device.name}", ip) != ip:
-                whose = f"{there[f'{host}/{device.name}']} is called {host}/{device.name} there already"
+                whose = f"{host}/{device.name} is the name of {there[f'{host}/{device.name}']} already"
                 raise InputError(whose, ["give this machine another name: --name second"])
+        measure(here)
         for number, (device, given) in enumerate(zip(here, share_out(here))):
             first = head and number == 0
             joined.raylets.append(_start(joined, f"{host}/{device.name}", device, given, number, base, first))
@@ -132,8 +133,14 @@ def _belongs(joined: ours.Joined) -> bool:
     except InputError:
         # One elsewhere may be reached again; one that was here has ended.
         return not joined.head
+    return takes_part(joined) is True
+
+
+def takes_part(joined: ours.Joined) -> bool | None:
+    """Whether the head knows of this machine's part, too: one that was cut off for long is missed there, though it runs. None where
+    it refuses the token."""
     alive = _alive(joined.address)
-    return alive is not None and any(alive.get(raylet.name) == joined.ip for raylet in joined.raylets)
+    return None if alive is None else any(alive.get(raylet.name) == joined.ip for raylet in joined.raylets)
 
 
 def _alive(address: str) -> dict[str, str] | None:
