@@ -127,7 +127,9 @@ def test_what_a_callback_raises_comes_out_when_all_is_saved(tmp_path: Path) -> N
 
 
 INTERRUPTED = """
-import sys, plimsoll
+import signal, sys, plimsoll
+# What is started in the background may have been told to ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 def see(event):
     if event["event"] == "step": print("step", flush=True)
 try:
