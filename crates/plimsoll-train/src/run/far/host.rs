@@ -27,9 +27,9 @@ type Asked = (Request, Vec<u8>, Sender<Vec<u8>>);
 const PIECE: usize = 1 << 20;
 
 /// What carries requests and files comes to hold in this process beside what any run does: a piece of a file in several copies,
-/// and buffers of connections. Measured under Ray: 1 MiB in thousands of steps, 7 MiB in all where files are saved, of which runs are
-/// charged with 5 anyway.
-const CARRIES: Bytes = Bytes::mib(4);
+/// and buffers of connections. Measured under Ray: 1 MiB in thousands of steps, 7 to 9 MiB in all where files are saved, of which runs
+/// are charged with 5 anyway.
+const CARRIES: Bytes = Bytes::mib(8);
 
 /// A process's device. Dropped, it lets go of it as soon as what is under way has ended.
 pub struct Host {
