@@ -138,7 +138,7 @@ def verify(*, share: float, seconds: float) -> Report:
         taken = _answers([one.take.remote(_bytes(node, share)) for node, one in zip(tried, provers)])
         computed = _answers([one.compute.remote(seconds) for one in provers])
         judged = {node["name"]: _judge(node, _bytes(node, share), *found) for node, *found in zip(tried, told, taken, computed)}
-        devices = [judged.get(node["name"]) or _untried(node, _bytes(node, share), busy[node["name"]]) for node in alive]
+        devices = [judged.get(node["name"]) or _device(node, _bytes(node, share), busy[node["name"]]) for node in alive]
         able = [(node, one) for node, one, fact in zip(tried, provers, told) if not isinstance(fact, Exception)]
         links = [way for one, other in itertools.combinations(able, 2) for way in _link(one, other)]
     finally:
@@ -171,15 +171,18 @@ def _busy(there: list[Node], share: float) -> dict[str, str]:
     return busy
 
 
-def _untried(node: Node, asked: int, verdict: str) -> Device:
+def _device(
+    node: Node, asked: int, verdict: str, held: int | None = None, refused: bool = False, tflops: float | None = None
+) -> Device:
+    """What is said of a node's device; no more than the verdict of one that was not tried."""
     return Device(
         name=node["name"],
         model=node["model"],
         simulated=node["simulated"],
         asked_bytes=asked,
-        held_bytes=None,
-        refused_beyond=False,
-        tflops=None,
+        held_bytes=held,
+        refused_beyond=refused,
+        tflops=tflops,
         verdict=verdict,
     )
 
@@ -216,16 +219,7 @@ def _judge(node: Node, asked: int, told: Any, taken: Any, flops: Any) -> Device:
         verdict = "takes more than its share"
     else:
         verdict = "ok"
-    device = Device(
-        name=node["name"],
-        model=node["model"],
-        simulated=node["simulated"],
-        asked_bytes=asked,
-        held_bytes=held,
-        refused_beyond=refused,
-        tflops=None if isinstance(flops, Exception) else flops / 1e12,
-        verdict=verdict,
-    )
+    device = _device(node, asked, verdict, held, refused, None if isinstance(flops, Exception) else flops / 1e12)
     if not isinstance(told, Exception):
         device["facts"] = told
     return device
