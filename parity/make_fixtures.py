@@ -46,9 +46,7 @@ MARGIN_OF_FLOAT32 = 4.0  # torch's own float32 must keep this factor below a tol
 MARGIN_OF_MISTAKES = 5.0  # and every mistake this factor above it
 # AdamW divides by the gradient's own size: at the first step an element whose gradient is nothing but rounding
 # moves by the full rate, in either direction. Seeds are chosen such that no element is that close
-# to zero: noise of this size on every element, normwise the worst that torch's float32 shows, has to keep `after`
-# within its margin.
-GRADIENT_NOISE = 2e-6
+# to zero: noise on every element (reference.GRADIENT_NOISE) has to keep `after` within its margin.
 NOISE_DRAWS = 6
 CLEAR_LEAD = 2e-2  # a greedy token wins by this much at least: float32 cannot change it
 
@@ -105,12 +103,8 @@ def distances(directory, tensors, numbers):
     losses.append(relative(numbers32["batch"]["loss"], numbers["batch"]["loss"]))
     norms = [relative(a["norm"], b["norm"]) for a, b in zip(numbers32["steps"], numbers["steps"])]
     assert numbers32["greedy"]["tokens"] == numbers["greedy"]["tokens"]
-    with_noise = []
-    for seed in range(NOISE_DRAWS):
-        model = reference.load(directory)
-        noisy = replace(TRAINING, gradient_noise=GRADIENT_NOISE, noise_seed=seed)
-        reference.train(model, training_rows(directory), noisy)
-        with_noise.append(largest(normwise, weights_of(model), tensors["after"]))
+    noisy = reference.trained_with_noise(directory, training_rows(directory), TRAINING, NOISE_DRAWS)
+    with_noise = [largest(normwise, weights_of(model), tensors["after"]) for model in noisy]
     return {
         "logits": largest(worst, tensors32["logits"], tensors["logits"]),
         "loss": max(losses),

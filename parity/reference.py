@@ -11,7 +11,7 @@ import contextlib
 import json
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Callable
 
@@ -215,6 +215,10 @@ def matrices_only(name, parameter):
     return parameter.ndim == 2
 
 
+# The size of it: normwise the worst that torch's float32 shows of a gradient.
+GRADIENT_NOISE = 2e-6
+
+
 @dataclass(frozen=True)
 class Training:
     """A few steps of AdamW (Loshchilov and Hutter: decay apart from the gradient), constant rate, no warm-up.
@@ -278,6 +282,14 @@ def train(model, rows, training=Training()):
         optimizer.step()
         report.append({"loss": loss, "norm": norm, "tokens": labelled})
     return report
+
+
+def trained_with_noise(directory, rows, training, draws):
+    """The models that a right trainer in float32 may end with: of float64, with noise on every gradient."""
+    for seed in range(draws):
+        model = load(directory)
+        train(model, rows, replace(training, gradient_noise=GRADIENT_NOISE, noise_seed=seed))
+        yield model
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -82,6 +82,10 @@ class StandIn(live.Plimsoll):
         model = self.load(run["model"]["path"], adapter)
         rows = reference.rows_of(reference.read_samples(run["data"]["train"]), sequence, pack)
         steps = reference.train(model, rows, training)
+        if self.mistake == "a bias of keys not trained":
+            name = "model.layers.0.self_attn.k_proj.bias"
+            start = self.load(run["model"]["path"]).get_parameter(name)
+            model.get_parameter(name).data = start.detach()
         model.save_pretrained(directory / ("adapter" if adapter else "model"))
         if self.mistake == "tensor forgotten":
             file = directory / "model" / "model.safetensors"
@@ -129,6 +133,10 @@ class Live(unittest.TestCase):
         }.items():
             _, failed = outcome(StandIn(mistake), live.MODELS[:2])
             self.assertTrue(any(check in line for line in failed), (mistake, failed))
+
+    def test_what_rounding_hides_of_a_parameter_hides_no_mistake(self):
+        _, failed = outcome(StandIn("a bias of keys not trained"), live.MODELS[4:5])
+        self.assertTrue(any("change of weights" in line for line in failed), failed)
 
     def test_adapters_pass_and_a_scale_that_is_forgotten_fails(self):
         report, failed = outcome(StandIn(), live.ADAPTED, live.check_adapters)
