@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import time
@@ -124,6 +125,30 @@ def test_a_run_over_two_hosts_ends_with_the_bits_of_one(pair: tuple[Host, Host],
     while (left_over := workers(alpha)) and time.monotonic() < patience:
         time.sleep(0.2)
     assert left_over == {}
+
+
+def test_a_worker_that_finds_no_rates_measures_them_under_its_line(pair: tuple[Host, Host], tmp_path: Path) -> None:
+    alpha, beta = pair
+    known, aside = beta.tmp / "devices.json", tmp_path / "devices.json"
+    known.rename(aside)
+    held = 0
+    try:
+        run = Started(alpha, tmp_path / "run", "ray:beta/virtual:b=150MiB@0.3", 2)
+        while run.process.poll() is None:
+            for pid in [pid for pid, words in processes(beta) if words.startswith(b"ray::Worker")]:
+                with contextlib.suppress(OSError):
+                    said = Path(f"/proc/{pid}/status").read_text().splitlines()
+                    held = max([held, *(int(line.split()[1]) << 10 for line in said if line.startswith("VmHWM:"))])
+            time.sleep(0.02)
+        left = run.left()
+        # With so little it was measured for this run alone.
+        assert not known.exists()
+    finally:
+        aside.rename(known)
+    (memory,) = left.result["memory"]
+    assert 0 < memory["measured_bytes"] <= memory["predicted_bytes"]
+    # What measuring took is no part of what the run held, but under its line, too.
+    assert memory["measured_bytes"] + 8 * MIB < held <= memory["budget_bytes"] == 150 * MIB
 
 
 @pytest.fixture(scope="module")

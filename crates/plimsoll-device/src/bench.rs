@@ -179,7 +179,9 @@ pub fn devices(duration: Duration, mut stage: impl FnMut(&str)) -> Result<Bench,
     let each = duration / turns as u32;
     let mut devices: Vec<DeviceBench> = counts
         .iter()
-        .map(|&threads| measure_cpu(&cpu, threads, &[DType::F32, DType::Bf16, DType::F64], each, &mut stage))
+        .map(|&threads| {
+            measure_cpu(&cpu, threads, &[DType::F32, DType::Bf16, DType::F64], each, &Extent::whole(&cpu), &mut stage)
+        })
         .collect::<Result<_, _>>()?;
     let whole = devices.last().cloned().expect("at least one thread");
     for &(here, card) in &usable {
@@ -264,9 +266,10 @@ fn cpu_share(
     let third = duration / 3;
     // Whoever cannot take part comes to every meeting all the same.
     let pool = || Pool::new(threads as usize);
-    let f32 = meeting.attend(|ready| product_rate::<f32>(&pool()?, DType::F32, third, ready));
-    let bf16 = meeting.attend(|ready| product_rate::<bf16>(&pool()?, DType::Bf16, third, ready));
-    let memory = meeting.attend(|ready| memory_rate(&pool()?, array_bytes(cpu), third, ready));
+    let whole = Extent::whole(cpu);
+    let f32 = meeting.attend(|ready| product_rate::<f32>(&pool()?, DType::F32, third, &whole, ready));
+    let bf16 = meeting.attend(|ready| product_rate::<bf16>(&pool()?, DType::Bf16, third, &whole, ready));
+    let memory = meeting.attend(|ready| memory_rate(&pool()?, whole.array, third, ready));
     Ok((vec![f32?, bf16?], memory?))
 }
 
@@ -293,7 +296,42 @@ fn sum(parts: Vec<(String, Vec<ProductRate>, MemoryRate)>) -> Sum {
 /// # Errors
 /// Where memory or threads are refused.
 pub fn cpu_products(threads: u32, duration: Duration) -> Result<ProductRate, BenchError> {
-    product_rate::<f32>(&Pool::new(threads as usize)?, DType::F32, duration, &mut || {})
+    product_rate::<f32>(&Pool::new(threads as usize)?, DType::F32, duration, &Extent::whole(&Cpu::read()), &mut || {})
+}
+
+/// How much a measurement of the processor holds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Extent {
+    /// Each of three arrays whose memory is read and written.
+    array: Bytes,
+    /// The sizes of products are divided by this.
+    shrink: usize,
+    /// The ops of a step.
+    scale: Scale,
+}
+
+impl Extent {
+    /// All that rates which are kept are measured with: arrays of twice the last cache, so that three are far beyond it, but
+    /// never much of what is free.
+    pub fn whole(cpu: &Cpu) -> Extent {
+        let wanted = (cpu.last_cache().0 * 2).max(16 << 20);
+        let bearable = probe::Memory::read().free.0 / 16;
+        let array = Bytes(wanted.min(bearable).max(1 << 20).next_multiple_of(4096));
+        Extent { array, shrink: 1, scale: Scale::PROCESSOR }
+    }
+
+    /// What holds no more than `room`, from some 4 MiB on: a run that has no more works in as little. Measured, with all that
+    /// the system counts: products in f32 24 MiB, the ops of a step 114 MiB, those of a small one 12 MiB.
+    pub fn within(self, room: Bytes) -> Extent {
+        let (shrink, scale) = match room {
+            room if room >= Bytes::mib(128) => (1, Scale::PROCESSOR),
+            room if room >= Bytes::mib(32) => (1, Scale::SMALL),
+            _ => (8, Scale::TINY),
+        };
+        // An eighth is for threads and what else there is.
+        let third = (room.0 / 24 * 7).max(64 << 10) & !4095;
+        Extent { array: self.array.min(Bytes(third)), shrink, scale }
+    }
 }
 
 /// Measures the CPU with `threads` threads in about `duration`, products in each of `dtypes` (f32, bf16 and f64
@@ -306,6 +344,7 @@ pub fn measure_cpu(
     threads: u32,
     dtypes: &[DType],
     duration: Duration,
+    extent: &Extent,
     stage: &mut dyn FnMut(&str),
 ) -> Result<DeviceBench, BenchError> {
     let pool = Pool::new(threads as usize)?;
@@ -321,21 +360,21 @@ pub fn measure_cpu(
         });
         stage(&format!("cpu, {threads} thread{plural}: products in {dtype}"));
         match dtype {
-            DType::F32 => products.push(product_rate::<f32>(&pool, dtype, share, &mut || {})?),
-            DType::F64 => products.push(product_rate::<f64>(&pool, dtype, share, &mut || {})?),
-            DType::Bf16 => products.push(product_rate::<bf16>(&pool, dtype, share, &mut || {})?),
+            DType::F32 => products.push(product_rate::<f32>(&pool, dtype, share, extent, &mut || {})?),
+            DType::F64 => products.push(product_rate::<f64>(&pool, dtype, share, extent, &mut || {})?),
+            DType::Bf16 => products.push(product_rate::<bf16>(&pool, dtype, share, extent, &mut || {})?),
             DType::F16 | DType::I32 | DType::U8 => {}
         }
     }
     stage(&format!("cpu, {threads} thread{plural}: memory"));
-    let memory = memory_rate(&pool, array_bytes(cpu), duration.mul_f64(0.35), &mut || {})?;
+    let memory = memory_rate(&pool, extent.array, duration.mul_f64(0.35), &mut || {})?;
     let op_seconds = op_seconds(&pool, duration.mul_f64(0.05));
     stage(&format!("cpu, {threads} thread{plural}: the ops of a step"));
     // Its pool would hold the cores beside the executor's.
     drop(pool);
     let open = |set, placement, precision| executor::open(set, placement, precision, threads as usize, None);
     let kernels = Kernels::Cpu { threads: u64::from(threads) };
-    let subject = |precision| Subject { kernels, precision, scale: Scale::PROCESSOR, open: &open };
+    let subject = |precision| Subject { kernels, precision, scale: extent.scale, open: &open };
     let mut ops = op_rates::measure(&subject(DType::F32))?;
     if dtypes.contains(&DType::Bf16) {
         ops.bf16 = Some(Box::new(op_rates::measure(&subject(DType::Bf16))?));
@@ -363,6 +402,12 @@ struct Form {
     b_transposed: bool,
 }
 
+impl Form {
+    fn shrunk(self, by: usize) -> Form {
+        Form { m: self.m / by, n: self.n / by, k: self.k / by, ..self }
+    }
+}
+
 /// The three products of a projection between 384 and 1024 columns over 2048 tokens (forward, gradient of the input,
 /// gradient of the weight) and a square one: one round.
 const ROUND: [Form; 4] = [
@@ -376,13 +421,15 @@ fn product_rate<T: Real>(
     pool: &Pool,
     dtype: DType,
     duration: Duration,
+    extent: &Extent,
     ready: &mut dyn FnMut(),
 ) -> Result<ProductRate, BenchError> {
-    let largest = |size: fn(&Form) -> usize| ROUND.iter().map(size).max().unwrap_or(0);
+    let round = ROUND.map(|form| form.shrunk(extent.shrink));
+    let largest = |size: fn(&Form) -> usize| round.iter().map(size).max().unwrap_or(0);
     let (a, b, out) = (largest(|f| f.m * f.k), largest(|f| f.k * f.n), largest(|f| f.m * f.n));
     let lanes = pool.threads() as u64;
     let kernels = Kernels::Cpu { threads: lanes };
-    let scratch = ROUND.iter().map(|f| kernels.product(dtype, f.m as u64, f.n as u64, f.k as u64)).max().unwrap_or(0);
+    let scratch = round.iter().map(|f| kernels.product(dtype, f.m as u64, f.n as u64, f.k as u64)).max().unwrap_or(0);
     let at = |elements: usize| (elements * size_of::<T>()).next_multiple_of(64) as u64;
     let arena = Arena::map(at(a + b + out) + scratch * size_of::<T::Wide>() as u64)?;
     // SAFETY: four ranges side by side, none overlapping another, and no other slices of this arena exist.
@@ -399,9 +446,9 @@ fn product_rate<T: Real>(
         *x = T::of(((index * 37) % 101) as f64 / 101.0 - 0.4951);
     }
     ready();
-    let operations: f64 = ROUND.iter().map(|f| 2.0 * (f.m * f.n * f.k) as f64).sum();
+    let operations: f64 = round.iter().map(|f| 2.0 * (f.m * f.n * f.k) as f64).sum();
     let seconds = pool_rounds(pool, duration, || {
-        for &Form { m, n, k, a_transposed, b_transposed } in &ROUND {
+        for &Form { m, n, k, a_transposed, b_transposed } in &round {
             let mut form = Product::new(m, n, k, &*left, &*right);
             form = if a_transposed { form.a_transposed() } else { form };
             form = if b_transposed { form.b_transposed() } else { form };
@@ -415,13 +462,6 @@ fn product_rate<T: Real>(
         best_flops: operations / seconds.iter().copied().fold(f64::INFINITY, f64::min),
         sustained_flops: operations * half.len() as f64 / half.iter().sum::<f64>(),
     })
-}
-
-/// Twice the last cache, so that three arrays are far beyond it, but never much of what is free.
-fn array_bytes(cpu: &Cpu) -> Bytes {
-    let wanted = (cpu.last_cache().0 * 2).max(16 << 20);
-    let bearable = probe::Memory::read().free.0 / 16;
-    Bytes(wanted.min(bearable).max(1 << 20).next_multiple_of(4096))
 }
 
 fn memory_rate(
@@ -530,9 +570,10 @@ mod tests {
         let cpu = Cpu::read();
         let mut stages = Vec::new();
         let types = [DType::F32, DType::Bf16, DType::F16];
-        let measured =
-            measure_cpu(&cpu, 1, &types, Duration::from_millis(20), &mut |stage| stages.push(stage.to_owned()))
-                .unwrap();
+        let measured = measure_cpu(&cpu, 1, &types, Duration::from_millis(20), &Extent::whole(&cpu), &mut |stage| {
+            stages.push(stage.to_owned())
+        })
+        .unwrap();
         assert_eq!(stages.last().unwrap(), "cpu, 1 thread: the ops of a step");
         // There are no f16 products here, so there is no figure for them.
         assert_eq!(measured.products.iter().map(|rate| rate.dtype).collect::<Vec<_>>(), [DType::F32, DType::Bf16]);

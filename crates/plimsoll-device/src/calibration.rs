@@ -7,7 +7,7 @@
 //! of Plimsoll are not used, and rates measured while other programs took the cores are not kept. A folder that cannot
 //! be written costs the next run another measurement, and nothing else.
 
-use crate::bench::{self, Bench, BenchError, DeviceBench};
+use crate::bench::{self, Bench, BenchError, DeviceBench, Extent};
 use crate::cuda;
 use crate::cuda::gpus::{Card, Here};
 use crate::disk::{self, DiskRates};
@@ -45,6 +45,8 @@ pub enum Source {
         /// The share of the time in which its threads had to wait for them.
         contention: f64,
     },
+    /// Measured just now in less memory than it takes: good for this run, which has no more, and not kept.
+    Confined,
 }
 
 /// What this process knows of the CPU by its threads: what was measured while others took the cores is not kept on disk, but
@@ -56,7 +58,7 @@ pub fn disturbed() -> Option<f64> {
     let here = HERE.lock().unwrap_or_else(PoisonError::into_inner);
     let shares = here.values().filter_map(|known| match known.source {
         Source::Disturbed { contention } => Some(contention),
-        Source::Cached | Source::Measured => None,
+        Source::Cached | Source::Measured | Source::Confined => None,
     });
     shares.max_by(f64::total_cmp)
 }
@@ -66,21 +68,40 @@ pub fn disturbed() -> Option<f64> {
 /// # Errors
 /// Where it has to be measured and memory or threads are refused.
 pub fn cpu(threads: u32) -> Result<Calibration, BenchError> {
+    cpu_within(threads, Bytes(u64::MAX))
+}
+
+/// The same, where this process may hold so much more while it measures.
+///
+/// # Errors
+/// As [`cpu`].
+pub fn cpu_within(threads: u32, room: Bytes) -> Result<Calibration, BenchError> {
     let mut here = HERE.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(known) = here.get(&threads) {
         return Ok(known.clone());
     }
-    let measured = cpu_cached(folder().as_deref(), &Cpu::read(), threads, SHORT)?;
+    let measured = cpu_cached(folder().as_deref(), &Cpu::read(), threads, SHORT, room)?;
     here.insert(threads, measured.clone());
     Ok(measured)
 }
 
-fn cpu_cached(folder: Option<&Path>, cpu: &Cpu, threads: u32, duration: Duration) -> Result<Calibration, BenchError> {
+fn cpu_cached(
+    folder: Option<&Path>,
+    cpu: &Cpu,
+    threads: u32,
+    duration: Duration,
+    room: Bytes,
+) -> Result<Calibration, BenchError> {
     let key = Key::of(cpu, threads);
     if let Some(known) = folder.and_then(|folder| read(folder).into_iter().find(|known| known.key == key)) {
         return Ok(Calibration { rates: known.rates, source: Source::Cached });
     }
-    let measured = bench::measure_cpu(cpu, threads, &[DType::F32, DType::Bf16], duration, &mut |_| {})?;
+    let whole = Extent::whole(cpu);
+    let extent = whole.within(room);
+    let measured = bench::measure_cpu(cpu, threads, &[DType::F32, DType::Bf16], duration, &extent, &mut |_| {})?;
+    if extent != whole {
+        return Ok(Calibration { rates: rates(&measured), source: Source::Confined });
+    }
     if let Some(folder) = folder {
         keep_measured(folder, cpu, std::slice::from_ref(&measured));
     }
@@ -529,7 +550,9 @@ mod tests {
     #[test]
     fn rates_are_measured_at_the_first_use() {
         let folder = tempfile::tempdir().unwrap();
-        let first = cpu_cached(Some(&folder.path().join("deep/cache")), &Cpu::read(), 1, Duration::ZERO).unwrap();
+        let first =
+            cpu_cached(Some(&folder.path().join("deep/cache")), &Cpu::read(), 1, Duration::ZERO, Bytes(u64::MAX))
+                .unwrap();
         assert!(plausible(&first.rates) && first.source != Source::Cached);
     }
 
@@ -539,7 +562,7 @@ mod tests {
         let within = folder.path().join("deep/cache");
         keep_measured(&within, &cpu("a"), &[measured(0.01)]);
         let expected = Calibration { rates: rates(&measured(0.01)), source: Source::Cached };
-        assert_eq!(cpu_cached(Some(&within), &cpu("a"), 2, SHORT).unwrap(), expected);
+        assert_eq!(cpu_cached(Some(&within), &cpu("a"), 2, SHORT, Bytes::ZERO).unwrap(), expected);
         assert_eq!(expected.rates, example());
     }
 
@@ -563,7 +586,7 @@ mod tests {
         // A new measurement takes the place of the old one.
         keep(folder.path(), vec![Known { key: mine.clone(), rates: Rates { f32_flops: 5.0, ..example() } }]);
         assert_eq!(read(folder.path()).len(), 4);
-        assert_eq!(cpu_cached(Some(folder.path()), &cpu("a"), 2, SHORT).unwrap().rates.f32_flops, 5.0);
+        assert_eq!(cpu_cached(Some(folder.path()), &cpu("a"), 2, SHORT, Bytes::ZERO).unwrap().rates.f32_flops, 5.0);
     }
 
     #[test]

@@ -62,7 +62,20 @@ impl Scale {
         micro_batch: 4,
     };
 
-    /// Something so slow that the others would take minutes.
+    /// A processor of which little memory may be held: some 10 MiB.
+    pub const SMALL: Scale = Scale {
+        sizes: [8, 48, 192, 512],
+        repeat: 1,
+        hidden: 128,
+        heads: 2,
+        kv_heads: 1,
+        ffn: 384,
+        vocab: 1024,
+        sequence: 128,
+        micro_batch: 2,
+    };
+
+    /// Something so slow that the others would take minutes, or has next to no memory.
     pub const TINY: Scale = Scale {
         sizes: [4, 8, 16, 32],
         repeat: 1,

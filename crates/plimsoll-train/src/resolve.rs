@@ -16,6 +16,7 @@ use plimsoll_device::cuda::gpus::{Card, Here};
 use plimsoll_device::device::DeviceError;
 use plimsoll_device::disk;
 use plimsoll_device::probe::{Cpu, Memory, auto_pace};
+use plimsoll_device::process;
 use plimsoll_plan::paper;
 use plimsoll_plan::request::{DeviceRequest, DevicesRequest, LinkRequest};
 use plimsoll_plan::search::{Answer, Lossy, Pins, Question, ladder, search, under};
@@ -613,6 +614,27 @@ pub fn named(file: &RunFile) -> Result<Vec<Named>, Failure> {
         Ok(Named { budget: file.line_of(&name, own).of(free), name, kind })
     };
     file.devices().devices.iter().map(named).collect()
+}
+
+/// Measures what nobody has measured of this processor yet, for the one device that a run file names, in what that device's
+/// load line leaves this process.
+///
+/// # Errors
+/// As [`named`], and where memory or threads are refused.
+pub(crate) fn rates_under_line(file: &RunFile) -> Result<(), Failure> {
+    let threads = |kind| match kind {
+        DeviceKind::Cpu => Ok(Some(Cpu::read().threads_for(file.run.threads.asked())?)),
+        DeviceKind::Virtual => Ok(Some(1)),
+        DeviceKind::Cuda | DeviceKind::Paper => Ok::<_, Failure>(None),
+    };
+    for device in named(file)? {
+        if let Some(threads) = threads(device.kind)? {
+            let room = device.budget.saturating_sub(process::resident().unwrap_or(Bytes::ZERO));
+            calibration::cpu_within(threads, room)?;
+            process::give_back();
+        }
+    }
+    Ok(())
 }
 
 /// The same with what is free on each.

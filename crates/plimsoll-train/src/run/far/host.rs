@@ -2,7 +2,7 @@
 
 use super::links::{self, Ways};
 use super::{Answer, Command, Fault, Found, Invitation, Request, RoomFound, VERSION, Wires, decode, encode};
-use crate::resolve::devices;
+use crate::resolve::{devices, rates_under_line};
 use crate::run::open::{open, signs_of_life};
 use crate::run::prepare::settle_charges;
 use plimsoll_core::{Bytes, DeviceKind, Failure, MeasuredBy, Space};
@@ -288,6 +288,11 @@ impl Work {
                     *index = Some(gpu);
                 }
                 run.run.devices = named.to_string();
+                rates_under_line(&run).map_err(Fault::of)?;
+                if self.device.is_none() {
+                    // What measuring took was given back: from here on the peak is that of runs.
+                    let _ = process::reset_peak();
+                }
                 let (rows, sequence) = (run.batch_sequences(), u64::from(run.data.sequence));
                 let mut device = devices(&run).map_err(Fault::of)?.remove(0);
                 settle_charges(&mut device, rows, sequence);

@@ -1,0 +1,26 @@
+//! Measuring holds no more than it may. Alone in its process, whose memory is what is looked at.
+
+use plimsoll_core::{Bytes, DType};
+use plimsoll_device::bench::{Extent, measure_cpu};
+use plimsoll_device::probe::Cpu;
+use plimsoll_device::process;
+use std::time::Duration;
+
+#[test]
+fn a_processor_is_measured_in_the_room_that_there_is() {
+    let (cpu, dtypes) = (Cpu::read(), [DType::F32, DType::Bf16]);
+    let whole = Extent::whole(&cpu);
+    assert_eq!(whole.within(Bytes(u64::MAX)), whole);
+    for room in [160, 48, 16, 4].map(Bytes::mib) {
+        let extent = whole.within(room);
+        process::give_back();
+        process::reset_peak().unwrap();
+        let before = process::resident().unwrap();
+        let measured = measure_cpu(&cpu, 2, &dtypes, Duration::from_millis(100), &extent, &mut |_| {}).unwrap();
+        let held = process::peak_resident().unwrap().saturating_sub(before);
+        println!("{room}: {held} held, {extent:?}");
+        assert!(held <= room, "{held} held where there is room for {room}");
+        assert!(held >= Bytes(room.0 / 8), "{held} is not what was measured in {room}");
+        assert!(measured.memory.triad > 0.0 && measured.products.iter().all(|product| product.median_flops > 0.0));
+    }
+}
