@@ -640,13 +640,15 @@ impl Communicator {
         for batch in batches(self.ranks as usize, &forms, self.scratch_bytes) {
             let slot = |cut: &Cut, peer: u32, comes: bool| self.slot(cut.scratch, cut.stride, peer, comes);
             let first = self.peers().next().expect("a team");
+            let between: Vec<(&Cut, u32)> =
+                batch.iter().flat_map(|cut| self.peers().map(move |peer| (cut, peer))).collect();
             if sums {
-                for (cut, peer) in batch.iter().flat_map(|cut| self.peers().map(move |peer| (cut, peer))) {
+                for &(cut, peer) in &between {
                     let (from, bytes) = part(cut, pieces[cut.piece].input, peer);
                     copy(slot(cut, peer, false), from, bytes)?;
                 }
                 self.group(seat, || {
-                    for (cut, peer) in batch.iter().flat_map(|cut| self.peers().map(move |peer| (cut, peer))) {
+                    for &(cut, peer) in &between {
                         let bytes = |of: u32| part(cut, 0, of).1;
                         // SAFETY: see above.
                         unsafe { self.send(slot(cut, peer, false), bytes(peer), peer, stream) }?;
@@ -683,7 +685,7 @@ impl Communicator {
                     copy(slot(cut, first, false), own, bytes)?;
                 }
                 self.group(seat, || {
-                    for (cut, peer) in batch.iter().flat_map(|cut| self.peers().map(move |peer| (cut, peer))) {
+                    for &(cut, peer) in &between {
                         let bytes = |of: u32| part(cut, 0, of).1;
                         // SAFETY: see above; what all get is read from one slot.
                         unsafe { self.send(slot(cut, first, false), bytes(self.rank), peer, stream) }?;
@@ -692,7 +694,7 @@ impl Communicator {
                     }
                     Ok(())
                 })?;
-                for (cut, peer) in batch.iter().flat_map(|cut| self.peers().map(move |peer| (cut, peer))) {
+                for &(cut, peer) in &between {
                     let (to, bytes) = part(cut, pieces[cut.piece].output, peer);
                     copy(to, slot(cut, peer, true), bytes)?;
                 }
