@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import signal
 import struct
 import subprocess
@@ -126,7 +127,7 @@ class Started:
         """Waits for its end, which is one that it goes on from."""
         said, _ = self.process.communicate(timeout=RUN_SECONDS)
         assert self.process.returncode == 4, said
-        assert f"plimsoll train --resume {self.folder}\n" in said, said
+        assert f"plimsoll train --resume {shlex.quote(str(self.folder))}\n" in said, said
 
     def left(self) -> Left:
         """Waits for its end, which is a good one."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import resource
+import socket
+import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -15,8 +18,8 @@ import hosts
 import plimsoll
 from hosts import ALPHA, BETA, Host
 from plimsoll.ray.cluster import Cluster
-from plimsoll.ray.hosting import Asked, find
-from runs import NEAR, Left, Started, events, numbers, processes, train, words, workers
+from plimsoll.ray.hosting import Asked, Hosting, find
+from runs import NEAR, RUN_SECONDS, Left, Started, events, numbers, processes, train, words, workers
 from shapes import MIB, node
 
 #: A machine with two cards, one that gives its processor, and one that was not joined with `plimsoll join`.
@@ -99,6 +102,30 @@ def test_shares_of_one_device_that_are_too_much_together_are_refused() -> None:
 #: Enough for somebody to be lost in the middle.
 STEPS = 40
 
+def test_of_several_nodes_of_a_host_that_with_the_most_memory_gives_its_processor() -> None:
+    there = [node("a/cuda:0", 20000), node("a/cuda:1", 6000), node("a/cuda:2", 6000)]
+    free = {name: {"vram_mib": 1000.0, "memory": memory * MIB} for name, memory in (("a/cuda:0", 200.0), ("a/cuda:1", 900.0), ("a/cuda:2", 300.0))}
+    (asked,) = find(["a/cpu=800MiB"], None, there, free)
+    assert (asked.node["name"], asked.bundle) == ("a/cuda:1", {"memory": 800 * MIB})
+
+
+@pytest.mark.parametrize(("ended", "words"), [("ActorDiedError", []), ("OutOfMemoryError", ["too much"])])
+def test_a_worker_that_is_gone_is_started_anew_whoever_has_ended_it(
+    monkeypatch: pytest.MonkeyPatch, ended: str, words: list[str]
+) -> None:
+    import ray
+
+    error = getattr(ray.exceptions, ended)(*words)
+    hosting, gone, started = Hosting.__new__(Hosting), mock.MagicMock(), threading.Event()
+    hosting.asked, hosting.workers = [Asked("b/cpu", "", node("b/cpu"), {})], {"b/cpu": gone}
+    hosting.starting, hosting.one_at_a_time = set(), threading.Lock()
+    monkeypatch.setattr(ray, "get", mock.Mock(side_effect=error))
+    monkeypatch.setattr(hosting, "_start_anew", lambda one, before: started.set() if before is gone else None)
+    with pytest.raises(type(error)):
+        hosting.answer("b/cpu", False, b"")
+    assert started.wait(10.0)
+
+
 # Over a real cluster, from here on.
 
 
@@ -134,7 +161,9 @@ def test_a_worker_that_finds_no_rates_measures_them_under_its_line(pair: tuple[H
     held = 0
     try:
         run = Started(alpha, tmp_path / "run", "ray:beta/virtual:b=150MiB@0.3", 2)
+        patience = time.monotonic() + RUN_SECONDS
         while run.process.poll() is None:
+            assert time.monotonic() < patience
             for pid in [pid for pid, words in processes(beta) if words.startswith(b"ray::Worker")]:
                 with contextlib.suppress(OSError):
                     said = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -205,6 +234,9 @@ def test_a_run_over_own_and_other_devices_that_is_resumed_ends_with_the_same_bit
     alpha, _ = pair
     run = Started(alpha, tmp_path / "run", f"{NEAR[0]},ray:beta/{NEAR[1]}", 8)
     run.until_step(2)
+    # Whoever is met is met on ports that a firewall was told of: docs/ray.md.
+    met = listening(run.process.pid, alpha.ip)
+    assert met & set(range(7400, 7420)) and met <= {7300, *range(7310, 7420)}, met
     run.stop()
     resumed = alpha.plimsoll("train", "--quiet", "--resume", str(run.folder))
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
@@ -268,6 +300,14 @@ def test_a_worker_that_would_pass_its_share_gives_way_and_its_neighbour_feels_no
     assert left.losses == pytest.approx(plain.losses, rel=faults.SPREAD)
     assert neighbour.losses == plain.losses and neighbour.model == plain.model
     assert neighbour.result["retreats"] == []
+
+
+def listening(pid: int, ip: str) -> set[int]:
+    """The ports of an address, or of all, on which anything listens in the network that a process is in."""
+    here = {socket.inet_aton(one)[::-1].hex().upper() for one in (ip, "0.0.0.0")} | {"0" * 32}
+    lines = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()[1:]]
+    places = [line[1].split(":") for line in lines if line[3] == "0A"]
+    return {int(port, 16) for at, port in places if at in here}
 
 
 def only_worker(host: Host) -> int:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,10 @@ def test_devices_that_are_named_are_given_and_those_on_paper_are_not() -> None:
     (cpu,) = devices.of_this_machine("cpu=1GiB")
     (alone,) = devices.share_out([cpu])
     assert (cpu.worker_name, alone.vram_mib, alone.memory_bytes + alone.store_bytes) == ("cpu=1024MiB", None, 1024 * MIB)
+    # What is a device's own memory is no other's, too.
+    free = plimsoll.devices()["devices"][0]["takes"]["budget_bytes"]
+    both = devices.share_out(devices.of_this_machine("cpu=1GiB,virtual:a=600MiB@0.5"))
+    assert sum(one.memory_bytes + one.store_bytes for one in both) == pytest.approx(free - 600 * MIB, rel=0.05)
     with pytest.raises(plimsoll.InputError, match="`rtx3090` is a device on paper"):
         devices.of_this_machine("rtx3090")
 
@@ -124,6 +129,54 @@ def test_devices_that_are_named_are_given_and_those_on_paper_are_not() -> None:
 )
 def test_names_become_labels(text: str, label: str) -> None:
     assert devices.label(text) == label
+
+
+def test_without_a_way_to_everywhere_a_head_has_its_only_address_and_is_asked_for_one_of_several(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert all(not ip.startswith("127.") and len(ip.split(".")) == 4 for ip in joining._addresses())
+
+    def no_way(address: str) -> str:
+        raise plimsoll.InputError(f"no way leads to {address}")
+
+    monkeypatch.setattr(joining, "_ip_towards", no_way)
+    monkeypatch.setattr(joining, "_addresses", lambda: ["10.0.0.1"])
+    assert joining._own_ip() == "10.0.0.1"
+    monkeypatch.setattr(joining, "_addresses", lambda: ["10.0.0.1", "192.168.0.2"])
+    with pytest.raises(plimsoll.InputError, match="has the addresses 10.0.0.1, 192.168.0.2") as asked:
+        joining._own_ip()
+    assert asked.value.hints == ["say by which the others reach it: --ip 10.0.0.1"]
+
+
+def test_what_is_no_head_is_said_to_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    exceptions, raylet = (pytest.importorskip(f"ray.{name}") for name in ("exceptions", "_raylet"))
+
+    def times_out(address: str) -> None:
+        raise exceptions.RpcError("Timed out while waiting for GCS to become available.")
+
+    monkeypatch.setattr(raylet, "GcsClient", times_out)
+    with pytest.raises(plimsoll.InputError, match="what listens at 10.0.0.1:7300 does not answer as the head"):
+        joining._alive("10.0.0.1:7300")
+
+
+def test_processes_of_another_start_of_the_machine_are_not_ours() -> None:
+    leader, raylet = session(children=1)
+    try:
+        before = replace(raylet, boot="another")
+        assert ours.runs(raylet) and not ours.runs(before) and ours.members(before) == []
+        assert ours.stop([before]) == 0 and leader.poll() is None
+    finally:
+        ours.stop([raylet])
+        leader.wait()
+
+
+def test_ray_has_a_folder_that_nobody_else_comes_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    within = joining._temp_dir()
+    assert within.parent.parent == tmp_path and within.parent.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(plimsoll.InputError, match="nowhere/plimsoll-ray-.* cannot be made"):
+        joining._temp_dir()
 
 
 def facts(**other: object) -> Facts:

@@ -177,7 +177,11 @@ def test_a_pulled_cable_is_noticed_and_a_run_goes_on_without_who_is_cut_off(pair
         time.sleep(0.5)
     print(f"a raylet without a head ended after {time.monotonic() - pulled:.1f} s")
     beta.plug_in()
-    join(beta)
+    # Another token is refused, and it has still the one that it joined with.
+    mistyped = beta.plimsoll("join", "10.77.0.1", "--name", "beta", "--token", "wrong", "--devices", BETA)
+    assert mistyped.returncode == 2 and "refuses the token" in mistyped.stderr, mistyped.stderr
+    again = beta.plimsoll("join", "10.77.0.1", "--name", "beta", "--devices", BETA)
+    assert again.returncode == 0, again.stderr
     assert [(node["name"], node["alive"]) for node in look(alpha)["nodes"]] == [("alpha/virtual:a", True), ("beta/virtual:b", True)]
 
 
@@ -205,7 +209,7 @@ def test_leaving_stops_ours_and_no_other_ray(pair: tuple[Host, Host]) -> None:
     # It joins again, under a name of its own.
     beta.end_started()
     refused = beta.plimsoll("join", alpha.ip, "--name", "alpha", "--token", TOKEN, "--devices", ALPHA)
-    assert refused.returncode == 2 and "alpha/virtual:a is the name of 10.77.0.1 already" in refused.stderr, refused.stderr
+    assert refused.returncode == 2 and "alpha is the name of 10.77.0.1 already" in refused.stderr, refused.stderr
     join(beta)
 
 

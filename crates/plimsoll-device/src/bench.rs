@@ -321,8 +321,10 @@ impl Extent {
     }
 
     /// What holds no more than `room`, from some 4 MiB on: a run that has no more works in as little. Measured, with all that
-    /// the system counts: products in f32 24 MiB, the ops of a step 114 MiB, those of a small one 12 MiB.
-    pub fn within(self, room: Bytes) -> Extent {
+    /// the system counts, on two threads: products in f32 24 MiB, the ops of a step 114 MiB, those of a small one 12 MiB. Each
+    /// further thread has scratch and a stack.
+    pub fn within(self, room: Bytes, threads: u32) -> Extent {
+        let room = room.saturating_sub(Bytes::mib(u64::from(threads.saturating_sub(2))));
         let (shrink, scale) = match room {
             room if room >= Bytes::mib(128) => (1, Scale::PROCESSOR),
             room if room >= Bytes::mib(32) => (1, Scale::SMALL),

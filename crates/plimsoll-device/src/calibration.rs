@@ -97,16 +97,17 @@ fn cpu_cached(
         return Ok(Calibration { rates: known.rates, source: Source::Cached });
     }
     let whole = Extent::whole(cpu);
-    let extent = whole.within(room);
+    let extent = whole.within(room, threads);
     let measured = bench::measure_cpu(cpu, threads, &[DType::F32, DType::Bf16], duration, &extent, &mut |_| {})?;
-    if extent != whole {
-        return Ok(Calibration { rates: rates(&measured), source: Source::Confined });
-    }
-    if let Some(folder) = folder {
+    let contention = measured.contention;
+    let source = match measured.disturbed() {
+        true => Source::Disturbed { contention },
+        false if extent != whole => Source::Confined,
+        false => Source::Measured,
+    };
+    if let (Some(folder), Source::Measured) = (folder, source) {
         keep_measured(folder, cpu, std::slice::from_ref(&measured));
     }
-    let contention = measured.contention;
-    let source = if measured.disturbed() { Source::Disturbed { contention } } else { Source::Measured };
     Ok(Calibration { rates: rates(&measured), source })
 }
 

@@ -10,15 +10,16 @@ use std::time::Duration;
 fn a_processor_is_measured_in_the_room_that_there_is() {
     let (cpu, dtypes) = (Cpu::read(), [DType::F32, DType::Bf16]);
     let whole = Extent::whole(&cpu);
-    assert_eq!(whole.within(Bytes(u64::MAX)), whole);
-    for room in [160, 48, 16, 4].map(Bytes::mib) {
-        let extent = whole.within(room);
+    assert_eq!(whole.within(Bytes(u64::MAX), 2), whole);
+    for (room, threads) in [(160, 2), (48, 2), (16, 2), (4, 2), (160, 24), (60, 24)] {
+        let room = Bytes::mib(room);
+        let extent = whole.within(room, threads);
         process::give_back();
         process::reset_peak().unwrap();
         let before = process::resident().unwrap();
-        let measured = measure_cpu(&cpu, 2, &dtypes, Duration::from_millis(100), &extent, &mut |_| {}).unwrap();
+        let measured = measure_cpu(&cpu, threads, &dtypes, Duration::from_millis(100), &extent, &mut |_| {}).unwrap();
         let held = process::peak_resident().unwrap().saturating_sub(before);
-        println!("{room}: {held} held, {extent:?}");
+        println!("{room}, {threads} threads: {held} held, {extent:?}");
         assert!(held <= room, "{held} held where there is room for {room}");
         assert!(held >= Bytes(room.0 / 8), "{held} is not what was measured in {room}");
         assert!(measured.memory.triad > 0.0 && measured.products.iter().all(|product| product.median_flops > 0.0));

@@ -103,8 +103,8 @@ def share_out(devices: list[Device]) -> list[Given]:
     cpu = api.devices()["devices"][0]
     count = len(devices)
     free = cpu["takes"]["budget_bytes"]
-    own = sum(device.line_bytes for device in devices if device.kind == "virtual")
-    rest = max(free - own, 0) // count
+    own = sum(device.line_bytes for device in devices if device.kind in ("virtual", "cpu"))
+    rest = max(free - own, 0) // max(sum(device.kind != "cpu" for device in devices), 1)
     given = []
     for number, device in enumerate(devices):
         memory = device.line_bytes if device.kind == "cpu" else rest

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from plimsoll import _native
 from plimsoll.errors import Bug, DoesNotFit, InputError, PlimsollError, Stopped
-from plimsoll.ray import ports
+from plimsoll.ray import ours, ports
 from plimsoll.ray.cluster import Free, Node, available, connected, nodes, whole_bytes
 from plimsoll.ray.reasons import reason
 
@@ -96,7 +96,9 @@ def find(words: list[str], budget: str | None, there: list[Node], free: Free) ->
         named = {_name(node): node for node in there}
         # A part of its host's memory: a processor beside other devices, and a simulated device that the run makes up.
         of_host = re.search("/(cpu$|virtual:)", name) and name != word
-        hosts = {_name(node).partition("/")[0]: node for node in there if of_host}
+        # Of several nodes of a host the one with the most of it: the last that is put there.
+        by_memory = sorted(there, key=lambda node: free.get(node["id"], {}).get("memory", 0.0))
+        hosts = {_name(node).partition("/")[0]: node for node in by_memory if of_host}
         node = named.get(name) or hosts.get(name.partition("/")[0])
         if node is None:
             raise InputError(f"run.devices: no node of the cluster is called {name}", [f"there is: {', '.join(named)}"])
@@ -168,7 +170,11 @@ class Hosting:
         """What the run is told: its devices, by words that say all of them."""
         import ray
 
-        return {"devices": [one.name + one.rest for one in self.asked], "ip": ray.util.get_node_ip_address()}
+        ip, joined = ray.util.get_node_ip_address(), ours.known()
+        # Devices of this machine that the run has itself are met where a worker of it would be, which a firewall knows.
+        at = ports.of_raylet(joined.base, 0) if joined and joined.ip == ip else None
+        wires = list(range(at.wires_first, at.wires_last + 1)) if at else [0]
+        return {"devices": [one.name + one.rest for one in self.asked], "ip": ip, "ports": wires}
 
     def there(self) -> dict[str, str]:
         """The devices that are there, each with what is kept of it, by its name: the runs of a sweep are placed in that. From now
@@ -199,7 +205,7 @@ class Hosting:
         method = worker.answer.options(concurrency_group="aside") if aside else worker.answer
         try:
             return bytes(ray.get(method.remote(request)))
-        except ray.exceptions.ActorDiedError:
+        except (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError):
             if worker is self.workers[device]:
                 (one,) = [one for one in self.asked if one.name == device]
                 self._once(device, self._start_anew, one, worker)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib
 import os
 import secrets
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -26,6 +28,9 @@ ANSWER_SECONDS = 10.0
 WAY_SECONDS, LOOK_SECONDS = 10.0, 0.5
 #: How long it may take to answer that it is there.
 THERE_SECONDS = 5.0
+
+#: Asks for the address of an interface (netdevice(7)).
+SIOCGIFADDR = 0x8915
 
 #: A node that does not answer is missed after three looks, one a second and two seconds each: 9 s. A slow one answers in time.
 HEALTH = {
@@ -90,17 +95,17 @@ def join(
     else:
         check_answers(address, WAY_SECONDS)
         ip = ip or _ip_towards(address)
+    token_before = _kept_token()
     ours.keep_token(token)
-    joined = ours.Joined(address=address, ip=ip, head=head, words=words)
+    joined = ours.Joined(address=address, ip=ip, head=head, words=words, base=base)
     host = name or socket.gethostname()
     try:
         there = {} if head else _alive(address)
         if there is None:
             raise _refused(address)
-        for device in here:
-            if there.get(f"{host}/{device.name}", ip) != ip:
-                whose = f"{host}/{device.name} is the name of {there[f'{host}/{device.name}']} already"
-                raise InputError(whose, ["give this machine another name: --name second"])
+        for other, at in there.items():
+            if other.partition("/")[0] == host and at != ip:
+                raise InputError(f"{host} is the name of {at} already", ["give this machine another name: --name second"])
         measure(here)
         for number, (device, given) in enumerate(zip(here, share_out(here))):
             first = head and number == 0
@@ -109,6 +114,11 @@ def join(
     except BaseException:
         ours.stop(joined.raylets)
         ours.forget()
+        if before:
+            # What it was part of it can still join again, with the token that it has.
+            ours.keep(before)
+        if before and token_before:
+            ours.keep_token(token_before)
         raise
     return joined
 
@@ -155,6 +165,9 @@ def _alive(address: str) -> dict[str, str] | None:
         there = client(address=address).get_all_node_info(timeout=ANSWER_SECONDS).values()
     except errors.AuthenticationError:
         return None
+    except (errors.RpcError, errors.RaySystemError, errors.GetTimeoutError) as error:
+        hints = ["is it the head's port? does `plimsoll cluster` answer there?"]
+        raise InputError(f"what listens at {address} does not answer as the head of a cluster: {reason(error)}", hints) from error
     finally:
         os.dup2(stderr, 2)
         os.close(stderr)
@@ -217,9 +230,11 @@ def _start(
         "max-worker-port": at.worker_last,
         # One a machine.
         "include-log-monitor": str(number == 0).lower(),
+        # Of its own: Ray would take the head's path.
+        "temp-dir": str(_temp_dir()),
     }
     if head:
-        words |= {"port": base, "include-dashboard": "false", "temp-dir": str(_temp_dir())}
+        words |= {"port": base, "include-dashboard": "false"}
         kind = ["--head", "--no-monitor"]
         # Of a head that was killed Ray would say that it runs, as long as it sees anybody look for it.
         (_temp_dir() / "ray_current_cluster").unlink(missing_ok=True)
@@ -262,21 +277,42 @@ def _wait(process: subprocess.Popen[bytes], log: Path, address: str) -> None:
 
 
 def _temp_dir() -> Path:
-    """Where Ray has its sockets and logs: their paths must be short."""
+    """Where Ray has its sockets and logs: their paths must be short. Ray lets everybody into its folder; the one around it does not."""
     path = Path(tempfile.gettempdir()) / f"plimsoll-ray-{os.getuid()}"
-    path.mkdir(mode=0o700, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{path} cannot be made: {reason(error)}", ["name a folder that can be written to: TMPDIR=/tmp"]) from error
     owner = path.lstat()
     if owner.st_uid != os.getuid() or not path.is_dir() or path.is_symlink():
         raise InputError(f"{path} belongs to somebody else")
-    return path
+    path.chmod(0o700)
+    return path / "r"
 
 
 def _own_ip() -> str:
-    """This machine's address towards everywhere else; nothing is sent."""
-    try:
+    """This machine's address towards everywhere else; where no way leads there, the only one that it has. Nothing is sent."""
+    with contextlib.suppress(InputError):
         return _ip_towards("192.0.2.1:9")
-    except InputError:
-        return "127.0.0.1"
+    here = _addresses()
+    if len(here) > 1:
+        raise InputError(
+            f"this machine has the addresses {', '.join(here)}, and none leads everywhere",
+            [f"say by which the others reach it: --ip {here[0]}"],
+        )
+    # Without any network it can still be a cluster of its own.
+    return here[0] if here else "127.0.0.1"
+
+
+def _addresses() -> list[str]:
+    """The addresses of this machine's interfaces, its own loop left out."""
+    found = list[str]()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asks:
+        for _, interface in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # It has none.
+                answer = fcntl.ioctl(asks.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+                found.append(socket.inet_ntoa(answer[20:24]))
+    return [ip for ip in found if not ip.startswith("127.")]
 
 
 def _place(address: str) -> tuple[str, int]:

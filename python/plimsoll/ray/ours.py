@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from plimsoll.errors import InputError
+from plimsoll.ray import ports
 
 #: How long a leader that is asked to end may take, with all that it has started, before they are killed.
 PATIENCE_SECONDS = 15.0
@@ -33,6 +34,8 @@ class Raylet:
     pid: int
     #: When that started, in ticks since the machine did.
     started: int
+    #: Which start of the machine that was: after another one the number may be anybody's.
+    boot: str = field(default_factory=lambda: boot())
 
 
 @dataclass
@@ -47,6 +50,8 @@ class Joined:
     raylets: list[Raylet] = field(default_factory=list)
     #: What it joined with, without the token.
     words: str = "plimsoll join"
+    #: The first of its ports.
+    base: int = ports.BASE
 
 
 def folder() -> Path:
@@ -97,6 +102,11 @@ def forget() -> None:
         (folder() / name).unlink(missing_ok=True)
 
 
+def boot() -> str:
+    """Which start of the machine this is."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
 def started(pid: int) -> int | None:
     """When a process started, in ticks since the machine did; none where there is no such process."""
     stat = _stat(pid)
@@ -116,7 +126,7 @@ def _stat(pid: int) -> list[str] | None:
 def members(raylet: Raylet) -> list[int]:
     """The processes of a raylet's session that are there now."""
     leads = started(raylet.pid)
-    if leads is not None and leads != raylet.started:
+    if raylet.boot != boot() or (leads is not None and leads != raylet.started):
         # The number has been given to another process, which the system does not do while the session has members.
         return []
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
@@ -126,7 +136,7 @@ def members(raylet: Raylet) -> list[int]:
 
 def runs(raylet: Raylet) -> bool:
     """Whether a raylet is there."""
-    return started(raylet.pid) == raylet.started
+    return raylet.boot == boot() and started(raylet.pid) == raylet.started
 
 
 def serves(raylet: Raylet) -> bool:

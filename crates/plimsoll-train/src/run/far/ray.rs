@@ -13,6 +13,7 @@ use plimsoll_plan::request::{DeviceRequest, DevicesRequest};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, BufRead, BufReader};
+use std::net::{IpAddr, SocketAddr};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -45,7 +46,9 @@ enum Placed {
         /// Words of `run.devices`, with load lines.
         devices: Vec<String>,
         /// This machine's address, as the others know it.
-        ip: String,
+        ip: IpAddr,
+        /// Where the run's own devices may be met, the first that is free; 0 is any.
+        ports: Vec<u16>,
     },
     Failed {
         exit: u8,
@@ -91,9 +94,11 @@ fn bring(run: &mut RunFile, python: &Path, for_runs: bool) -> Result<Arc<Process
     let folder = (!for_runs).then(folder);
     let wanted = Wanted { devices: away.iter().map(ToString::to_string).collect(), budget, for_runs, run: folder };
     let (process, mut says) = Process::start(python)?;
-    let (devices, ip) = match process.place(&wanted, &mut says)? {
-        Placed::There { devices, ip } => {
-            (own.iter().map(ToString::to_string).chain(devices).collect::<Vec<_>>().join(","), ip)
+    let (devices, ip, ports) = match process.place(&wanted, &mut says)? {
+        Placed::There { devices, ip, ports } => {
+            // Where all others are elsewhere, they are who is met.
+            let ports = if own.is_empty() { vec![0] } else { ports };
+            (own.iter().map(ToString::to_string).chain(devices).collect::<Vec<_>>().join(","), ip, ports)
         }
         Placed::Failed { exit, message, hints } => {
             let exits = [Exit::Input, Exit::DoesNotFit, Exit::Stopped];
@@ -103,8 +108,13 @@ fn bring(run: &mut RunFile, python: &Path, for_runs: bool) -> Result<Arc<Process
     };
     let named = devices.parse::<DevicesRequest>();
     let named = named.map_err(|error| Failure::bug(format!("the cluster names devices as `{devices}`: {error}")))?;
-    let at = |error: io::Error| Failure::input(format!("Ray says that this machine is {ip}: {error}"));
-    let wires = TcpWires::listen((&*ip, 0)).map_err(at)?;
+    let at = |error: io::Error| {
+        Failure::input(format!(
+            "Ray says that this machine is {ip}, and none of its ports for wires can be taken: {error}"
+        ))
+    };
+    let places: Vec<SocketAddr> = ports.into_iter().map(|port| SocketAddr::new(ip, port)).collect();
+    let wires = TcpWires::listen(&*places).map_err(at)?;
     let process = Arc::new(process);
     let answers = Arc::clone(&process.answers);
     let thread = thread::Builder::new().name("plimsoll-ray".to_owned()).spawn(move || answers.all(says));
