@@ -91,6 +91,13 @@ def test_what_is_not_there_is_named(word: str, error: type[Exception], said: str
     assert said in str(caught.value)
 
 
+def test_more_than_a_node_joined_with_is_had_by_joining_again() -> None:
+    for word, more in (("a/cuda:1=2GiB", False), ("a/cuda:1=7000MiB", True)):
+        with pytest.raises(plimsoll.DoesNotFit) as caught:
+            found(word)
+        assert any(hint.startswith("its node joined with 6000 MiB; ") for hint in caught.value.hints) == more
+
+
 def test_shares_of_one_device_that_are_too_much_together_are_refused() -> None:
     words = ["b/virtual:x=40%@0.2", "b/virtual:y=600MiB@0.2"]
     assert [one.bundle for one in found(*words)] == [{"memory": 400 * MIB}, {"memory": 600 * MIB}]

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 pub fn release() -> Result<PathBuf> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("the workspace's root")?;
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let build = ["build", "--release", "--locked", "--quiet", "--workspace"];
+    let build = ["build", "--release", "--locked", "--workspace"];
     let status = Command::new(cargo).args(build).current_dir(root).status().context("cargo cannot be started")?;
     ensure!(status.success(), "the program does not build");
     let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from);

@@ -126,7 +126,8 @@ def _of(node: Node, name: str, rest: str, budget: str | None, free: Free, before
         left_over = f"{left // MIB} of its {whole // MIB} MiB are free"
         kept = [kept for kept in node["kept"] if kept["resource"] == kind]
         who = [f"{one['bytes'] // MIB} MiB are kept for {one['what']}" for one in kept]
-        hints = [*who, "see what runs there: plimsoll cluster"]
+        more = [f"its node joined with {whole // MIB} MiB; to give more: plimsoll leave there, and join again with --devices"]
+        hints = [*who, *(more if line * MIB > whole else []), "see what runs there: plimsoll cluster"]
         raise DoesNotFit(f"{name}: {line} MiB are asked for, and {left_over}" if line else f"{name}: {left_over}", hints)
     return Asked(name, f"={line}MiB{at}{behind}", node, {kind: line * MIB // unit})
 

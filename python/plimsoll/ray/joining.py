@@ -120,6 +120,8 @@ def join(
         if before and token_before:
             ours.keep_token(token_before)
         raise
+    if before and (had := [raylet.name for raylet in before.raylets]) != [raylet.name for raylet in joined.raylets]:
+        print(f"it gave {', '.join(had)} before, as it was joined with: {before.words}", file=sys.stderr)
     return joined
 
 

@@ -299,7 +299,7 @@ def table(report: Report) -> str:
         text += "\n\n" + columns(links)
     text += "".join(f"\nwarning: {warning}" for warning in report["warnings"])
     if report["right"]:
-        return text + "\nall of it works"
+        return text + ("\nall that is there works" if report["warnings"] else "\nall of it works")
     untried = all(device["verdict"] == "ok" or device["verdict"].startswith("busy") for device in report["devices"])
     rest = untried and not any("why" in link for link in report["links"])
     return text + ("\nwhat was tried works; not all could be" if rest else "\nnot all of it works")

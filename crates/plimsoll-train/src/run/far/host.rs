@@ -4,7 +4,7 @@ use super::links::{self, Ways};
 use super::{Answer, Command, Fault, Found, Invitation, Request, RoomFound, VERSION, Wires, decode, encode};
 use crate::resolve::{devices, rates_under_line};
 use crate::run::open::{open, signs_of_life};
-use crate::run::prepare::settle_charges;
+use crate::run::prepare::charges;
 use plimsoll_core::{Bytes, DeviceKind, Failure, MeasuredBy, Space};
 use plimsoll_device::cuda::open::OnGpu;
 use plimsoll_device::device::{Call, Device, DeviceError, FileSpace, Memory, Observer};
@@ -288,16 +288,18 @@ impl Work {
                     *index = Some(gpu);
                 }
                 run.run.devices = named.to_string();
+                let (rows, sequence) = (run.batch_sequences(), u64::from(run.data.sequence));
+                // Before anything is measured, which leaves pages behind that a run would touch, too: plans are the same whether
+                // rates are known or not.
+                let held = charges(rows, sequence);
                 rates_under_line(&run).map_err(Fault::of)?;
                 if self.device.is_none() {
                     // What measuring took was given back: from here on the peak is that of runs.
                     let _ = process::reset_peak();
                 }
-                let (rows, sequence) = (run.batch_sequences(), u64::from(run.data.sequence));
                 let mut device = devices(&run).map_err(Fault::of)?.remove(0);
-                settle_charges(&mut device, rows, sequence);
                 if device.in_process() {
-                    device.charges += CARRIES;
+                    (device.charges, device.charges_measured) = (held + CARRIES, true);
                 }
                 Ok(Answer::Described(Box::new(device)))
             }
