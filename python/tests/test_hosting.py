@@ -345,7 +345,7 @@ def test_a_plan_over_the_cluster_says_what_its_links_cost(pair: tuple[Host, Host
     assert "(measured); links cost" in " ".join(shown.split())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def undisturbed(pair_of_all: tuple[Host, Host], tmp_path_factory: pytest.TempPathFactory) -> Left:
     """What runs that lose a device are compared with."""
     return train(pair_of_all[0], tmp_path_factory.mktemp("runs") / "undisturbed", ",".join(NEAR), STEPS)
