@@ -215,7 +215,7 @@ def matrices_only(name, parameter):
     return parameter.ndim == 2
 
 
-# The size of it: normwise the worst that torch's float32 shows of a gradient.
+# The noise by which rounding is imitated: normwise the worst that torch's float32 shows of a gradient.
 GRADIENT_NOISE = 2e-6
 
 

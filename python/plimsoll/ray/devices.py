@@ -67,8 +67,8 @@ def of_this_machine(named: str | None = None) -> list[Device]:
 
 
 def measure(devices: list[Device]) -> None:
-    """Sees to it that the rates of the processor, and of what it simulates, are known: a worker that had to measure them would hold
-    what that takes (arrays beyond the last cache) beside the bytes that are kept for a run. Those of a GPU are measured there."""
+    """Sees to it that the rates of the processor, and of what it simulates, are known: a worker that has to measure them
+    does so before each run, and where its line leaves little, with less than it takes. Those of a GPU are measured there."""
     if words := [device.worker_name for device in devices if device.kind != "cuda"]:
         print("measuring what the processor can do, unless that is known (20 s)", file=sys.stderr)
         _native.named_devices(settings({"run": {"devices": ",".join(words)}}))
