@@ -1,7 +1,8 @@
 """Faults of a cluster in the middle of runs: a worker is killed, a raylet is killed, a cable is pulled, at a moment that is drawn.
 The run has to end by itself, with the losses of one that nothing happened to; when it noticed, and when it went on, is in its
-events. Where the head is killed it has to save and to stop, everybody to give back what they hold, and the run to come to those
-losses when it is resumed in the cluster that is joined again.
+events. Where the head is killed, its machine's raylet, or that of the machine where the run was started, it has to stop so that it
+can be resumed, everybody to give back what they hold, and the run to come to those losses when it is resumed in the cluster that
+is joined again.
 
     python tests/faults.py --times 20 --seed 1
 
@@ -31,8 +32,11 @@ from plimsoll.ray import ours
 from plimsoll.ray.cluster import columns
 from runs import Left, Started, events, processes, train, worker
 
-Kind = Literal["worker", "raylet", "cable", "head"]
+#: What a run goes on after, and what ends it: the head, the raylet of the head's machine, that of the machine where it was started.
+Kind = Literal["worker", "raylet", "cable"]
+End = Literal["head", "head-raylet", "own-raylet"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+ENDS: tuple[End, ...] = get_args(End)
 
 #: How far a loss may be from that of the undisturbed run: the sums of a step are taken in another order by those who are left.
 SPREAD = 1e-4
@@ -59,23 +63,18 @@ class Survived:
     spread: float
 
 
-def happen(kind: Kind, host: Host) -> None:
+def happen(kind: Kind | End, host: Host) -> None:
     """Something happens to a host that a run is on."""
     if kind == "worker":
         os.kill(worker(host), signal.SIGKILL)
-    elif kind == "raylet":
-        os.kill(of_ray(host, "raylet"), signal.SIGKILL)
-    elif kind == "head":
-        os.kill(of_ray(host, "gcs_server"), signal.SIGKILL)
-    else:
+    elif kind == "cable":
         host.pull_cable()
+    else:
+        os.kill(of_ray(host, "gcs_server" if kind == "head" else "raylet"), signal.SIGKILL)
 
 
 def mend(kind: Kind, host: Host, device: str) -> None:
     """The host is part of the cluster again, as it was."""
-    if kind == "head":
-        hosts.join_head(host, device)
-        return
     if kind == "cable":
         host.plug_in()
     if kind != "worker":
@@ -170,8 +169,9 @@ def one(kind: Kind, sharing: str, there: list[Host], plain: Left, folder: Path, 
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a run came to whose head was killed. Seconds are counted from there."""
+    """What a run came to that something ended. Seconds are counted from there."""
 
+    kind: End
     #: Where the run was started.
     home: str
     #: Until it says that a device is lost.
@@ -185,13 +185,14 @@ class Resumed:
     spread: float
 
 
-def resumed(there: list[Host], plain: Left, folder: Path, draw: random.Random) -> Resumed:
-    """A run whose head is killed, and that is resumed when all have joined again."""
-    home = draw.choice(there)
+def resumed(kind: End, there: list[Host], plain: Left, folder: Path, draw: random.Random) -> Resumed:
+    """A run that something ends, and that is resumed when all who are out of the cluster have joined again, with their words."""
+    home = draw.choice(there[1:] if kind == "own-raylet" else there)
+    out = [home] if kind == "own-raylet" else there
     run = Started(home, folder, devices("batch", SLOW), HEADLESS)
     run.until_step(draw.randint(1, HEADLESS // 4))
     happened = time.time()
-    happen("head", there[0])
+    happen(kind, out[0])
     run.stopped()
     ended = time.time()
     while any(words.startswith(b"ray::Worker") for host in there for _, words in processes(host)):
@@ -200,11 +201,9 @@ def resumed(there: list[Host], plain: Left, folder: Path, draw: random.Random) -
     free = time.time()
     said = events(folder)
     lost = [event for event in said if event["event"] == "lost"]
-    for host in there:
-        if host is there[0]:
-            mend("head", host, GIVEN[host.name])
-        else:
-            hosts.join(host, GIVEN[host.name])
+    for host in out:
+        join = hosts.join_head if host is there[0] else hosts.join
+        join(host, GIVEN[host.name])
     went_on = home.plimsoll("train", "--quiet", "--resume", str(folder))
     assert went_on.returncode == 0, went_on.stdout + went_on.stderr
     left = Left(folder)
@@ -212,6 +211,7 @@ def resumed(there: list[Host], plain: Left, folder: Path, draw: random.Random) -
     # Until then it is the same run.
     same = min(event["back_to"] + 1 if "back_to" in event else event["step"] for event in lost)
     return Resumed(
+        kind=kind,
         home=home.name,
         noticed_seconds=lost[0]["time"] - happened,
         ended_seconds=ended - happened,
@@ -221,17 +221,18 @@ def resumed(there: list[Host], plain: Left, folder: Path, draw: random.Random) -
     )
 
 
-def table_of_heads(found: list[Resumed]) -> str:
+def table_of_ends(found: list[Resumed]) -> str:
     """What these came to."""
     titles = [word for title in ("noticed after", "ended after", "all free after", "joined and resumed in") for word in (title, "longest")]
-    rows = [["head lost, run", "times", *titles, "spread of losses, at most"]]
-    for where, with_it in (("on its machine", True), ("elsewhere", False)):
-        these = [one for one in found if (one.home == "alpha") == with_it]
-        if these:
-            names = ("noticed_seconds", "ended_seconds", "free_seconds", "resumed_seconds")
-            spans = [[getattr(one, name) for one in these] for name in names]
-            took = [f"{take(span):.1f} s" for span in spans for take in (statistics.median, max)]
-            rows.append([where, str(len(these)), *took, f"{max(one.spread for one in these):.1e}"])
+    rows = [["lost", "run", "times", *titles, "spread of losses, at most"]]
+    for kind in ENDS:
+        for where, at_head in (("on the head's machine", True), ("elsewhere", False)):
+            these = [one for one in found if one.kind == kind and (one.home == "alpha") == at_head]
+            if these:
+                names = ("noticed_seconds", "ended_seconds", "free_seconds", "resumed_seconds")
+                spans = [[getattr(one, name) for one in these] for name in names]
+                took = [f"{take(span):.1f} s" for span in spans for take in (statistics.median, max)]
+                rows.append([kind, where, str(len(these)), *took, f"{max(one.spread for one in these):.1e}"])
     return columns(rows)
 
 
@@ -305,29 +306,32 @@ def table(found: list[Survived], sharings: dict[Survived, str]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Workers, raylets and the head are killed, cables pulled, in the middle of runs over three hosts.")
+    parser = argparse.ArgumentParser(
+        description="Workers, raylets and the head are killed, cables pulled, in the middle of runs over three hosts."
+    )
     parser.add_argument("--times", type=int, default=20, help="of each [default: %(default)s]")
     parser.add_argument("--seed", type=int, default=1, help="where hosts and moments are drawn from [default: %(default)s]")
-    parser.add_argument("--kinds", default=",".join(KINDS), help="which [default: %(default)s]")
+    parser.add_argument("--kinds", default=",".join((*KINDS, *ENDS)), help="which [default: %(default)s]")
     parser.add_argument("--back", type=int, default=20, help="workers that are killed and come back in one run [default: %(default)s]")
     args = parser.parse_args()
     hosts.ready_for_script()
-    draw, sharings, heads, failed = random.Random(args.seed), dict[Survived, str](), list[Resumed](), 0
+    draw, sharings, ends, failed = random.Random(args.seed), dict[Survived, str](), list[Resumed](), 0
     with hosts.cluster(list(GIVEN.values())) as there, tempfile.TemporaryDirectory(prefix="plimsoll-faults-") as tmp:
         plain = {sharing: train(there[0], Path(tmp) / sharing, devices(sharing), STEPS) for sharing in LINKS}
         for sharing, left in plain.items():
             assert left.result["sharing"] == sharing and len(left.result["team"]) == len(TAKEN), left.result
-        if "head" in args.kinds:
+        kinds = args.kinds.split(",")
+        if any(kind in ENDS for kind in kinds):
             whole = train(there[0], Path(tmp) / "whole", devices("batch", SLOW), HEADLESS)
         for number in range(args.times):
-            for kind in args.kinds.split(","):
+            for kind in kinds:
                 faulthandler.dump_traceback_later(WATCHDOG_SECONDS, exit=True)
                 sharing = list(LINKS)[number % len(LINKS)]
                 folder = Path(tmp) / f"{kind}-{number}"
                 try:
-                    if kind == "head":
-                        heads.append(resumed(there, whole, folder, draw))
-                        print(f"{kind} {number}: {heads[-1]}", flush=True)
+                    if kind in ENDS:
+                        ends.append(resumed(kind, there, whole, folder, draw))
+                        print(f"{kind} {number}: {ends[-1]}", flush=True)
                         continue
                     came = one(kind, sharing, there, plain[sharing], folder, draw)
                 except Exception as error:  # The others are tried all the same, and it counts.
@@ -341,12 +345,12 @@ def main() -> int:
         if args.back:
             back, spread = returned(there, Path(tmp), args.back, draw)
             print(f"\n{table_of_returns(back)}\nspread of losses, at most: {spread:.1e}")
-    right = len(sharings) + len(heads)
+    right = len(sharings) + len(ends)
     print(f"\n{right} of {right + failed} runs ended as they should")
     if sharings:
         print(f"\n{table(list(sharings), sharings)}")
-    if heads:
-        print(f"\n{table_of_heads(heads)}")
+    if ends:
+        print(f"\n{table_of_ends(ends)}")
     return 1 if failed else 0
 
 

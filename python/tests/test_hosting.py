@@ -402,7 +402,7 @@ def test_a_head_that_is_lost_takes_no_run_with_it(pair: tuple[Host, Host], tmp_p
         run.until_step(3)
     faults.happen("head", alpha)
     # The words by which they joined; what still looks for the head that is gone is in nobody's way.
-    faults.mend("head", alpha, ALPHA)
+    hosts.join_head(alpha)
     hosts.join(beta, BETA)
     of_the_cluster.stopped()
     # Nothing was to be saved but what the devices hold that are left, and may be gone next.
@@ -414,6 +414,24 @@ def test_a_head_that_is_lost_takes_no_run_with_it(pair: tuple[Host, Host], tmp_p
     went_on = with_its_own.left()
     assert [lost["device"] for lost in went_on.result["lost"]] == ["alpha/virtual:b"]
     faults.spread_of(went_on, plain, 3)
+
+
+@pytest.mark.takes_apart
+def test_a_run_that_loses_its_own_raylet_is_resumed_when_its_machine_has_joined_again(
+    pair: tuple[Host, Host], tmp_path: Path
+) -> None:
+    alpha, beta = pair
+    steps = 3 * STEPS
+    plain = train(beta, tmp_path / "plain", ",".join(NEAR), steps)
+    of_the_cluster = Started(beta, tmp_path / "cluster", f"ray:alpha/{NEAR[0]},ray:beta/{NEAR[1]}", steps)
+    of_the_cluster.until_step(3)
+    faults.happen("own-raylet", beta)
+    of_the_cluster.stopped()
+    # The other machine has given back what it held, and this one takes part again with its words.
+    hosts.join(beta, BETA)
+    resumed = beta.plimsoll("train", "--quiet", "--resume", str(of_the_cluster.folder))
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    faults.spread_of(Left(of_the_cluster.folder), plain, 3)
 
 
 def is_survived(kind: faults.Kind, pair: tuple[Host, Host], undisturbed: Left, folder: Path) -> None:

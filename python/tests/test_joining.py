@@ -116,6 +116,8 @@ def test_devices_that_are_named_are_given_and_those_on_paper_are_not() -> None:
     assert sum(one.memory_bytes + one.store_bytes for one in both) == pytest.approx(free - 600 * MIB, rel=0.05)
     with pytest.raises(plimsoll.InputError, match="`rtx3090` is a device on paper"):
         devices.of_this_machine("rtx3090")
+    with pytest.raises(plimsoll.InputError, match="virtual:b is given a load line of 900.00 TiB, and has"):
+        devices.of_this_machine("virtual:a=64MiB@0.1,virtual:b=921600GiB@0.1")
 
 
 @pytest.mark.parametrize(
@@ -374,6 +376,16 @@ def test_without_ray_a_command_says_what_brings_it(
     said = capsys.readouterr()
     assert said.err.startswith("error: this needs Ray 2.60; ") and " has 2.9.3\n" in said.err
     assert json.loads(said.out)["error"]["exit"] == 2
+
+
+@pytest.mark.parametrize("words", [("train", "--devices", "ray"), ("plan", "--devices", "ray"), ("join", "--head")])
+def test_without_ray_the_command_line_says_what_brings_it(command: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
+    (tmp_path / "ray-2.9.3.dist-info").mkdir()
+    (tmp_path / "ray-2.9.3.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: ray\nVersion: 2.9.3\n")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "RAY_ADDRESS": "127.0.0.1:9", "PLIMSOLL_RAY_STATE": str(tmp_path / "state")}
+    said = subprocess.run([command, *words], capture_output=True, text=True, timeout=60, cwd=tmp_path, env=env)
+    assert said.returncode == 2
+    assert said.stderr.startswith("error: this needs Ray 2.60; ") and " has 2.9.3\n" in said.stderr, said.stderr
 
 
 def test_commands_are_handed_over_with_all_their_words(command: Path, tmp_path: Path) -> None:

@@ -594,26 +594,70 @@ pub struct Named {
 pub fn named(file: &RunFile) -> Result<Vec<Named>, Failure> {
     check_asked(file)?;
     let named = |asked: &DeviceRequest| {
-        let (name, own, memory) = (asked.name(), asked.budget(), Memory::read().free);
-        let (kind, free) = match asked {
-            DeviceRequest::Cpu { .. } => (DeviceKind::Cpu, memory),
-            DeviceRequest::Virtual { .. } => (DeviceKind::Virtual, memory),
-            DeviceRequest::Paper { .. } => (DeviceKind::Paper, Bytes::ZERO),
+        let (name, own) = (asked.name(), asked.budget());
+        let (kind, room) = match asked {
+            DeviceRequest::Cpu { .. } => (DeviceKind::Cpu, Room::of_machine()),
+            DeviceRequest::Virtual { .. } => (DeviceKind::Virtual, Room::of_machine()),
+            DeviceRequest::Paper { .. } => (DeviceKind::Paper, Room { free: Bytes::ZERO, total: Bytes(u64::MAX) }),
             DeviceRequest::Cuda { index, .. } => {
                 let (here, card) = cuda::open::card(index.unwrap_or(0))?;
                 if card.architecture.check().is_err() {
                     return Err(unusable(card));
                 }
-                (DeviceKind::Cuda, cuda::open::free_bytes(here, card)?)
+                (DeviceKind::Cuda, Room::of_gpu(here, card)?)
             }
             DeviceRequest::Elsewhere { .. } | DeviceRequest::Ray { .. } => {
                 return Err(Failure::input(format!("run.devices: `{name}` is a device of a cluster"))
                     .hint("name devices of this machine, such as cuda:0 or cpu; plimsoll devices lists them"));
             }
         };
-        Ok(Named { budget: file.line_of(&name, own).of(free), name, kind })
+        Ok(Named { budget: line(file, &name, own, room)?, name, kind })
     };
     file.devices().devices.iter().map(named).collect()
+}
+
+/// The memory that a device's load line is drawn in.
+#[derive(Clone, Copy)]
+struct Room {
+    /// What of it is free.
+    free: Bytes,
+    /// All of it.
+    total: Bytes,
+}
+
+impl Room {
+    fn of_machine() -> Room {
+        let Memory { free, total, .. } = Memory::read();
+        Room { free, total }
+    }
+
+    fn of_gpu(here: &'static Here, card: &Card) -> Result<Room, DeviceError> {
+        Ok(Room { free: cuda::open::free_bytes(here, card)?, total: card.memory_bytes })
+    }
+}
+
+/// The load line that a device of this machine is given.
+///
+/// # Errors
+/// It is above the memory that there is: nothing would hold the device under it.
+fn given(file: &RunFile, name: &str, own: Option<Budget>, Room { free, total }: Room) -> Result<Bytes, Failure> {
+    let line = own.unwrap_or(file.memory.budget).of(free);
+    if line <= total {
+        return Ok(line);
+    }
+    let key = if own.is_some() { "run.devices" } else { "memory.budget" };
+    Err(Failure::input(format!("{key}: {name} is given a load line of {line}, and has {total} of memory"))
+        .hint("give it less, or say nothing: 90% of what is free")
+        .hint("plimsoll plan goes for cards that are not here, too: --devices rtx3090"))
+}
+
+/// The same, or where it was moved to while the run was under way.
+///
+/// # Errors
+/// As [`given`].
+fn line(file: &RunFile, name: &str, own: Option<Budget>, room: Room) -> Result<Bytes, Failure> {
+    given(file, name, own, room)?;
+    Ok(file.line_of(name, own).of(room.free).min(room.total))
 }
 
 /// Measures what nobody has measured of this processor yet, for the one device that a run file names, in what that device's
@@ -759,12 +803,12 @@ fn gpu(file: &RunFile, here: &'static Here, card: &Card, budget: Option<Budget>)
     // What is missing is said before anything is measured.
     here.nvrtc()?;
     here.cublaslt()?;
-    let free = cuda::open::free_bytes(here, card)?;
+    let name = format!("cuda:{}", card.index);
+    let budget = line(file, &name, budget, Room::of_gpu(here, card)?)?;
     let charges = calibration::charges(here, card).map(rounded);
     let rates = calibration::gpu(here, card)?.rates;
-    let name = format!("cuda:{}", card.index);
     Ok(DeviceSpec {
-        budget: file.line_of(&name, budget).of(free),
+        budget,
         name,
         kind: DeviceKind::Cuda,
         charges: charges.unwrap_or(paper::ASSUMED_CHARGES),
@@ -865,12 +909,13 @@ fn assumed_charges(file: &RunFile) -> Bytes {
 }
 
 fn cpu(file: &RunFile, budget: Option<Budget>) -> Result<DeviceSpec, Failure> {
+    let budget = line(file, "cpu", budget, Room::of_machine())?;
     let threads = Cpu::read().threads_for(file.run.threads.asked())?;
     let (rates, pace) = (calibration::cpu(threads)?.rates, pace(file, threads));
     Ok(DeviceSpec {
         name: "cpu".to_owned(),
         kind: DeviceKind::Cpu,
-        budget: file.line_of("cpu", budget).of(Memory::read().free),
+        budget,
         charges: assumed_charges(file),
         charges_measured: false,
         link_measured: false,
@@ -895,11 +940,13 @@ fn virtual_device(
     pace: f64,
     link: LinkRequest,
 ) -> Result<DeviceSpec, Failure> {
+    let name = format!("virtual:{name}");
+    let budget = given(file, &name, Some(budget), Room::of_machine())?;
     let core = calibration::cpu(1)?.rates;
     Ok(DeviceSpec {
-        name: format!("virtual:{name}"),
+        name,
         kind: DeviceKind::Virtual,
-        budget: budget.of(Memory::read().free),
+        budget,
         charges: assumed_charges(file),
         charges_measured: false,
         link_measured: false,
@@ -1082,6 +1129,32 @@ mod tests {
         assert_eq!(used("run.devices=rtx3070,rtx3090=1GiB"), (names(&["rtx3070", "rtx3090"]), names(&[])));
         assert_eq!(used("run.devices=rtx3070,rtx3090=400MiB"), (names(&["rtx3070"]), names(&["rtx3090"])));
         assert_eq!(used("run.devices=rtx3070=400MiB,rtx3090"), (names(&["rtx3090"]), names(&["rtx3070"])));
+    }
+
+    #[test]
+    fn a_load_line_above_the_memory_that_there_is_is_refused() {
+        let model = "model.preset=smollm2-135m";
+        let total = Memory::read().total;
+        let above = |key, name| {
+            format!(
+                "{key}: {name} is given a load line of 900.00 TiB, and has {total} of memory\n  hint: give it less, "
+            )
+        };
+        for (settings, key, name) in [
+            (&["run.devices=cpu=921600GiB"][..], "run.devices", "cpu"),
+            (&["run.devices=virtual:a=64MiB@0.2,virtual:b=921600GiB@0.2"], "run.devices", "virtual:b"),
+            (&["run.devices=cpu", "memory.budget=921600GiB"], "memory.budget", "cpu"),
+        ] {
+            let settings = [&[model], settings].concat();
+            let said = refusal(&settings);
+            assert!(said.starts_with(&above(key, name)), "{said}");
+            let said = named(&file(&settings)).unwrap_err().to_string();
+            assert!(said.starts_with(&above(key, name)), "{said}");
+        }
+        // What was moved there later is that memory.
+        let mut moved = file(&[model, "run.devices=cpu=64MiB"]);
+        moved.moved.insert("cpu".to_owned(), "921600GiB".parse().unwrap());
+        assert_eq!(named(&moved).unwrap()[0].budget, total);
     }
 
     #[test]

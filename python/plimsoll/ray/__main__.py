@@ -8,14 +8,10 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from typing import NoReturn
 
 from plimsoll import errors
 from plimsoll.ray import devices, joining, ours, ports
-
-#: What Plimsoll's commands need of Ray.
-RAY = "2.60"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -23,7 +19,6 @@ def main(words: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else list(words)
     try:
         args = _parser().parse_args(words)
-        _check_ray()
         return int(args.run(args))
     except errors.PlimsollError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -33,16 +28,6 @@ def main(words: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return errors.Stopped.exit_code
-
-
-def _check_ray() -> None:
-    try:
-        version = metadata.version("ray")
-    except metadata.PackageNotFoundError:
-        version = "none"
-    if not version.startswith(f"{RAY}."):
-        hint = f"{sys.executable} -m pip install 'ray=={RAY}.*'"
-        raise errors.InputError(f"this needs Ray {RAY}; {sys.executable} has {version}", [hint])
 
 
 class Parser(argparse.ArgumentParser):

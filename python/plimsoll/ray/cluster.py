@@ -83,6 +83,7 @@ class Cluster(TypedDict):
 @contextlib.contextmanager
 def connected(address: str | None = None) -> Iterator[str]:
     """Speaks with the cluster that this machine is part of, or with the one at ``address``."""
+    joining.check_ray()
     joined = ours.known()
     own_ip = None
     # Read when Ray is imported.

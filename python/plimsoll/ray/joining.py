@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib import metadata
 from pathlib import Path
 
 from plimsoll.errors import InputError
@@ -20,6 +21,8 @@ from plimsoll.ray import ours, ports
 from plimsoll.ray.reasons import reason
 from plimsoll.ray.devices import Device, Given, measure, of_this_machine, share_out
 
+#: What this needs of Ray.
+RAY = "2.60"
 #: How long a raylet may take to start.
 START_SECONDS = 90.0
 #: How long the head may take to say who belongs to its cluster.
@@ -57,6 +60,17 @@ INLINE = {"RAY_max_direct_call_object_size": "2097152"}
 LEAN = {"RAY_task_events_report_interval_ms": "0", "MALLOC_ARENA_MAX": "1"}
 
 
+def check_ray() -> None:
+    """That this interpreter has Ray, of the version that this goes with."""
+    try:
+        version = metadata.version("ray")
+    except metadata.PackageNotFoundError:
+        version = "none"
+    if not version.startswith(f"{RAY}."):
+        hint = f"{sys.executable} -m pip install 'ray=={RAY}.*'"
+        raise InputError(f"this needs Ray {RAY}; {sys.executable} has {version}", [hint])
+
+
 def join(
     *,
     head: bool,
@@ -70,6 +84,7 @@ def join(
 ) -> ours.Joined:
     """Makes this machine the head of a new cluster, or a part of the one at ``address``. ``words`` is what was typed for that,
     without the token."""
+    check_ray()
     before = ours.known()
     if before and _belongs(before):
         raise InputError(f"this machine is part of {before.address} already", ["leave it first: plimsoll leave"])
