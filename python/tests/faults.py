@@ -1,4 +1,4 @@
-"""Faults of a cluster in the middle of runs: a worker is killed, a raylet is killed, a cable is pulled, at a moment that is drawn.
+"""Faults of a cluster in the middle of runs: a worker is killed, a raylet is killed, a cable is pulled, a host hangs, at a moment that is drawn.
 The run has to end by itself, with the losses of one that nothing happened to; when it noticed, and when it went on, is in its
 events. Where the head is killed, its machine's raylet, or that of the machine where the run was started, it has to stop so that it
 can be resumed, everybody to give back what they hold, and the run to come to those losses when it is resumed in the cluster that
@@ -13,6 +13,7 @@ again and again, each as soon as the one before is taken in again.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import json
 import os
@@ -33,7 +34,7 @@ from plimsoll.ray.cluster import columns
 from runs import Left, Started, events, processes, train, worker
 
 #: What a run goes on after, and what ends it: the head, the raylet of the head's machine, that of the machine where it was started.
-Kind = Literal["worker", "raylet", "cable"]
+Kind = Literal["worker", "raylet", "cable", "hang"]
 End = Literal["head", "head-raylet", "own-raylet"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 ENDS: tuple[End, ...] = get_args(End)
@@ -42,6 +43,8 @@ ENDS: tuple[End, ...] = get_args(End)
 SPREAD = 1e-4
 #: One fault, with all that is mended after it, takes no longer; one that hangs ends the soak with the place where it does.
 WATCHDOG_SECONDS = 400
+#: What a run that something has ended held is free after that.
+FREE_SECONDS = 150
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,8 @@ def happen(kind: Kind | End, host: Host) -> None:
         os.kill(worker(host), signal.SIGKILL)
     elif kind == "cable":
         host.pull_cable()
+    elif kind == "hang":
+        signal_all(host, signal.SIGSTOP)
     else:
         os.kill(of_ray(host, "gcs_server" if kind == "head" else "raylet"), signal.SIGKILL)
 
@@ -77,16 +82,29 @@ def mend(kind: Kind, host: Host, device: str) -> None:
     """The host is part of the cluster again, as it was."""
     if kind == "cable":
         host.plug_in()
+    if kind == "hang":
+        signal_all(host, signal.SIGCONT)
     if kind != "worker":
         host.plimsoll("leave")
         hosts.join(host, device)
 
 
+def all_of_ray(host: Host) -> list[int]:
+    """What Ray has started on a host, workers too."""
+    (started,) = json.loads((host.state / "joined.json").read_text())["raylets"]
+    return ours.members(ours.Raylet(**started))
+
+
+def signal_all(host: Host, what: signal.Signals) -> None:
+    """Sends all of that a signal; some of it may end meanwhile."""
+    for pid in all_of_ray(host):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, what)
+
+
 def of_ray(host: Host, name: str) -> int:
     """Ray's process of this name on a host."""
-    (started,) = json.loads((host.state / "joined.json").read_text())["raylets"]
-    pids = ours.members(ours.Raylet(**started))
-    return next(pid for pid in pids if Path(f"/proc/{pid}/comm").read_text().strip() == name)
+    return next(pid for pid in all_of_ray(host) if Path(f"/proc/{pid}/comm").read_text().strip() == name)
 
 
 def survived(kind: Kind, name: str, left: Left, plain: Left, happened: float) -> Survived:
@@ -196,7 +214,7 @@ def resumed(kind: End, there: list[Host], plain: Left, folder: Path, draw: rando
     run.stopped()
     ended = time.time()
     while any(words.startswith(b"ray::Worker") for host in there for _, words in processes(host)):
-        assert time.time() - happened < WATCHDOG_SECONDS
+        assert time.time() - happened < FREE_SECONDS
         time.sleep(0.1)
     free = time.time()
     said = events(folder)
@@ -210,6 +228,7 @@ def resumed(kind: End, there: list[Host], plain: Left, folder: Path, draw: rando
     step = next(event for event in left.events[len(said) :] if event["event"] == "step")
     # Until then it is the same run.
     same = min(event["back_to"] + 1 if "back_to" in event else event["step"] for event in lost)
+    assert left.result["steps"] == HEADLESS
     return Resumed(
         kind=kind,
         home=home.name,
@@ -307,20 +326,22 @@ def table(found: list[Survived], sharings: dict[Survived, str]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description="Workers, raylets and the head are killed, cables pulled, in the middle of runs over three hosts."
+        description="Workers, raylets and the head are killed, cables pulled, hosts stopped, in the middle of runs over three hosts."
     )
     parser.add_argument("--times", type=int, default=20, help="of each [default: %(default)s]")
     parser.add_argument("--seed", type=int, default=1, help="where hosts and moments are drawn from [default: %(default)s]")
     parser.add_argument("--kinds", default=",".join((*KINDS, *ENDS)), help="which [default: %(default)s]")
     parser.add_argument("--back", type=int, default=20, help="workers that are killed and come back in one run [default: %(default)s]")
     args = parser.parse_args()
+    kinds = args.kinds.split(",")
+    if unknown := set(kinds) - {*KINDS, *ENDS}:
+        parser.error(f"--kinds: unknown: {', '.join(unknown)}")
     hosts.ready_for_script()
     draw, sharings, ends, failed = random.Random(args.seed), dict[Survived, str](), list[Resumed](), 0
     with hosts.cluster(list(GIVEN.values())) as there, tempfile.TemporaryDirectory(prefix="plimsoll-faults-") as tmp:
         plain = {sharing: train(there[0], Path(tmp) / sharing, devices(sharing), STEPS) for sharing in LINKS}
         for sharing, left in plain.items():
             assert left.result["sharing"] == sharing and len(left.result["team"]) == len(TAKEN), left.result
-        kinds = args.kinds.split(",")
         if any(kind in ENDS for kind in kinds):
             whole = train(there[0], Path(tmp) / "whole", devices("batch", SLOW), HEADLESS)
         for number in range(args.times):
@@ -336,6 +357,10 @@ def main() -> int:
                     came = one(kind, sharing, there, plain[sharing], folder, draw)
                 except Exception as error:  # The others are tried all the same, and it counts.
                     failed += 1
+                    # Whatever it has left behind is in nobody's way.
+                    for host in there:
+                        host.end_started()
+                    hosts.mend(there, list(GIVEN.values()))
                     print(f"{kind} {number}, {sharing}: FAILED: {error!r}; {folder}", flush=True)
                     continue
                 finally:

@@ -98,6 +98,26 @@ def test_a_host_with_another_token_is_refused(pair: tuple[Host, Host]) -> None:
     assert [node["name"] for node in look(alpha)["nodes"]] == ["alpha/virtual:a", "beta/virtual:b"]
 
 
+OTHER_PYTHON = """
+import collections, sys
+version = collections.namedtuple("version", "major minor micro releaselevel serial")
+sys.version_info = version(*sys.version_info[:2], 99, "final", 0)
+"""
+
+
+def test_a_host_with_another_python_is_refused_and_told_which(pair: tuple[Host, Host], tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(OTHER_PYTHON)
+    alpha, beta = pair
+    env = {**beta.env, "PYTHONPATH": str(tmp_path)}
+    aside = Host("gamma", beta.ip, beta.namespace, beta.switch, beta.port, beta.state.with_name("aside"), beta.tmp, env)
+    tried = aside.plimsoll("join", "10.77.0.1:7300", "--token", TOKEN, "--devices", BETA, "--ports", "7600")
+    assert tried.returncode == 2
+    own, said = ".".join(map(str, sys.version_info[:3])), tried.stderr
+    assert f" and Python {own}, and this machine Ray 2.60." in said and f" and Python {own.rpartition('.')[0]}.99\n" in said, said
+    assert not list(aside.state.glob("joined.json"))
+    assert [node["name"] for node in look(alpha)["nodes"]] == ["alpha/virtual:a", "beta/virtual:b"]
+
+
 def test_every_device_and_link_is_tried(pair: tuple[Host, Host]) -> None:
     tried = pair[0].plimsoll("verify", "--json", "--seconds", "0.5", "--share", "50%")
     assert tried.returncode == 0, tried.stdout + tried.stderr

@@ -188,12 +188,16 @@ fn into_machine_code(root: &Path, python: &Path) -> anyhow::Result<()> {
 /// The kernels on the CPU, against the CPU's own.
 fn arithmetic(root: &Path) -> anyhow::Result<()> {
     ensure!(Command::new("g++").arg("--version").output().is_ok(), "g++ is needed to run kernels on the CPU");
-    let files = ["cuda_kernels", "cuda_tensor", "cuda_executor", "cuda_adopt", "device"];
+    let two = ("PLIMSOLL_STAND_IN_MEMORY", "8GiB,8GiB,1GiB");
+    let run = |files: &[&str], words: &[&str]| {
+        let tests =
+            files.iter().flat_map(|file| ["--test", file]).chain(["--", "--ignored"]).chain(words.iter().copied());
+        succeed(Command::new("cargo").args(["test", "--workspace"]).args(tests).env(two.0, two.1).current_dir(root))
+    };
+    run(&["cuda_kernels", "cuda_tensor"], &[])?;
     // One after the other: the tests of a process share the contexts of the stand-in, and one that waits for all of a context's
     // work must not wait for ranks of another test.
-    let tests = files.iter().flat_map(|file| ["--test", file]).chain(["--", "--ignored", "--test-threads=1"]);
-    let two = ("PLIMSOLL_STAND_IN_MEMORY", "8GiB,8GiB,1GiB");
-    succeed(Command::new("cargo").args(["test", "--workspace"]).args(tests).env(two.0, two.1).current_dir(root))
+    run(&["cuda_executor", "cuda_adopt", "device"], &["--test-threads=1"])
 }
 
 /// The real programs on a stand-in for a GPU (runs on the CPU): what it is there to find, the command line, and every op

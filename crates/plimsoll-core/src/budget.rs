@@ -22,6 +22,14 @@ impl Budget {
     /// What the host gives beside an accelerator when the user says nothing: 80 % of what is free.
     pub const HOST: Budget = Budget::Share(0.8);
 
+    /// The amount, where it is one.
+    pub fn amount(self) -> Option<Bytes> {
+        match self {
+            Budget::Share(_) => None,
+            Budget::Amount(bytes) => Some(bytes),
+        }
+    }
+
     /// The load line where `free` is free. An amount is taken as it is: whether there is as much is for the
     /// device to say when it is opened.
     pub fn of(self, free: Bytes) -> Bytes {

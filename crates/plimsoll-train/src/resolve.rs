@@ -571,9 +571,11 @@ pub(crate) fn plan_of_what(file: &RunFile, config: &ModelConfig) -> PlanOf {
 /// What can be said of the devices that are asked for before any is looked at.
 ///
 /// # Errors
-/// Virtual devices that want more of this machine than there is.
+/// Devices that want more of this machine's cores or memory than there is.
 pub fn check_asked(file: &RunFile) -> Result<(), Failure> {
-    check_paces(&file.devices().devices, Cpu::read().usable_cores())
+    let devices = file.devices().devices;
+    check_paces(&devices, Cpu::read().usable_cores())?;
+    check_lines(file, &devices, Memory::read().total)
 }
 
 /// A device of this machine that is named, with its load line: what is known of it before anything is measured.
@@ -593,71 +595,77 @@ pub struct Named {
 /// Devices that are not here, or cannot be used.
 pub fn named(file: &RunFile) -> Result<Vec<Named>, Failure> {
     check_asked(file)?;
-    let named = |asked: &DeviceRequest| {
-        let (name, own) = (asked.name(), asked.budget());
-        let (kind, room) = match asked {
-            DeviceRequest::Cpu { .. } => (DeviceKind::Cpu, Room::of_machine()),
-            DeviceRequest::Virtual { .. } => (DeviceKind::Virtual, Room::of_machine()),
-            DeviceRequest::Paper { .. } => (DeviceKind::Paper, Room { free: Bytes::ZERO, total: Bytes(u64::MAX) }),
+    let mut found = Vec::new();
+    let mut add = |name: String, kind, own, free| {
+        let budget = file.line_of(&name, own).of(free);
+        found.push(Named { name, kind, budget });
+    };
+    for asked in &file.devices().devices {
+        let (name, own, memory) = (asked.name(), asked.budget(), Memory::read().free);
+        match asked {
+            DeviceRequest::Cpu { .. } => add(name, DeviceKind::Cpu, own, memory),
+            DeviceRequest::Virtual { .. } => add(name, DeviceKind::Virtual, own, memory),
+            DeviceRequest::Paper { .. } => add(name, DeviceKind::Paper, own, Bytes::ZERO),
             DeviceRequest::Cuda { index, .. } => {
-                let (here, card) = cuda::open::card(index.unwrap_or(0))?;
-                if card.architecture.check().is_err() {
-                    return Err(unusable(card));
+                for (here, card) in cards(*index)? {
+                    add(format!("cuda:{}", card.index), DeviceKind::Cuda, own, free_on(here, card, file, own)?);
                 }
-                (DeviceKind::Cuda, Room::of_gpu(here, card)?)
             }
             DeviceRequest::Elsewhere { .. } | DeviceRequest::Ray { .. } => {
                 return Err(Failure::input(format!("run.devices: `{name}` is a device of a cluster"))
                     .hint("name devices of this machine, such as cuda:0 or cpu; plimsoll devices lists them"));
             }
-        };
-        Ok(Named { budget: line(file, &name, own, room)?, name, kind })
+        }
+    }
+    Ok(found)
+}
+
+/// That amounts which are given as load lines are there. A share always is.
+///
+/// # Errors
+/// Those in this machine's memory are more than `total`: nothing would hold the devices under them.
+fn check_lines(file: &RunFile, devices: &[DeviceRequest], total: Bytes) -> Result<(), Failure> {
+    let of_machine =
+        |asked: &&DeviceRequest| matches!(asked, DeviceRequest::Cpu { .. } | DeviceRequest::Virtual { .. });
+    // Of one that was moved while the run was under way its new place is what counts.
+    let named = |asked: &DeviceRequest| {
+        let budget = (!file.moved.contains_key(&asked.name())).then(|| asked.budget().unwrap_or(file.memory.budget));
+        budget.and_then(Budget::amount).map(|line| (asked.name(), line))
     };
-    file.devices().devices.iter().map(named).collect()
-}
-
-/// The memory that a device's load line is drawn in.
-#[derive(Clone, Copy)]
-struct Room {
-    /// What of it is free.
-    free: Bytes,
-    /// All of it.
-    total: Bytes,
-}
-
-impl Room {
-    fn of_machine() -> Room {
-        let Memory { free, total, .. } = Memory::read();
-        Room { free, total }
+    let given: Vec<(String, Bytes)> = devices.iter().filter(of_machine).filter_map(named).collect();
+    let own = devices.iter().filter(of_machine).any(|asked| asked.budget().is_some());
+    above(if own { "run.devices" } else { "memory.budget" }, &given, "this machine", total)?;
+    if devices.iter().any(|asked| matches!(asked, DeviceRequest::Cuda { .. } | DeviceRequest::Virtual { .. })) {
+        let key = if file.devices().host.is_some() { "run.devices" } else { "memory.host" };
+        let given = file.host().amount().map(|line| ("host".to_owned(), line));
+        above(key, given.as_slice(), "this machine", total)?;
     }
-
-    fn of_gpu(here: &'static Here, card: &Card) -> Result<Room, DeviceError> {
-        Ok(Room { free: cuda::open::free_bytes(here, card)?, total: card.memory_bytes })
-    }
+    Ok(())
 }
 
-/// The load line that a device of this machine is given.
+/// That load lines are no more than `total`, which `place` has.
+fn above(key: &str, given: &[(String, Bytes)], place: &str, total: Bytes) -> Result<(), Failure> {
+    let sum: Bytes = given.iter().map(|(_, line)| *line).sum();
+    // Where the system does not say what there is, nobody knows better.
+    if sum <= total || total == Bytes::ZERO {
+        return Ok(());
+    }
+    let names: Vec<&str> = given.iter().map(|(name, _)| &**name).collect();
+    let message = format!("{key}: {} may hold {sum}, and {place} has {total}", names.join(" and "));
+    Err(Failure::input(message).hint("name amounts that are there, or shares of what is free, such as 50%"))
+}
+
+/// What a load line of a GPU may be a share of, for a device of which an amount is no more than there is.
 ///
 /// # Errors
-/// It is above the memory that there is: nothing would hold the device under it.
-fn given(file: &RunFile, name: &str, own: Option<Budget>, Room { free, total }: Room) -> Result<Bytes, Failure> {
-    let line = own.unwrap_or(file.memory.budget).of(free);
-    if line <= total {
-        return Ok(line);
-    }
+/// It is more, or the driver refuses.
+fn free_on(here: &'static Here, card: &Card, file: &RunFile, own: Option<Budget>) -> Result<Bytes, Failure> {
+    let name = format!("cuda:{}", card.index);
     let key = if own.is_some() { "run.devices" } else { "memory.budget" };
-    Err(Failure::input(format!("{key}: {name} is given a load line of {line}, and has {total} of memory"))
-        .hint("give it less, or say nothing: 90% of what is free")
-        .hint("plimsoll plan goes for cards that are not here, too: --devices rtx3090"))
-}
-
-/// The same, or where it was moved to while the run was under way.
-///
-/// # Errors
-/// As [`given`].
-fn line(file: &RunFile, name: &str, own: Option<Budget>, room: Room) -> Result<Bytes, Failure> {
-    given(file, name, own, room)?;
-    Ok(file.line_of(name, own).of(room.free).min(room.total))
+    let given = own.unwrap_or(file.memory.budget).amount().filter(|_| !file.moved.contains_key(&name));
+    let given = given.map(|line| (name, line));
+    above(key, given.as_slice(), &card.name, card.memory_bytes)?;
+    Ok(cuda::open::free_bytes(here, card)?)
 }
 
 /// Measures what nobody has measured of this processor yet, for the one device that a run file names, in what that device's
@@ -695,7 +703,10 @@ fn open_devices(file: &RunFile) -> Result<Vec<DeviceSpec>, Failure> {
             }
             // Nobody who has a GPU shall wonder why it idles.
             Err(failure) if a_gpu_could_be_used() => Err(failure.hint("or leave it alone: --devices cpu")),
-            _ => Ok(vec![cpu(file, None)?]),
+            _ => {
+                check_lines(file, &[DeviceRequest::Cpu { budget: None }], Memory::read().total)?;
+                Ok(vec![cpu(file, None)?])
+            }
         };
     }
     check_asked(file)?;
@@ -772,15 +783,26 @@ fn example_pair(file: &RunFile) -> String {
     format!("virtual:large={}@{},virtual:small={}@{}", line(48), pace(1.0), line(32), pace(SLOWER))
 }
 
-/// Every GPU that Plimsoll can use; where there is none, why.
-fn gpus(file: &RunFile, budget: Option<Budget>) -> Result<Vec<DeviceSpec>, Failure> {
-    let here = cuda::gpus::here()?;
-    let usable = here.cards.iter().filter(|card| card.architecture.check().is_ok());
-    let gpus: Vec<DeviceSpec> = usable.map(|card| gpu(file, here, card, budget)).collect::<Result<_, _>>()?;
-    match here.cards.first() {
-        Some(card) if gpus.is_empty() => Err(unusable(card)),
-        _ => Ok(gpus),
+/// The GPU of this number, or every one that Plimsoll can use.
+///
+/// # Errors
+/// There is none, and why.
+fn cards(index: Option<u32>) -> Result<Vec<(&'static Here, &'static Card)>, Failure> {
+    let (here, cards) = match index {
+        Some(index) => cuda::open::card(index).map(|(here, card)| (here, std::slice::from_ref(card)))?,
+        None => cuda::gpus::here().map(|here| (here, &*here.cards))?,
+    };
+    let usable: Vec<_> =
+        cards.iter().filter(|card| card.architecture.check().is_ok()).map(|card| (here, card)).collect();
+    match cards.first() {
+        Some(card) if usable.is_empty() => Err(unusable(card)),
+        _ => Ok(usable),
     }
+}
+
+/// The same, as they are planned for.
+fn gpus(file: &RunFile, budget: Option<Budget>) -> Result<Vec<DeviceSpec>, Failure> {
+    cards(None)?.into_iter().map(|(here, card)| gpu(file, here, card, budget)).collect()
 }
 
 /// Whether there is a GPU that Plimsoll has kernels for, whatever else is missing.
@@ -804,11 +826,11 @@ fn gpu(file: &RunFile, here: &'static Here, card: &Card, budget: Option<Budget>)
     here.nvrtc()?;
     here.cublaslt()?;
     let name = format!("cuda:{}", card.index);
-    let budget = line(file, &name, budget, Room::of_gpu(here, card)?)?;
+    let free = free_on(here, card, file, budget)?;
     let charges = calibration::charges(here, card).map(rounded);
     let rates = calibration::gpu(here, card)?.rates;
     Ok(DeviceSpec {
-        budget,
+        budget: file.line_of(&name, budget).of(free),
         name,
         kind: DeviceKind::Cuda,
         charges: charges.unwrap_or(paper::ASSUMED_CHARGES),
@@ -872,6 +894,8 @@ fn device(file: &RunFile, asked: &DeviceRequest) -> Result<DeviceSpec, Failure> 
         DeviceRequest::Elsewhere { device, team_link, .. } => {
             let mut there = file.clone();
             there.run.devices = device.to_string();
+            // Nothing waits there.
+            there.memory.host = Budget::HOST;
             let spec = file.elsewhere.describe(&asked.name(), there)?;
             let given = match &**device {
                 DeviceRequest::Virtual { team_link, .. } => *team_link,
@@ -909,13 +933,12 @@ fn assumed_charges(file: &RunFile) -> Bytes {
 }
 
 fn cpu(file: &RunFile, budget: Option<Budget>) -> Result<DeviceSpec, Failure> {
-    let budget = line(file, "cpu", budget, Room::of_machine())?;
     let threads = Cpu::read().threads_for(file.run.threads.asked())?;
     let (rates, pace) = (calibration::cpu(threads)?.rates, pace(file, threads));
     Ok(DeviceSpec {
         name: "cpu".to_owned(),
         kind: DeviceKind::Cpu,
-        budget,
+        budget: file.line_of("cpu", budget).of(Memory::read().free),
         charges: assumed_charges(file),
         charges_measured: false,
         link_measured: false,
@@ -940,13 +963,11 @@ fn virtual_device(
     pace: f64,
     link: LinkRequest,
 ) -> Result<DeviceSpec, Failure> {
-    let name = format!("virtual:{name}");
-    let budget = given(file, &name, Some(budget), Room::of_machine())?;
     let core = calibration::cpu(1)?.rates;
     Ok(DeviceSpec {
-        name,
+        name: format!("virtual:{name}"),
         kind: DeviceKind::Virtual,
-        budget,
+        budget: budget.of(Memory::read().free),
         charges: assumed_charges(file),
         charges_measured: false,
         link_measured: false,
@@ -1132,29 +1153,41 @@ mod tests {
     }
 
     #[test]
-    fn a_load_line_above_the_memory_that_there_is_is_refused() {
-        let model = "model.preset=smollm2-135m";
-        let total = Memory::read().total;
-        let above = |key, name| {
-            format!(
-                "{key}: {name} is given a load line of 900.00 TiB, and has {total} of memory\n  hint: give it less, "
-            )
+    fn load_lines_above_the_memory_that_there_is_are_refused() {
+        let asked = |settings: &[&str]| {
+            let file = file(&[&["model.preset=smollm2-135m"], settings].concat());
+            check_lines(&file, &file.devices().devices, Bytes::gib(16)).map_err(|failure| failure.message)
         };
-        for (settings, key, name) in [
-            (&["run.devices=cpu=921600GiB"][..], "run.devices", "cpu"),
-            (&["run.devices=virtual:a=64MiB@0.2,virtual:b=921600GiB@0.2"], "run.devices", "virtual:b"),
-            (&["run.devices=cpu", "memory.budget=921600GiB"], "memory.budget", "cpu"),
+        for (settings, said) in [
+            (&["run.devices=cpu=900GiB"][..], "run.devices: cpu may hold 900.00 GiB, and this machine has 16.00 GiB"),
+            (
+                &["run.devices=virtual:a=10GiB@0.2,virtual:b=8GiB@0.2"],
+                "run.devices: virtual:a and virtual:b may hold 18.00 GiB, and this machine has 16.00 GiB",
+            ),
+            (
+                &["run.devices=cpu", "memory.budget=17GiB"],
+                "memory.budget: cpu may hold 17.00 GiB, and this machine has 16.00 GiB",
+            ),
+            (
+                &["run.devices=virtual:a=1GiB@0.2,host=17GiB"],
+                "run.devices: host may hold 17.00 GiB, and this machine has 16.00 GiB",
+            ),
+            (
+                &["run.devices=cuda:0", "memory.host=17GiB"],
+                "memory.host: host may hold 17.00 GiB, and this machine has 16.00 GiB",
+            ),
         ] {
-            let settings = [&[model], settings].concat();
-            let said = refusal(&settings);
-            assert!(said.starts_with(&above(key, name)), "{said}");
-            let said = named(&file(&settings)).unwrap_err().to_string();
-            assert!(said.starts_with(&above(key, name)), "{said}");
+            assert_eq!(asked(settings), Err(said.to_owned()));
         }
-        // What was moved there later is that memory.
-        let mut moved = file(&[model, "run.devices=cpu=64MiB"]);
-        moved.moved.insert("cpu".to_owned(), "921600GiB".parse().unwrap());
-        assert_eq!(named(&moved).unwrap()[0].budget, total);
+        assert_eq!(asked(&["run.devices=cpu=16GiB", "memory.host=17GiB"]), Ok(()));
+        assert_eq!(asked(&["run.devices=cpu,virtual:a=16GiB@0.2"]), Ok(()));
+        assert_eq!(asked(&["run.devices=rtx3090=23GiB,host=64GiB"]), Ok(()));
+        // Where a line was moved to while the run was under way is what counts.
+        let mut moved = file(&["model.preset=smollm2-135m", "run.devices=cpu=900GiB"]);
+        moved.moved.insert("cpu".to_owned(), "64MiB".parse().unwrap());
+        assert!(check_lines(&moved, &moved.devices().devices, Bytes::gib(16)).is_ok());
+        let settings = &["model.preset=smollm2-135m", "run.devices=virtual:a=64MiB@0.2,virtual:b=921600GiB@0.2"];
+        assert!(refusal(settings).starts_with("run.devices: virtual:a and virtual:b may hold 900.00 TiB, and this"));
     }
 
     #[test]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from plimsoll import errors
-from plimsoll.ray import devices, joining, ours, ports
+from plimsoll.ray import joining, ours, ports
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -89,7 +89,7 @@ def _join(args: argparse.Namespace) -> int:
             words += [f"--{flag}", value]
     if args.ports != ports.BASE:
         words += ["--ports", str(args.ports)]
-    joined = joining.join(
+    joined, given = joining.join(
         head=args.head,
         address=args.address,
         token=args.token,
@@ -100,7 +100,7 @@ def _join(args: argparse.Namespace) -> int:
         words=shlex.join(words),
     )
     print(f"{'the head of' if joined.head else 'part of'} the cluster at {joined.address}, as {joined.ip}")
-    for device, raylet in zip(devices.of_this_machine(args.devices), joined.raylets):
+    for device, raylet in zip(given, joined.raylets):
         simulated = " (simulated)" if device.simulated else ""
         print(f"  {raylet.name}{simulated}: {device.model}, {device.line_bytes / (1 << 30):.2f} GiB")
     if joined.head:

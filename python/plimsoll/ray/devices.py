@@ -56,7 +56,7 @@ def of_this_machine(named: str | None = None) -> list[Device]:
     for spec in json.loads(_native.named_lines(settings({"run": {"devices": named}}))):
         name, kind, budget = spec["name"], spec["kind"], spec["budget"]
         if kind == "cuda":
-            given += cards if name == "cuda" else [replace(card, line_bytes=budget) for card in cards if card.name == name]
+            given += [replace(card, line_bytes=budget) for card in cards if card.name == name]
         elif kind == "cpu":
             given.append(Device(name, "cpu", cpu["model"], budget, f"cpu={budget // MIB}MiB"))
         elif kind == "virtual":
@@ -103,11 +103,13 @@ def share_out(devices: list[Device]) -> list[Given]:
     cpu = api.devices()["devices"][0]
     count = len(devices)
     free = cpu["takes"]["budget_bytes"]
-    own = sum(device.line_bytes for device in devices if device.kind in ("virtual", "cpu"))
-    rest = max(free - own, 0) // max(sum(device.kind != "cpu" for device in devices), 1)
+    left = max(free - sum(device.line_bytes for device in devices if device.kind == "virtual"), 0)
+    # A processor that is named without an amount would have what simulated devices hold, too.
+    processor = min(sum(device.line_bytes for device in devices if device.kind == "cpu"), left)
+    rest = (left - processor) // max(sum(device.kind != "cpu" for device in devices), 1)
     given = []
     for number, device in enumerate(devices):
-        memory = device.line_bytes if device.kind == "cpu" else rest
+        memory = processor if device.kind == "cpu" else rest
         store = int(min(max(memory * STORE_SHARE, STORE_LEAST), STORE_MOST))
         # At least one core each, and the first ones have what is left over.
         cpus = max(cpu["threads"] // count + (number < cpu["threads"] % count), 1)

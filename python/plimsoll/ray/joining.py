@@ -18,7 +18,7 @@ from pathlib import Path
 
 from plimsoll.errors import InputError
 from plimsoll.ray import ours, ports
-from plimsoll.ray.reasons import reason
+from plimsoll.ray.reasons import reason, versions_differ
 from plimsoll.ray.devices import Device, Given, measure, of_this_machine, share_out
 
 #: What this needs of Ray.
@@ -81,9 +81,9 @@ def join(
     base: int,
     name: str | None,
     words: str = "plimsoll join",
-) -> ours.Joined:
-    """Makes this machine the head of a new cluster, or a part of the one at ``address``. ``words`` is what was typed for that,
-    without the token."""
+) -> tuple[ours.Joined, list[Device]]:
+    """Makes this machine the head of a new cluster, or a part of the one at ``address``, and says with which devices. ``words`` is
+    what was typed for that, without the token."""
     check_ray()
     before = ours.known()
     if before and _belongs(before):
@@ -137,7 +137,7 @@ def join(
         raise
     if before and (had := [raylet.name for raylet in before.raylets]) != [raylet.name for raylet in joined.raylets]:
         print(f"it gave {', '.join(had)} before, as it was joined with: {before.words}", file=sys.stderr)
-    return joined
+    return joined, here
 
 
 def _kept_token() -> str | None:
@@ -289,6 +289,8 @@ def _wait(process: subprocess.Popen[bytes], log: Path, address: str) -> None:
     said = log.read_text(errors="replace")
     if "nauthenticated" in said or "invalid auth" in said.lower() or "AuthenticationError" in said:
         raise _refused(address)
+    if differ := versions_differ(said):
+        raise InputError(differ, ["Ray takes no other: make a venv of that Python here, with that Ray in it"])
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     raise InputError(f"Ray does not start: {lines[-1] if lines else 'it says nothing'}", [f"all that it said: {log}"])
 

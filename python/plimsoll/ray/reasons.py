@@ -42,8 +42,19 @@ OF_RAY = {
 }
 
 
+def versions_differ(said: str) -> str | None:
+    """Which versions of Ray and Python do not go together, where that is what Ray has said: it takes no others, to the patch."""
+    found = re.findall(r"Ray: (\S+)\s+Python: (\S+)", said)
+    if len(found) != 2:
+        return None
+    theirs, own = (f"Ray {ray} and Python {python}" for ray, python in found)
+    return f"the cluster has {theirs}, and this machine {own}"
+
+
 def reason(error: BaseException) -> str:
     """Why, in a line."""
+    if differ := versions_differ(str(error)):
+        return differ
     if type(error).__module__.partition(".")[0] == "ray":
         return _of_ray(error)
     if isinstance(error, PlimsollError):
