@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -365,6 +366,23 @@ def test_a_plan_over_the_cluster_says_what_its_links_cost(pair: tuple[Host, Host
     rate = float(line.partition("between them: ")[2].partition(" MB/s")[0])
     assert 1.0 < rate < 130.0, shown
     assert "(measured); links cost" in " ".join(shown.split())
+
+
+def test_what_a_plan_over_two_hosts_says_fits_runs(pair: tuple[Host, Host], tmp_path: Path) -> None:
+    def devices(*lines: int) -> str:
+        return f"ray:alpha/virtual:a={lines[0]}MiB@0.4,ray:beta/virtual:b={lines[1]}MiB@0.2"
+
+    def planned(*lines: int) -> dict[str, Any]:
+        said = pair[0].plimsoll("plan", "--json", *words(tmp_path / "run", devices(*lines), 2, "run.team=all")[2:])
+        assert said.returncode == 0, said.stdout + said.stderr
+        return json.loads(said.stdout)  # type: ignore[no-any-return]
+
+    # A node's charges waver by a step of their rounding from start to start.
+    lines = [device["peak_bytes"] // MIB + 5 for device in planned(280, 280)["devices"]]
+    plan = planned(*lines)
+    left = train(pair[0], tmp_path / "run", devices(*lines), 2, "run.team=all")
+    charges = [[device["charges_bytes"] for device in plan["devices"]] for plan in (plan, left.plan)]
+    assert all(abs(one - other) <= 4 * MIB for one, other in zip(*charges, strict=True)), charges
 
 
 @pytest.fixture(scope="session")

@@ -368,6 +368,11 @@ def test_short_times_are_shown_in_a_unit_that_shows_them() -> None:
     assert [span(seconds) for seconds in (4.2e-6, 0.00035, 0.0012)] == ["4 µs", "350 µs", "1.20 ms"]
 
 
+def test_amounts_are_in_the_unit_that_suits_them() -> None:
+    said = ["0 B", "1.50 KiB", "200.00 MiB", "1.00 GiB", "2.25 TiB"]
+    assert [devices.readable(count) for count in (0, 1536, 200 << 20, 1 << 30, 9 << 38)] == said
+
+
 def test_tables_line_up() -> None:
     assert columns([["a", "bb"], ["ccc", "d"]]) == "a    bb\nccc  d"
 
@@ -382,16 +387,36 @@ def test_without_ray_a_command_says_what_brings_it(
     assert json.loads(said.out)["error"]["exit"] == 2
 
 
-@pytest.mark.parametrize("words", [("train", "--devices", "ray"), ("plan", "--devices", "ray"), ("join", "--head")])
-def test_without_ray_the_command_line_says_what_brings_it(command: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
+@pytest.fixture
+def no_ray(tmp_path: Path) -> dict[str, str]:
+    """An environment in which Ray is too old."""
     # None may be asked for before its version.
     (tmp_path / "ray.py").write_text("raise ImportError('it is too old')")
     (tmp_path / "ray-2.9.3.dist-info").mkdir()
     (tmp_path / "ray-2.9.3.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: ray\nVersion: 2.9.3\n")
-    env = {**os.environ, "PYTHONPATH": str(tmp_path), "RAY_ADDRESS": "127.0.0.1:9", "PLIMSOLL_RAY_STATE": str(tmp_path / "state")}
-    said = subprocess.run([command, *words], capture_output=True, text=True, timeout=60, cwd=tmp_path, env=env)
+    return {**os.environ, "PYTHONPATH": str(tmp_path), "RAY_ADDRESS": "127.0.0.1:9"}
+
+
+@pytest.mark.parametrize("words", [("train", "--devices", "ray"), ("plan", "--devices", "ray"), ("join", "--head")])
+def test_without_ray_the_command_line_says_what_brings_it(
+    command: Path, tmp_path: Path, no_ray: dict[str, str], words: tuple[str, ...]
+) -> None:
+    said = subprocess.run([command, *words], capture_output=True, text=True, timeout=60, cwd=tmp_path, env=no_ray)
     assert said.returncode == 2
     assert said.stderr.startswith("error: this needs Ray 2.60; ") and " has 2.9.3\n" in said.stderr, said.stderr
+
+
+def test_a_machine_leaves_without_ray(command: Path, tmp_path: Path, no_ray: dict[str, str]) -> None:
+    def leaves() -> tuple[int, str]:
+        ended = subprocess.run([command, "leave"], capture_output=True, text=True, timeout=60, cwd=tmp_path, env=no_ray)
+        return ended.returncode, ended.stdout
+
+    assert leaves() == (0, "this machine is part of no cluster\n")
+    leader, raylet = session(1)
+    ours.keep(ours.Joined("192.0.2.1:7300", "192.0.2.2", False, [raylet]))
+    assert leaves() == (0, "left 192.0.2.1:7300; processes ended: 2\n")
+    leader.wait(10)
+    assert ours.members(raylet) == []
 
 
 def test_commands_are_handed_over_with_all_their_words(command: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@
 use crate::data::sums;
 use crate::files::{AdapterDir, ModelDir, ModelWeights, read_config};
 use crate::run::far;
-use crate::run::prepare::{charge_own_rows, charges, one_of, programs_bytes, rounded, with_programs};
+use crate::run::prepare::{charge_team, charges, one_of, programs_bytes, rounded, with_programs};
 use crate::run_file::{EXAMPLE_PREFIX, FallbackTo, Init, Length, Method, Optimizer, RunFile, TeamOf};
 use plimsoll_core::{
     Budget, Bytes, DeviceKind, DeviceSpec, Failure, Fallback, FileSpec, HostSpec, Link, NcclSpec, Plan, PlanOf, Rates,
@@ -1001,7 +1001,7 @@ pub fn plan(file: &RunFile, explain: bool) -> Result<Planned, Failure> {
     devices.append(&mut resolved.others);
     let alone: Vec<Bytes> = devices.iter().map(|device| device.charges).collect();
     if devices.len() > 1 {
-        devices.iter_mut().for_each(|device| charge_own_rows(device, file));
+        charge_team(&mut devices, file);
     }
     let mut answer = with_programs(&mut devices, |devices| {
         let answer = share_out(&team_question(file, &resolved.model, devices)?);

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from plimsoll import errors
 from plimsoll.ray import joining, ours, ports
+from plimsoll.ray.devices import readable
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -89,7 +90,7 @@ def _join(args: argparse.Namespace) -> int:
             words += [f"--{flag}", value]
     if args.ports != ports.BASE:
         words += ["--ports", str(args.ports)]
-    joined, given = joining.join(
+    joined, shares = joining.join(
         head=args.head,
         address=args.address,
         token=args.token,
@@ -100,9 +101,10 @@ def _join(args: argparse.Namespace) -> int:
         words=shlex.join(words),
     )
     print(f"{'the head of' if joined.head else 'part of'} the cluster at {joined.address}, as {joined.ip}")
-    for device, raylet in zip(given, joined.raylets):
+    for (device, given), raylet in zip(shares, joined.raylets):
         simulated = " (simulated)" if device.simulated else ""
-        print(f"  {raylet.name}{simulated}: {device.model}, {device.line_bytes / (1 << 30):.2f} GiB")
+        of_which = "" if given.vram_mib is not None else f", {readable(given.store_bytes)} of it for what Ray stores"
+        print(f"  {raylet.name}{simulated}: {device.model}, {readable(device.line_bytes)}{of_which}")
     if joined.head:
         token = ours.token_path().read_text()
         print(f"on every other machine: plimsoll join {joined.address} --token {token}")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from plimsoll import api
 from plimsoll.errors import InputError
 from plimsoll.ray import joining, ours
+from plimsoll.ray.devices import readable
 from plimsoll.ray.reasons import reason
 
 if TYPE_CHECKING:
@@ -282,20 +283,15 @@ def table(cluster: Cluster) -> str:
     for node in cluster["nodes"]:
         memory = whole_bytes(node)
         free = node["free_bytes"]
-        state = gib(free) if free is not None else "no answer" if node["alive"] else "gone"
+        state = readable(free) if free is not None else "no answer" if node["alive"] else "gone"
         runs = ", ".join(f"{worker['what']} ({worker['pid']})" for worker in node["runs"])
         name = node["name"] + (" (simulated)" if node["simulated"] else "")
-        rows.append([name, node["ip"], node["model"], gib(memory) if node["alive"] else "-", state, f"{node['cpus']:g}", runs or "-"])
+        rows.append([name, node["ip"], node["model"], readable(memory) if node["alive"] else "-", state, f"{node['cpus']:g}", runs or "-"])
     lines = [f"cluster at {cluster['address']}", "", columns(rows)]
     for node in cluster["nodes"]:
         why = node.get("gone", node.get("silent"))
         lines += [f"{node['name']}: {why}"] if why else []
     return "\n".join(lines)
-
-
-def gib(amount: int) -> str:
-    """An amount of memory for a person."""
-    return f"{amount / (1 << 30):.2f} GiB"
 
 
 def columns(rows: list[list[str]]) -> str:

@@ -133,3 +133,9 @@ def share_out(devices: list[Device]) -> list[Given]:
 def label(text: str) -> str:
     """A text as labels of Ray may be: letters, digits, and ``-_.`` between them, 63 at most."""
     return re.sub(r"[^A-Za-z0-9]+$", "", re.sub(r"[^A-Za-z0-9_.]+", "-", text).lstrip("-_.")[:63])
+
+
+def readable(count: int) -> str:
+    """Bytes for a person, in the unit that suits them, as the other commands say them."""
+    unit, shift = next((unit for unit in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)) if count >= 1 << unit[1]), ("B", 0))
+    return f"{count / (1 << shift):.2f} {unit}" if shift else f"{count} B"

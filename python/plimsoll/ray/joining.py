@@ -81,9 +81,9 @@ def join(
     base: int,
     name: str | None,
     words: str = "plimsoll join",
-) -> tuple[ours.Joined, list[Device]]:
-    """Makes this machine the head of a new cluster, or a part of the one at ``address``, and says with which devices. ``words`` is
-    what was typed for that, without the token."""
+) -> tuple[ours.Joined, list[tuple[Device, Given]]]:
+    """Makes this machine the head of a new cluster, or a part of the one at ``address``, and says with which devices, and what each
+    one's raylet has. ``words`` is what was typed for that, without the token."""
     check_ray()
     before = ours.known()
     if before and _belongs(before):
@@ -122,7 +122,8 @@ def join(
             if other.partition("/")[0] == host and at != ip:
                 raise InputError(f"{host} is the name of {at} already", ["give this machine another name: --name second"])
         measure(here)
-        for number, (device, given) in enumerate(zip(here, share_out(here))):
+        shares = list(zip(here, share_out(here)))
+        for number, (device, given) in enumerate(shares):
             first = head and number == 0
             joined.raylets.append(_start(joined, f"{host}/{device.name}", device, given, number, base, first))
             ours.keep(joined)
@@ -137,7 +138,7 @@ def join(
         raise
     if before and (had := [raylet.name for raylet in before.raylets]) != [raylet.name for raylet in joined.raylets]:
         print(f"it gave {', '.join(had)} before, as it was joined with: {before.words}", file=sys.stderr)
-    return joined, here
+    return joined, shares
 
 
 def _kept_token() -> str | None:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from plimsoll import _native
 from plimsoll.errors import DoesNotFit, InputError
 from plimsoll.ray import ports
-from plimsoll.ray.cluster import Facts, Node, available, available_bytes, columns, facts, gib, nodes, on, whole_bytes
+from plimsoll.ray.cluster import Facts, Node, available, available_bytes, columns, facts, nodes, on, whole_bytes
+from plimsoll.ray.devices import readable
 from plimsoll.ray.reasons import reason
 from plimsoll.run_file import settings
 
@@ -166,7 +167,7 @@ def _busy(there: list[Node], share: float) -> dict[str, str]:
     busy = dict[str, str]()
     for node in lack:
         who = [f"for {kept['what']}" for kept in node["kept"]]
-        said = f"busy: {gib(available_bytes(node, free))} of {gib(whole_bytes(node))} are free"
+        said = f"busy: {readable(available_bytes(node, free))} of {readable(whole_bytes(node))} are free"
         busy[node["name"]] = f"{said}, the rest is kept {', '.join(who)}" if who else said
     return busy
 
@@ -278,11 +279,11 @@ def table(report: Report) -> str:
     """The report for a person."""
     rows = [["device", "asked", "held", "beyond", "TFLOP/s", "verdict"]]
     for device in report["devices"]:
-        held = "-" if device["held_bytes"] is None else gib(device["held_bytes"])
+        held = "-" if device["held_bytes"] is None else readable(device["held_bytes"])
         rows.append(
             [
                 device["name"] + (" (simulated)" if device["simulated"] else ""),
-                gib(device["asked_bytes"]),
+                readable(device["asked_bytes"]),
                 held,
                 "-" if device["held_bytes"] is None else "refused" if device["refused_beyond"] else "given",
                 "-" if device["tflops"] is None else f"{device['tflops']:.3f}",

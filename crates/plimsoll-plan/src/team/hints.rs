@@ -5,7 +5,7 @@ use super::{Only, TeamAnswer, TeamQuestion, batch, fitting, slows};
 use crate::paper;
 use crate::request::DevicesRequest;
 use crate::search::{Question, can_hold, leanest, need, plan_of, search, sets, under};
-use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Need, Plan, Rung, Sharing};
+use plimsoll_core::{Budget, Bytes, DeviceKind, DevicePlan, DeviceSpec, Need, Plan, Rung, Sharing};
 use plimsoll_program::Share;
 use std::collections::BTreeMap;
 
@@ -204,7 +204,50 @@ pub(super) fn for_all(team: &TeamQuestion, refused: &Plan) -> Vec<Need> {
         Some(Need { others, budget_bytes, peak_bytes: None, ..need.clone() })
     };
     let here = |need: &&Need| need.host_bytes.is_none() && need.file_bytes.is_none();
-    refused.needs.iter().filter(here).filter_map(of_all).collect()
+    let mut needs: Vec<Need> = refused.needs.iter().filter(here).filter_map(of_all).collect();
+    if let Some(at) = needs.iter().position(|need| need.allow.is_empty()) {
+        let enough = with_less(team, first, &needs[at]);
+        // Nobody takes a loss where the same is enough without one.
+        needs.retain(|need| need.allow.is_empty() || need.budget_bytes < enough.budget_bytes);
+        needs[at] = enough;
+    }
+    needs
+}
+
+/// The same need under lower lines, where all take part in another way than by a batch that they share: in so many steps at
+/// most from what the devices have to what would be enough for that.
+fn with_less(team: &TeamQuestion, first: &DevicePlan, need: &Need) -> Need {
+    const STEPS: u64 = 32;
+    let enough = |name: &String| match need.others.get(name) {
+        Some(line) => Some(*line),
+        None => (*name == first.name).then_some(need.budget_bytes),
+    };
+    let lacks = |(number, question): (usize, &Question)| {
+        let DeviceSpec { name, budget, .. } = question.device;
+        enough(name).filter(|enough| enough > budget).map(|enough| (number, *budget, enough))
+    };
+    let lacking: Vec<(usize, Bytes, Bytes)> = team.devices.iter().enumerate().filter_map(lacks).collect();
+    let lines_at = |step: u64| -> BTreeMap<usize, Bytes> {
+        let line = |(number, has, enough): &(usize, Bytes, Bytes)| {
+            let more = (enough.0 - has.0).div_ceil(STEPS) * step;
+            (*number, (*enough).min(Bytes::mib((has.0 + more).div_ceil(1 << 20))))
+        };
+        lacking.iter().map(line).collect()
+    };
+    let (mut not, mut does) = (0, STEPS);
+    while does - not > 1 {
+        let step = (not + does) / 2;
+        let lines = lines_at(step).into_iter().map(|(number, line)| (number, line.saturating_sub(WAVER))).collect();
+        match (Change { lines, all: true, ..Change::default() }.planned(team)) {
+            Some(_) => does = step,
+            None => not = step,
+        }
+    }
+    let lines = lines_at(does);
+    let named = |name: &String| lines.iter().find(|(number, _)| team.devices[**number].device.name == *name);
+    let line = |name: &String, before: Bytes| named(name).map_or(before, |(_, line)| *line);
+    let others = need.others.iter().map(|(name, before)| (name.clone(), line(name, *before))).collect();
+    Need { budget_bytes: line(&first.name, need.budget_bytes), others, ..need.clone() }
 }
 
 #[cfg(test)]
@@ -233,5 +276,30 @@ mod tests {
         let (nothing, adam) = ((vec![], false), (vec![Rung::Adam8bit], false));
         assert_eq!(needs(1), [nothing.clone(), adam.clone(), (lora.clone(), false), (both, true)]);
         assert_eq!(needs(3), [nothing, (lora, true), adam]);
+    }
+
+    #[test]
+    fn where_all_have_to_take_part_what_is_named_is_enough_and_no_loss_is_offered_for_more() {
+        let config = ModelConfig { layers: 4, vocab: 1024, ..preset("smollm2-135m").expect("listed") };
+        let of_line = |(name, line)| DeviceSpec {
+            name: String::from(name),
+            ..testing::device(1.0, Bytes::mib(line), Link::MEMORY)
+        };
+        let devices = [("large", 400), ("small", 60)].map(of_line);
+        let lossy = Lossy { offer: vec![Rung::Adam8bit, Rung::Lora], ..Lossy::default() };
+        let of = |devices: &[DeviceSpec]| {
+            let of = |device| Question { lossy: lossy.clone(), ..testing::question(&config, device, 64, 6) };
+            let devices = devices.iter().map(of).collect();
+            share_out(&TeamQuestion { devices, host: Bytes::ZERO, all: true, only: None, evaluations: None }).plan
+        };
+        let refused = of(&devices);
+        assert!(!refused.fits);
+        let least = &refused.needs[0];
+        assert_eq!((&least.allow, least.others.len()), (&vec![], 0), "{refused:?}");
+        let mut enough = devices;
+        enough[1].budget = least.budget_bytes;
+        let plan = of(&enough);
+        assert!(plan.fits && plan.team.len() == 2 && plan.sharing != Some(Sharing::Batch), "{least:?}");
+        assert!(refused.needs[1..].iter().all(|need| need.budget_bytes < least.budget_bytes), "{:?}", refused.needs);
     }
 }

@@ -166,6 +166,11 @@ impl<'a> TeamQuestion<'a> {
         if self.devices.len() == 1 { search(question) } else { search_one_of(&Sets::new(question)) }
     }
 
+    /// Whether there is nothing to share.
+    fn is_for_one(&self) -> bool {
+        self.devices.len() == 1 || self.devices[0].optimizer.is_none()
+    }
+
     /// Sequences of a step, of all devices together.
     fn total(&self) -> u64 {
         self.devices.first().map_or(0, |question| question.sequences)
@@ -218,14 +223,31 @@ fn with_budget(host: HostSpec, budget: Bytes) -> HostSpec {
 /// # Panics
 /// Without any device.
 pub fn share_out(team: &TeamQuestion) -> TeamAnswer {
-    let mut answer = evaluator::with(team, shared_out(team));
+    described(team, shared_out(team))
+}
+
+/// The same where something fits; where nothing does, nobody works out what would: who plans under way has no room for that.
+///
+/// # Panics
+/// Without any device.
+pub fn share_out_if_fits(team: &TeamQuestion) -> Option<TeamAnswer> {
+    let found = match team.is_for_one() {
+        true => Some(alone(team, fastest_alone(team, false), vec![])).filter(|answer| answer.plan.fits),
+        false => fitting(team),
+    };
+    found.map(|answer| described(team, answer))
+}
+
+/// The same with who evaluates, and what would be faster alone.
+fn described(team: &TeamQuestion, answer: TeamAnswer) -> TeamAnswer {
+    let mut answer = evaluator::with(team, answer);
     answer.plan.faster_alone = alternatives::faster_alone(team, &answer.plan);
     answer
 }
 
 fn shared_out(team: &TeamQuestion) -> TeamAnswer {
     let first = &team.devices[0];
-    if team.devices.len() == 1 || first.optimizer.is_none() {
+    if team.is_for_one() {
         return alone(team, fastest_alone(team, false), vec![]);
     }
     if let Some(answer) = fitting(team) {

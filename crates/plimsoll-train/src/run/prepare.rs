@@ -17,7 +17,7 @@ use plimsoll_device::transport::wire;
 use plimsoll_device::{calibration, process};
 use plimsoll_plan::search::{Answer, Question, plan_of, search};
 use plimsoll_plan::team::{
-    self, Evaluations, Only, TeamAnswer, TeamQuestion, plan_of_team, say_what_would_use, share_out,
+    self, Evaluations, Only, TeamAnswer, TeamQuestion, plan_of_team, say_what_would_use, share_out, share_out_if_fits,
 };
 use plimsoll_program::{ProgramSet, Share};
 use std::ops::ControlFlow;
@@ -332,10 +332,18 @@ pub(crate) fn one_of<A>(
     }))
 }
 
-/// Gives each of several devices of this process a copy of its own rows, and a thread.
-pub(crate) fn charge_own_rows(device: &mut DeviceSpec, run: &RunFile) {
-    if device.in_process() {
-        device.charges = rounded(device.charges + Rows::bytes(run.batch_sequences(), u64::from(run.data.sequence)));
+/// Gives each of several devices of this process a copy of its own rows, and a thread; and where some meet others over wires, all
+/// that compute on a processor what is on its way.
+pub(crate) fn charge_team(devices: &mut [DeviceSpec], run: &RunFile) {
+    let rows = Rows::bytes(run.batch_sequences(), u64::from(run.data.sequence));
+    let by_wire = devices.iter().any(|device| device.host().is_some());
+    for device in devices {
+        if device.in_process() {
+            device.charges = rounded(device.charges + rows);
+        }
+        if by_wire && device.kind != DeviceKind::Cuda {
+            device.charges = rounded(device.charges + wire::STAGED_BYTES);
+        }
     }
 }
 
@@ -352,12 +360,7 @@ fn planned_team(
         settle_charges(device, run.batch_sequences(), u64::from(run.data.sequence));
     }
     let alone: Vec<Bytes> = devices.iter().map(|device| device.charges).collect();
-    devices.iter_mut().for_each(|device| charge_own_rows(device, run));
-    // Who meets others over wires holds what is on its way.
-    if devices.iter().any(|device| device.host().is_some()) {
-        let by_processor = devices.iter_mut().filter(|device| device.kind != DeviceKind::Cuda);
-        by_processor.for_each(|device| device.charges = rounded(device.charges + wire::STAGED_BYTES));
-    }
+    charge_team(&mut devices, run);
     let before = known.map(|known| known.charges_bytes);
     for device in devices.iter_mut().filter(|device| device.in_process()) {
         device.charges = before.filter(|&before| device.charges <= before + WAVER_BYTES).unwrap_or(device.charges);
@@ -426,14 +429,37 @@ pub(super) fn share_among(
     let again = again.filter(|team| team.iter().all(|member| devices.iter().any(|d| d.name == member.device)));
     let again = again.filter(|team| team.iter().all(|member| is_of(&member.recipe, member.layers, run, model)));
     let again = again.map(|members| plan_of_team(&team, members)).filter(|answer| answer.plan.fits);
-    let TeamAnswer { parts, plan, evaluator } = again.unwrap_or_else(|| share_out(&team));
+    let answer = again.unwrap_or_else(|| share_out(&team));
+    Ok(planned_for(devices, host, known, answer))
+}
+
+/// The same for a run that is under way, beside arenas that are full: nothing where it does not fit, and what planning took
+/// goes back.
+///
+/// # Errors
+/// As [`share_among`].
+pub(super) fn share_if_fits(
+    run: &RunFile,
+    model: &Model,
+    devices: &[DeviceSpec],
+    host: Bytes,
+    only: Option<Only>,
+) -> Result<Option<Planned>, Failure> {
+    let team = TeamQuestion { only, ..team_of(run, model, devices, host)? };
+    let planned = share_out_if_fits(&team).map(|answer| planned_for(devices, host, None, answer));
+    process::give_back();
+    Ok(planned)
+}
+
+fn planned_for(devices: &[DeviceSpec], host: Bytes, known: Option<&Known>, answer: TeamAnswer) -> Planned {
+    let TeamAnswer { parts, plan, evaluator } = answer;
     let opened = |part: team::Part| {
         let device = devices[part.device].clone();
         let before = known.and_then(|known| known.team.iter().find(|member| member.device == device.name));
         let algorithms = before.and_then(|member| member.algorithms.clone());
         Part { device, share: part.share, sequences: part.sequences, answer: part.answer, algorithms }
     };
-    Ok(Planned { parts: parts.into_iter().map(opened).collect(), plan, evaluator: evaluator.map(opened), host })
+    Planned { parts: parts.into_iter().map(opened).collect(), plan, evaluator: evaluator.map(opened), host }
 }
 
 /// What to ask the planner about these devices, beside such a host.

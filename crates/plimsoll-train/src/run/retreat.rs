@@ -284,7 +284,10 @@ impl Trainer {
             None
         };
         let others = || if self.team.holds_parts() { None } else { fastest(None) };
-        same.or_else(others)
+        let found = same.or_else(others);
+        // What planning took goes back: it is beside arenas that are full.
+        process::give_back();
+        found
     }
 
     /// A device goes over to another plan of its share. What is told about it comes later.
@@ -604,6 +607,11 @@ pub(super) struct Left {
 }
 
 impl Left {
+    /// Whether a device goes by the same recipe for as many sequences now.
+    pub(super) fn is_that_of(&self, worker: &Worker) -> bool {
+        (self.sequences, &self.recipe) == (worker.sequences, &worker.plan.recipe)
+    }
+
     /// As it is: nothing has been left yet.
     pub(super) fn nothing(worker: &Worker) -> Left {
         let plan = &worker.plan;

@@ -4,7 +4,7 @@
 
 use super::absent::Absent;
 use super::events::EventLog;
-use super::prepare::{Known, Part, Planned, share_among};
+use super::prepare::{Known, Part, Planned, share_among, share_if_fits};
 use super::rehearsal::{Asked, Injection};
 use super::retreat::Left;
 use super::team::Worker;
@@ -12,7 +12,6 @@ use super::training::Trainer;
 use super::trouble::{Halt, Trouble};
 use crate::run::checkpoint::newest;
 use plimsoll_core::{Bytes, Class, DeviceSpec, Event, Failure, LostDevice, Sharing};
-use plimsoll_device::process;
 use plimsoll_plan::team::Only;
 use std::sync::Arc;
 use std::time::Instant;
@@ -183,14 +182,14 @@ impl Trainer {
         let mut specs = self.team.specs();
         specs.extend(back.iter().cloned());
         self.order(&mut specs);
-        let planned = share_among(&self.run, &self.resolved.model, &specs, self.host_line(), None, None, None)?;
-        process::give_back();
+        let planned = share_if_fits(&self.run, &self.resolved.model, &specs, self.host_line(), None)?;
+        let Some(planned) = planned else { return Ok(()) };
         let team: Vec<String> = planned.parts.iter().map(|part| part.device.name.clone()).collect();
         let newly =
             |trainer: &Trainer| team.iter().filter(|name| trainer.team.rank_of(name).is_none()).cloned().collect();
         let new: Vec<String> = newly(self);
         let as_they_are = self.plan.predicted.step_seconds;
-        if !planned.plan.fits || new.is_empty() || !self.pays(&planned, as_they_are, PAYS) {
+        if new.is_empty() || !self.pays(&planned, as_they_are, PAYS) {
             return Ok(());
         }
         self.save(log)?;
@@ -222,10 +221,10 @@ impl Trainer {
         let start = Instant::now();
         let mut specs = self.team.specs();
         let budget = std::mem::replace(&mut specs[rank].budget, line);
-        let mut planned = share_among(&self.run, &self.resolved.model, &specs, self.host_line(), None, None, None)?;
+        let planned = share_if_fits(&self.run, &self.resolved.model, &specs, self.host_line(), None)?;
+        let Some(mut planned) = planned else { return Ok(false) };
         // Steps that are done are not given up for this.
-        let begins_anew = !self.saves && self.info.step > 0 && !self.stays(&planned);
-        if !planned.plan.fits || begins_anew {
+        if !self.saves && self.info.step > 0 && !self.stays(&planned) {
             return Ok(false);
         }
         // Its line is where it was, and the plan holds less.
@@ -267,15 +266,14 @@ impl Trainer {
         why.extend(benched.iter().map(|name| format!("{name} may be as fast again as before the run")));
         let host = self.host_line();
         let whole = self.plan.sharing.map(Only::Sharing);
-        let among = |specs: &[DeviceSpec], known: Option<&Known>, only: Option<&Only>| {
-            let planned = share_among(&self.run, &self.resolved.model, specs, host, known, only.cloned(), None);
-            // What planning took goes back: it is beside arenas that are full.
-            process::give_back();
-            planned
-        };
+        let (run, model) = (&self.run, &self.resolved.model);
         let as_they_are = match self.team.len() {
             1 => self.plan.predicted.step_seconds,
-            _ => among(&specs, Known::of_plan(&self.plan).as_ref(), whole.as_ref())?.plan.predicted.step_seconds,
+            _ => {
+                let known = Known::of_plan(&self.plan);
+                let same = share_among(run, model, &specs, host, known.as_ref(), whole.clone(), None)?;
+                same.plan.predicted.step_seconds
+            }
         };
         // Parts of the state stay where they are, if that is enough.
         let parts = self.team.workers()[0].share.state.clone();
@@ -283,9 +281,9 @@ impl Trainer {
         let all = if left_out.is_empty() { specs.clone() } else { self.with(&specs, &left_out) };
         let mut found = None;
         for only in parts.iter().map(Some).chain([whole.as_ref()]) {
-            let planned = among(&all, None, only)?;
-            if planned.plan.fits && self.pays(&planned, as_they_are, PAYS) {
-                found = Some(planned);
+            let planned = share_if_fits(run, model, &all, host, only.cloned())?;
+            found = planned.filter(|planned| self.pays(planned, as_they_are, PAYS));
+            if found.is_some() {
                 break;
             }
         }
@@ -349,9 +347,9 @@ impl Trainer {
         let all = self.all_devices(devices);
         let among = [devices, if all.len() > devices.len() { &all } else { &[] }];
         for devices in among.into_iter().filter(|devices| !devices.is_empty()) {
-            let planned = share_among(&self.run, &self.resolved.model, devices, host, None, None, None)?;
-            if planned.plan.fits {
-                return Ok(Some(planned));
+            let planned = share_if_fits(&self.run, &self.resolved.model, devices, host, None)?;
+            if planned.is_some() {
+                return Ok(planned);
             }
         }
         Ok(None)
@@ -415,7 +413,10 @@ impl Trainer {
         self.drift.begins(self.info.step);
         self.write_plan()?;
         for (rank, left) in left.into_iter().enumerate() {
-            self.told(rank, left, Class::Reordered, why.to_owned(), start, log)?;
+            // Whose part is what it was has nothing to tell.
+            if !left.is_that_of(&self.team.workers()[rank]) {
+                self.told(rank, left, Class::Reordered, why.to_owned(), start, log)?;
+            }
         }
         Ok(())
     }
