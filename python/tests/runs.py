@@ -123,11 +123,12 @@ class Started:
         self.process.send_signal(signal.SIGINT)
         self.stopped()
 
-    def stopped(self) -> None:
-        """Waits for its end, which is one that it goes on from."""
+    def stopped(self) -> str:
+        """Waits for its end, which is one that it goes on from; what it said."""
         said, _ = self.process.communicate(timeout=RUN_SECONDS)
         assert self.process.returncode == 4, said
         assert f"plimsoll train --resume {shlex.quote(str(self.folder))}\n" in said, said
+        return said
 
     def left(self) -> Left:
         """Waits for its end, which is a good one."""

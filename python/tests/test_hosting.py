@@ -472,7 +472,7 @@ def test_a_run_that_loses_its_own_raylet_is_resumed_when_its_machine_has_joined_
     run = Started(beta, tmp_path / "cut", ",".join(f"ray:{host.name}/{word}" for host, word in zip(pair, slow)), STEPS)
     run.until_step(3)
     faults.happen("own-raylet", beta)
-    run.stopped()
+    assert "is said by: plimsoll cluster\n" in run.stopped()
     assert any(event["event"] == "lost" for event in events(run.folder))
     until = time.monotonic() + faults.FREE_SECONDS
     while any(words.startswith(b"ray::Worker") for host in pair for _, words in processes(host)):

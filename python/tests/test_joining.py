@@ -301,6 +301,13 @@ def test_who_has_dropped_out_is_told_what_it_joined_with() -> None:
         patch.setattr(joining, "check_answers", lambda *_: None)
         patch.setattr(joining, "_alive", lambda _: {"a/cpu": "10.0.0.1"})
         assert told() == first
+    # So is a machine whose own head is gone, where what it had started beside that has not ended yet.
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nobody = f"127.0.0.1:{closed.getsockname()[1]}"
+    ours.keep(ours.Joined(nobody, "127.0.0.1", True, [ended], "plimsoll join --head"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ours, "serves", lambda _: True)
+        assert "takes part again with what it joined with: plimsoll join --head" in told()
 
 
 def test_rates_of_all_that_is_no_gpu_are_known_before_a_part_starts() -> None:

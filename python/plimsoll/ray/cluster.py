@@ -100,7 +100,13 @@ def connected(address: str | None = None) -> Iterator[str]:
         raise _dropped_out(joined)
     if address is None:
         raise InputError("this machine is part of no cluster", ["plimsoll join --head starts one", "or name one: --address"])
-    joining.check_answers(address)
+    try:
+        joining.check_answers(address)
+    except InputError:
+        if joined and own_ip and joined.head:
+            # It is this machine's own head that is gone; what it had started beside that ends a little later.
+            raise _dropped_out(joined) from None
+        raise
     if joined and own_ip and joining.takes_part(joined) is False:
         # Ray would wait a minute for a node that the head has given up.
         raise _dropped_out(joined)

@@ -64,6 +64,7 @@ impl Trainer {
         back_to: Option<u64>,
         log: &mut EventLog,
     ) -> Result<Planned, Halt> {
+        let far = gone.host().is_some();
         let (step, device) = (self.now, self.is_lost(gone, back_to));
         // Who goes on is known when that is planned.
         let planned = self.fitting(rest, host);
@@ -83,7 +84,9 @@ impl Trainer {
                 }
                 _ => fits_nowhere(why),
             };
-            Halt::Stop { failure, whole: false }
+            // It may be this machine that has dropped out, and not the other.
+            let hint = "what has become of the machines, and how one takes part again, is said by: plimsoll cluster";
+            Halt::Stop { failure: if far { failure.hint(hint) } else { failure }, whole: false }
         })
     }
 

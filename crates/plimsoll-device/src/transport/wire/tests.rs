@@ -4,6 +4,7 @@ use crate::transport::{Place, Seat};
 use plimsoll_program::op::Exchange;
 use plimsoll_program::tensor::Index;
 use proptest::prelude::*;
+use std::sync::Barrier;
 use std::time::Duration;
 
 /// Ends the process where a test waits for ever.
@@ -162,9 +163,10 @@ fn message(seat: &Seat, peer: u32, number: u64, values: &mut [f32], sends: bool)
 fn messages_of_both_ends_pass_each_other_and_senders_go_on() {
     let _watchdog = watchdog();
     const EACH: usize = 200_000;
-    let seats = seats(2, ROUND_BYTES);
+    let (seats, shown) = (seats(2, ROUND_BYTES), Barrier::new(2));
     thread::scope(|scope| {
         for seat in &seats {
+            let shown = &shown;
             scope.spawn(move || {
                 let (transport, peer) = (&seat.transport, 1 - seat.rank);
                 let mut sent: Vec<Vec<f32>> = (0..5).map(|i| vec![(seat.rank * 10 + i) as f32; EACH]).collect();
@@ -174,7 +176,9 @@ fn messages_of_both_ends_pass_each_other_and_senders_go_on() {
                 }
                 let lent = sent[4].as_ptr() as usize;
                 let first = lent + 4 * EACH - 1;
-                assert!(transport.lends(seat.rank, first..first + 1), "more than may be ahead");
+                let ahead_at_most = transport.lends(seat.rank, first..first + 1);
+                shown.wait();
+                assert!(ahead_at_most, "more than may be ahead");
                 for number in 0..5 {
                     let mut got = vec![-1.0f32; EACH];
                     transport.meet(message(seat, peer, number, &mut got, false)).expect("nobody gives up");
