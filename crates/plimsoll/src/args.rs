@@ -116,7 +116,8 @@ pub struct SettingArgs {
     /// Set any key of the run file, such as train.steps=20
     #[arg(long = "set", value_name = "KEY=VALUE")]
     set: Vec<String>,
-    /// The devices, such as cpu=6GiB, or virtual:a=600MiB@1.0,virtual:b=200MiB@0.5, or on paper rtx3090,host=64GiB
+    /// The devices, such as cpu=6GiB, or virtual:a=600MiB@1.0,virtual:b=200MiB@0.5, or on paper rtx3090,host=64GiB, or ray: all
+    /// of the cluster
     #[arg(long)]
     devices: Option<String>,
     /// The most that a device may hold: a share of what is free, such as 90%, or an amount, such as 6GiB
