@@ -101,6 +101,20 @@ def test_ports_of_raylets_do_not_meet() -> None:
     assert (min(taken), ports.of_raylet(7300, 0).wires_last) == (7300, 7419)
 
 
+def test_a_port_that_another_program_has_is_named_before_anything_starts(
+    state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(joining, "_own_ip", lambda: "127.0.0.1")
+    for of_head in (True, False):
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            base = port if of_head else port - (ports.of_raylet(0, 1).metrics_export)
+            devices = "virtual:a=100MiB@0.1,virtual:b=100MiB@0.1"
+            assert commands.main(["join", "--head", "--devices", devices, "--ports", str(base)]) == 2
+        assert capsys.readouterr().err.startswith(f"error: 127.0.0.1:{port} cannot be taken: ")
+    assert not state.exists()
+
+
 def test_devices_that_are_named_are_given_and_those_on_paper_are_not() -> None:
     a, b = devices.of_this_machine("virtual:a=600MiB@0.5,virtual:b=200MiB@0.3")
     assert (a.name, a.line_bytes, a.simulated, a.worker_name) == ("virtual:a", 600 * MIB, True, "virtual:a=600MiB@0.5")

@@ -206,6 +206,33 @@ def test_a_pulled_cable_is_noticed_and_a_run_goes_on_without_who_is_cut_off(pair
 
 
 @pytest.mark.takes_apart
+def test_one_of_several_raylets_of_a_machine_that_has_ended_is_started_again(pair: tuple[Host, Host]) -> None:
+    alpha, beta = pair
+    both = "virtual:b=200MiB@0.2,virtual:c=100MiB@0.1"
+    assert beta.plimsoll("leave").returncode == 0
+    join(beta, both)
+    kept, ended = (ours.Raylet(**raylet) for raylet in json.loads((beta.state / "joined.json").read_text())["raylets"])
+    for pid in ours.members(ended):
+        os.kill(pid, signal.SIGKILL)
+    patience = time.monotonic() + NOTICED_SECONDS
+    while all(node["alive"] for node in look(alpha)["nodes"]):
+        assert time.monotonic() < patience
+    words = f"plimsoll join 10.77.0.1 --name beta --devices {both}"
+    seen = beta.plimsoll("cluster")
+    assert f"beta/virtual:c has ended; it takes part again with: {words}\n" in seen.stderr, seen.stdout + seen.stderr
+    assert "is said on its machine by: plimsoll cluster" in seen.stdout
+    other = beta.plimsoll("join", "10.77.0.1", "--name", "beta", "--devices", BETA)
+    assert other.returncode == 2 and f"beta/virtual:c takes part again with: {words}\n" in other.stderr, other.stderr
+    again = beta.plimsoll(*words.split()[1:])
+    assert again.returncode == 0, again.stderr
+    assert [node["name"] for node in look(alpha)["nodes"] if node["alive"]] == ["alpha/virtual:a", "beta/virtual:b", "beta/virtual:c"]
+    assert ours.serves(kept), "what had not ended is what it was"
+    assert beta.plimsoll("leave").returncode == 0
+    assert ours.members(kept) == []
+    join(beta)
+
+
+@pytest.mark.takes_apart
 def test_leaving_stops_ours_and_no_other_ray(pair: tuple[Host, Host]) -> None:
     alpha, beta = pair
     ray = Path(sys.executable).parent / "ray"

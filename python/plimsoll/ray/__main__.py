@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
@@ -107,7 +108,8 @@ def _join(args: argparse.Namespace) -> int:
         print(f"  {raylet.name}{simulated}: {device.model}, {readable(device.line_bytes)}{of_which}")
     if joined.head:
         token = ours.token_path().read_text()
-        print(f"on every other machine: plimsoll join {joined.address} --token {token}")
+        base = "" if joined.base == ports.BASE else f" --ports {joined.base}"
+        print(f"on every other machine: plimsoll join {joined.address} --token {token}{base}")
     print("see it with: plimsoll cluster; try it with: plimsoll verify")
     return 0
 
@@ -131,19 +133,28 @@ def _leave(_: argparse.Namespace) -> int:
 def _cluster(args: argparse.Namespace) -> int:
     from plimsoll.ray import cluster
 
-    with cluster.connected(args.address):
+    with _quietly(), cluster.connected(args.address):
         seen = cluster.look()
     print(json.dumps(seen, indent=2) if args.json else cluster.table(seen))
+    joined = None if args.address else ours.known()
+    if joined and (ended := ours.ended(joined)):
+        gone = " and ".join(joined.raylets[number].name for number in ended)
+        print(f"warning: {gone} has ended; it takes part again with: {joined.words}", file=sys.stderr)
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
     from plimsoll.ray import cluster, verifying
 
-    with cluster.connected(args.address):
+    with _quietly(), cluster.connected(args.address):
         report = verifying.verify(share=_share(args.share), seconds=args.seconds)
     print(json.dumps(report, indent=2) if args.json else verifying.table(report))
     return 0 if report["right"] else errors.InputError.exit_code
+
+
+def _quietly() -> contextlib.AbstractContextManager[object]:
+    """What Ray itself says of its nodes is no part of what a command prints."""
+    return contextlib.redirect_stdout(sys.stderr)
 
 
 def _share(text: str) -> float:

@@ -220,7 +220,8 @@ def _node(known: dict[str, Any], runs: list[Worker], kept: list[Kept]) -> Node:
     )
     if not node["alive"]:
         why = known.get("DeathReasonMessage") or ""
-        node["gone"] = why if why and "heartbeat" not in why else "it does not answer any more"
+        why = why if why and "heartbeat" not in why else "it does not answer any more"
+        node["gone"] = f"{why}; what brings it back is said on its machine by: plimsoll cluster"
     return node
 
 

@@ -87,7 +87,9 @@ def join(
     check_ray()
     before = ours.known()
     if before and _belongs(before):
-        raise InputError(f"this machine is part of {before.address} already", ["leave it first: plimsoll leave"])
+        if not (ended := ours.ended(before)):
+            raise InputError(f"this machine is part of {before.address} already", ["leave it first: plimsoll leave"])
+        return before, _start_again(before, ended, devices, words)
     if before:
         # What is left of one that was killed, was cut off for long, or has lost its head.
         ours.stop(before.raylets)
@@ -110,6 +112,10 @@ def join(
     else:
         check_answers(address, WAY_SECONDS)
         ip = ip or _ip_towards(address)
+    for number in range(len(here)):
+        for port in ports.of_raylet(base, number).pinned:
+            # Ray would say so on some line of many, after half a minute.
+            _check_free(ip, port)
     token_before = _kept_token()
     ours.keep_token(token)
     joined = ours.Joined(address=address, ip=ip, head=head, words=words, base=base)
@@ -141,6 +147,25 @@ def join(
     return joined, shares
 
 
+def _start_again(joined: ours.Joined, ended: list[int], devices: str | None, words: str) -> list[tuple[Device, Given]]:
+    """Starts those of a machine's raylets that have ended, beside the others; what each of all has."""
+    here, names = of_this_machine(devices), [raylet.name for raylet in joined.raylets]
+    host = names[0].rpartition("/")[0]
+    if words != joined.words or [f"{host}/{device.name}" for device in here] != names:
+        gone = " and ".join(names[number] for number in ended)
+        hints = [f"{gone} takes part again with: {joined.words}", "to give others, leave first: plimsoll leave"]
+        raise InputError(f"this machine is part of {joined.address} already, and what it gave has partly ended", hints)
+    measure(here)
+    shares = list(zip(here, share_out(here)))
+    for number in ended:
+        # What is left of it.
+        ours.stop([joined.raylets[number]])
+        device, given = shares[number]
+        joined.raylets[number] = _start(joined, names[number], device, given, number, joined.base, head=False)
+        ours.keep(joined)
+    return shares
+
+
 def _kept_token() -> str | None:
     with contextlib.suppress(FileNotFoundError):
         return ours.token_path().read_text()
@@ -155,6 +180,9 @@ def _belongs(joined: ours.Joined) -> bool:
     """Whether a cluster still has this machine in it. A head that was started again knows of nobody, and Ray's processes that
     look for the one before it end by themselves only after a minute."""
     if not any(map(ours.serves, joined.raylets)):
+        return False
+    if joined.head and not ours.serves(joined.raylets[0]):
+        # The head ends with it.
         return False
     try:
         check_answers(joined.address, 0.0 if joined.head else WAY_SECONDS)

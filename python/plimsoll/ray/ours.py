@@ -144,6 +144,11 @@ def serves(raylet: Raylet) -> bool:
     return any(_name(pid) == "raylet" for pid in members(raylet))
 
 
+def ended(joined: Joined) -> list[int]:
+    """The numbers of a machine's raylets that are part of its cluster no more."""
+    return [number for number, raylet in enumerate(joined.raylets) if not serves(raylet)]
+
+
 def _name(pid: int) -> str | None:
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/comm").read_text().strip()

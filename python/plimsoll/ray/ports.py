@@ -29,6 +29,12 @@ class Ports:
     wires_last: int
 
     @property
+    def pinned(self) -> list[int]:
+        """Those of its processes that must be free when it starts: workers choose among theirs."""
+        agents = [self.runtime_env_agent, self.metrics_export, self.dashboard_agent, self.dashboard_agent_grpc]
+        return [self.node_manager, self.object_manager, *agents]
+
+    @property
     def wires(self) -> str:
         """Where workers meet each other, as they are told."""
         return f"{self.wires_first}-{self.wires_last}"
