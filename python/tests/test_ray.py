@@ -149,7 +149,7 @@ def test_a_device_that_a_run_keeps_is_busy_and_the_others_are_tried(pair: tuple[
     assert tried.returncode == 2, tried.stdout + tried.stderr
     report: Report = json.loads(tried.stdout)
     verdicts = {device["name"]: device["verdict"] for device in report["devices"]}
-    busy = f"busy: 0.00 GiB of 0.29 GiB are free, the rest is kept for alpha:{run.folder}"
+    busy = f"busy: 0 B of 300.00 MiB are free, the rest is kept for alpha:{run.folder}"
     assert verdicts == {"alpha/virtual:a": "ok", "beta/virtual:b": busy}
     run.stop()
 
