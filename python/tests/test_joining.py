@@ -102,7 +102,7 @@ def test_ports_of_raylets_do_not_meet() -> None:
 
 
 def test_a_port_that_another_program_has_is_named_before_anything_starts(
-    state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(joining, "_own_ip", lambda: "127.0.0.1")
     for of_head in (True, False):
@@ -112,7 +112,7 @@ def test_a_port_that_another_program_has_is_named_before_anything_starts(
             devices = "virtual:a=100MiB@0.1,virtual:b=100MiB@0.1"
             assert commands.main(["join", "--head", "--devices", devices, "--ports", str(base)]) == 2
         assert capsys.readouterr().err.startswith(f"error: 127.0.0.1:{port} cannot be taken: ")
-    assert not state.exists()
+        assert ours.known() is None and not ours.token_path().exists()
 
 
 def test_devices_that_are_named_are_given_and_those_on_paper_are_not() -> None:

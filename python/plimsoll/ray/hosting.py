@@ -24,7 +24,7 @@ from typing import IO, Any
 from plimsoll import _native
 from plimsoll.errors import Bug, DoesNotFit, InputError, PlimsollError, Stopped
 from plimsoll.ray import ours, ports
-from plimsoll.ray.cluster import Free, Node, available, connected, nodes, whole_bytes
+from plimsoll.ray.cluster import Free, Node, available, available_bytes, connected, nodes, whole_bytes
 from plimsoll.ray.reasons import reason
 
 MIB = 1 << 20
@@ -265,14 +265,22 @@ def _found(wanted: dict[str, Any], there: list[Node]) -> list[Asked]:
     be: it is looked again for some seconds."""
     until = time.monotonic() + (SWEEP_SECONDS if wanted["for_runs"] else BOOKS_SECONDS)
     while True:
+        free = available()
         try:
-            return find(wanted["devices"], wanted["budget"], there, available())
+            return find(wanted["devices"], wanted["budget"], there, free)
         except DoesNotFit:
             idle = any(node["kept"] and (wanted["for_runs"] or not node["runs"]) for node in there)
-            if not idle or time.monotonic() > until:
+            if not (idle or any(_unbooked(node, free) for node in there)) or time.monotonic() > until:
                 raise
         time.sleep(LOOK_SECONDS / 2)
         there = [node for node in nodes() if node["alive"]]
+
+
+def _unbooked(node: Node, free: Free) -> bool:
+    """Whether bytes of a node are neither free nor kept for anybody: they are being given back."""
+    resource = "memory" if node["vram_mib"] is None else "vram_mib"
+    kept = sum(one["bytes"] for one in node["kept"] if one["resource"] == resource)
+    return available_bytes(node, free) + kept < whole_bytes(node)
 
 
 def _whose(run: str | None, there: list[Node]) -> str:

@@ -112,10 +112,6 @@ def join(
     else:
         check_answers(address, WAY_SECONDS)
         ip = ip or _ip_towards(address)
-    for number in range(len(here)):
-        for port in ports.of_raylet(base, number).pinned:
-            # Ray would say so on some line of many, after half a minute.
-            _check_free(ip, port)
     token_before = _kept_token()
     ours.keep_token(token)
     joined = ours.Joined(address=address, ip=ip, head=head, words=words, base=base)
@@ -127,6 +123,10 @@ def join(
         for other, at in there.items():
             if other.partition("/")[0] == host and at != ip:
                 raise InputError(f"{host} is the name of {at} already", ["give this machine another name: --name second"])
+        for number in range(len(here)):
+            for port in ports.of_raylet(base, number).pinned:
+                # Ray would say so on some line of many, after half a minute.
+                _check_free(ip, port)
         measure(here)
         shares = list(zip(here, share_out(here)))
         for number, (device, given) in enumerate(shares):
