@@ -17,7 +17,7 @@ from runs import RUN_SECONDS, Left, events
 from shapes import MIB
 
 #: Both devices are at work for some seconds.
-SEEDS, STEPS, LONG = range(1, 5), 12, 40
+SEEDS, STEPS, LONG = range(1, 5), 12, 24
 
 
 def words(folder: Path, devices: str, seeds: range, steps: int) -> list[str]:
