@@ -2,6 +2,7 @@
 
 use crate::failure::{failed, raised, working};
 use plimsoll_core::Failure;
+use plimsoll_device::process;
 use plimsoll_train::run::far::links::Ways;
 use plimsoll_train::run::far::streams::TcpWires;
 use plimsoll_train::run::far::{Invitation, host};
@@ -26,6 +27,7 @@ impl Host {
     #[new]
     #[pyo3(signature = (ip, ports, gpu=None))]
     fn new(py: Python<'_>, ip: &str, ports: Vec<u16>, gpu: Option<u32>) -> PyResult<Host> {
+        process::keep_nothing_freed();
         let listen = || {
             let ip: IpAddr = ip.parse().map_err(failed("ip"))?;
             let addresses: Vec<SocketAddr> = ports.iter().map(|port| SocketAddr::new(ip, *port)).collect();

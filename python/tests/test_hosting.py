@@ -447,6 +447,8 @@ def test_a_head_that_is_lost_takes_no_run_with_it(pair: tuple[Host, Host], tmp_p
     for run in (of_the_cluster, with_its_own):
         run.until_step(3)
     faults.happen("head", alpha)
+    # Who joins again ends what its machine holds: not before what is left of a run without checkpoints has been saved.
+    of_the_cluster.until("checkpoint")
     # The words by which they joined; what still looks for the head that is gone is in nobody's way.
     hosts.join_head(alpha)
     hosts.join(beta, BETA)

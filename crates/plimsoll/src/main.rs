@@ -12,10 +12,12 @@ mod signals;
 use args::{BenchCommand, Cli, Command};
 use clap::Parser;
 use plimsoll_core::{Exit, Failure};
+use plimsoll_device::process;
 use plimsoll_train::resolve::disturbed;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
+    process::keep_nothing_freed();
     say::own_our_bugs();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
