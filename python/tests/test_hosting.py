@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import resource
+import signal
 import socket
 import subprocess
 import threading
@@ -308,15 +309,18 @@ def test_a_worker_that_would_pass_its_share_gives_way_and_its_neighbour_feels_no
     plain = train(alpha, tmp_path / "plain", share, steps, *more)
     one = Started(alpha, tmp_path / "one", share, steps, *more)
     one.until_step(1)
-    pid = only_worker(beta)
-    other = Started(alpha, tmp_path / "other", share, steps, *more)
-    other.until_step(1)
     # It is not given more than its share, though the machine has more.
     asked = alpha.plimsoll("budget", str(one.folder), "1GiB")
     assert asked.stdout.startswith("load line 260.00 MiB, all that beta/cpu has for it (1.00 GiB was asked for): "), asked
+    pid = only_worker(beta)
+    # It waits until there is a neighbour: on a fast machine it would be at its end by then.
+    one.process.send_signal(signal.SIGSTOP)
+    other = Started(alpha, tmp_path / "other", share, steps, *more)
+    other.until_step(1)
     # Where the system refuses it what it holds, it gives way at once, and cannot have it back.
     (held,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmData:")]
     resource.prlimit(pid, resource.RLIMIT_DATA, (int(held.split()[1]) * 1024 + 4 * MIB, resource.RLIM_INFINITY))
+    one.process.send_signal(signal.SIGCONT)
     one.until("retreat")
     asked = alpha.plimsoll("budget", str(one.folder), "260MiB")
     assert ", all that beta/cpu has for it (260.00 MiB was asked for): " in asked.stdout, asked

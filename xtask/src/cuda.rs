@@ -1,14 +1,16 @@
 //! `cargo xtask cuda-check`: what can be shown about the CUDA kernels without a GPU. Every unit is
 //! compiled for every architecture, nothing may be spilled, and the table of what each kernel needs is
-//! written down; then the kernels' arithmetic runs on the CPU (`crates/plimsoll-device/tests/cuda_shim`), and the real
+//! written down; what is called of NVIDIA's libraries is compared with their headers, and found in the libraries
+//! themselves; then the kernels' arithmetic runs on the CPU (`crates/plimsoll-device/tests/cuda_shim`), and the real
 //! programs run on a stand-in for a GPU (`crates/plimsoll-device/tests/cuda_stand_in`).
 //!
-//! NVRTC and ptxas come from PyPI into `parity/cuda/.venv`, or lie in the venv that
+//! NVRTC, ptxas, headers and libraries come from PyPI into `parity/cuda/.venv`, or lie in the venv that
 //! `PLIMSOLL_CUDA_VENV` names.
 
 use crate::program;
 use crate::stand_in::{self, succeed};
 use anyhow::{Context, bail, ensure};
+use plimsoll_device::cuda::headers;
 use plimsoll_device::cuda::kernels::{OPTIONS, Unit};
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
@@ -51,6 +53,7 @@ struct Needs {
 pub fn run() -> anyhow::Result<()> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("the workspace's root")?;
     let python = python(root)?;
+    declarations(root, &python)?;
     let units = Unit::all(&HEAD_DIMS);
     let folder = write_units(root, &units)?;
     let (compiler, needs) = compile(root, &python, &folder)?;
@@ -79,6 +82,58 @@ fn python(root: &Path) -> anyhow::Result<PathBuf> {
         std::fs::copy(&wanted, &installed)?;
     }
     Ok(python)
+}
+
+/// The folder of a venv that a Python belongs to.
+fn venv(python: &Path) -> anyhow::Result<&Path> {
+    python.parent().and_then(Path::parent).context("the venv's folder")
+}
+
+/// What is called, passed and read of each library, against its headers.
+fn declarations(root: &Path, python: &Path) -> anyhow::Result<()> {
+    ensure!(Command::new("g++").arg("--version").output().is_ok(), "g++ is needed to read NVIDIA's headers");
+    let pattern = venv(python)?.join("lib/python*/site-packages/nvidia/*/include");
+    let folders: Vec<PathBuf> =
+        glob::glob(pattern.to_str().context("a folder in UTF-8")?)?.collect::<Result<_, _>>()?;
+    let target = root.join("target/cuda-check-headers");
+    std::fs::create_dir_all(&target)?;
+    for (number, library) in headers::libraries().iter().enumerate() {
+        let source = target.join(format!("{number}.cpp"));
+        let read = |text: String| -> anyhow::Result<std::process::Output> {
+            std::fs::write(&source, text)?;
+            let mut compiler = Command::new("g++");
+            compiler.args(["-std=c++17", "-fsyntax-only"]);
+            for folder in &folders {
+                // As the system's: what NVIDIA's headers warn of is not ours.
+                compiler.arg("-isystem").arg(folder);
+            }
+            Ok(compiler.arg(&source).output()?)
+        };
+        let text = library.assertions();
+        let said = read(text.clone())?;
+        ensure!(
+            said.status.success(),
+            "{} is not what its headers say:\n{}",
+            library.name,
+            String::from_utf8_lossy(&said.stderr)
+        );
+        // That a compiler which finds nothing would find something: each function with one more argument.
+        let wrong = text.replace(">(), \"", ", 1>(), \"");
+        let said = String::from_utf8_lossy(&read(wrong)?.stderr).into_owned();
+        for call in &library.calls {
+            ensure!(said.contains(&format!("{} is called otherwise", call.name)), "{}: not compared", call.name);
+        }
+        println!(
+            "{}: {} functions, {} numbers and {} structures are as {} says",
+            library.name,
+            library.calls.len(),
+            library.numbers.len(),
+            library.structures.len(),
+            library.headers.join(", ")
+        );
+    }
+    let tests = ["test", "--workspace", "--lib", "cuda::headers", "--", "--ignored"];
+    succeed(Command::new("cargo").args(tests).env("VIRTUAL_ENV", venv(python)?).current_dir(root))
 }
 
 /// Each unit as a file of its own, where nothing else lies.
@@ -180,9 +235,8 @@ fn document(compiler: &Compiler, needs: &[Needs]) -> String {
 
 /// Plimsoll's own way from a unit to machine code, and back from the cache, with the NVRTC that it finds in the venv.
 fn into_machine_code(root: &Path, python: &Path) -> anyhow::Result<()> {
-    let venv = python.parent().and_then(Path::parent).context("the venv's folder")?;
     let tests = ["test", "--workspace", "--lib", "cuda::compile", "--", "--ignored"];
-    succeed(Command::new("cargo").args(tests).env("VIRTUAL_ENV", venv).current_dir(root))
+    succeed(Command::new("cargo").args(tests).env("VIRTUAL_ENV", venv(python)?).current_dir(root))
 }
 
 /// The kernels on the CPU, against the CPU's own.

@@ -17,7 +17,8 @@ mod worth;
 const USAGE: &str = "usage: cargo xtask CHORE
 
   arrows      check which crates may depend on which, and where unsafe code may stand
-  cuda-check  compile the CUDA kernels for every architecture, and run their arithmetic on the CPU
+  cuda-check  compile the CUDA kernels for every architecture, compare calls with NVIDIA's headers, and run the kernels'
+              arithmetic on the CPU
   gpu-check   pack the check for a machine with a GPU, or rehearse it without one; gpu-check --help says how
   kill        kill runs at random moments and compare what they end with; kill --help says how
   predict     predict and measure step times of recipes drawn at random; predict --help says how

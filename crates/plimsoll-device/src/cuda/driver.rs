@@ -12,6 +12,7 @@
 //! | `libnccl.so.2` | those in [`super::nccl::Library`] |
 
 use super::compile::Architecture;
+use super::headers::{Structure, numbers, structure};
 use plimsoll_core::{Bytes, Failure};
 use std::collections::BTreeMap;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_ulonglong, c_void};
@@ -37,6 +38,13 @@ macro_rules! library {
         }
 
         impl $table {
+            /// How each is called, to be compared with the library's header.
+            pub(super) const CALLS: &'static [$crate::cuda::headers::Call] = &[$($crate::cuda::headers::Call {
+                name: stringify!($name),
+                returned: <$returned as $crate::cuda::headers::Passed>::AS,
+                arguments: &[$(<$type as $crate::cuda::headers::Passed>::AS),*],
+            }),*];
+
             /// Loads the library, for as long as the process lives.
             ///
             /// # Errors
@@ -154,23 +162,40 @@ pub(super) struct Access {
     flags: c_uint,
 }
 
-// Values of the enumerations in cuda.h.
-const ALLOCATION_PINNED: c_uint = 1;
-const LOCATION_DEVICE: c_uint = 1;
-const ACCESS_READ_WRITE: c_uint = 3;
-const GRANULARITY_MINIMUM: c_uint = 0;
-const STREAM_NON_BLOCKING: c_uint = 1;
-const EVENT_DISABLE_TIMING: c_uint = 2;
-const HOST_PORTABLE: c_uint = 1;
-const FUNCTION_MAX_DYNAMIC_SHARED: c_uint = 8;
-const DEVICE_MULTIPROCESSORS: c_uint = 16;
-const DEVICE_COMPUTE_MAJOR: c_uint = 75;
-const DEVICE_COMPUTE_MINOR: c_uint = 76;
-const DEVICE_SHARED_OPTIN: c_uint = 97;
-const DEVICE_VIRTUAL_MEMORY: c_uint = 102;
-const OUT_OF_MEMORY: Status = 2;
-const NOT_READY: Status = 600;
-const NOT_SUPPORTED: Status = 801;
+/// What cuda.h calls their fields.
+pub(super) const STRUCTURES: &[Structure] = &[
+    structure!(CUmemLocation, Location { "type" => kind: c_uint, "id" => id: c_int }),
+    structure!(CUmemAllocationProp, Allocation {
+        "type" => kind: c_uint, "requestedHandleTypes" => handle_types: c_uint, "location" => location: Location,
+        "win32HandleMetaData" => windows: *mut c_void, "allocFlags.compressionType" => compression: u8,
+        "allocFlags.gpuDirectRDMACapable" => direct: u8, "allocFlags.usage" => usage: u16,
+        "allocFlags.reserved" => reserved: [u8; 4],
+    }),
+    structure!(CUmemAccessDesc, Access { "location" => location: Location, "flags" => flags: c_uint }),
+];
+
+numbers! {
+    /// Values of the enumerations in cuda.h.
+    NUMBERS {
+        CU_MEM_ALLOCATION_TYPE_PINNED => ALLOCATION_PINNED: c_uint = 1;
+        CU_MEM_LOCATION_TYPE_DEVICE => LOCATION_DEVICE: c_uint = 1;
+        CU_MEM_ACCESS_FLAGS_PROT_READWRITE => ACCESS_READ_WRITE: c_uint = 3;
+        CU_MEM_ALLOC_GRANULARITY_MINIMUM => GRANULARITY_MINIMUM: c_uint = 0;
+        CU_STREAM_NON_BLOCKING => STREAM_NON_BLOCKING: c_uint = 1;
+        CU_EVENT_DISABLE_TIMING => EVENT_DISABLE_TIMING: c_uint = 2;
+        CU_MEMHOSTALLOC_PORTABLE => HOST_PORTABLE: c_uint = 1;
+        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES => FUNCTION_MAX_DYNAMIC_SHARED: c_uint = 8;
+        CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT => DEVICE_MULTIPROCESSORS: c_uint = 16;
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR => DEVICE_COMPUTE_MAJOR: c_uint = 75;
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR => DEVICE_COMPUTE_MINOR: c_uint = 76;
+        CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN => DEVICE_SHARED_OPTIN: c_uint = 97;
+        CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED => DEVICE_VIRTUAL_MEMORY: c_uint = 102;
+        CUDA_ERROR_OUT_OF_MEMORY => OUT_OF_MEMORY: Status = 2;
+        CUDA_ERROR_NOT_READY => NOT_READY: Status = 600;
+        CUDA_ERROR_NOT_SUPPORTED => NOT_SUPPORTED: Status = 801;
+        CUDA_ERROR_NO_DEVICE => NO_DEVICE: Status = 100;
+    }
+}
 
 /// What goes wrong between us and a GPU.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -292,12 +317,34 @@ impl From<CudaError> for Failure {
     }
 }
 
-/// Whether a code means that the context, and all memory in it, is gone: the errors of which `CUresult` in cuda.h (of
-/// CUDA 13.2) says that the process has to be started anew, and those of a driver or GPU that is no longer there.
+numbers! {
+    /// Codes that mean that the context, and all memory in it, is gone: the errors of which `CUresult` in cuda.h (of CUDA
+    /// 13.2) says that the process has to be started anew, and those of a driver or GPU that is no longer there.
+    STICKY {
+        CUDA_ERROR_DEINITIALIZED => DEINITIALIZED: Status = 4;
+        CUDA_ERROR_DEVICE_UNAVAILABLE => DEVICE_UNAVAILABLE: Status = 46;
+        CUDA_ERROR_ECC_UNCORRECTABLE => ECC_UNCORRECTABLE: Status = 214;
+        CUDA_ERROR_NVLINK_UNCORRECTABLE => NVLINK_UNCORRECTABLE: Status = 220;
+        CUDA_ERROR_CONTAINED => CONTAINED: Status = 226;
+        CUDA_ERROR_ILLEGAL_ADDRESS => ILLEGAL_ADDRESS: Status = 700;
+        CUDA_ERROR_LAUNCH_TIMEOUT => LAUNCH_TIMEOUT: Status = 702;
+        CUDA_ERROR_CONTEXT_IS_DESTROYED => CONTEXT_IS_DESTROYED: Status = 709;
+        CUDA_ERROR_ASSERT => ASSERT: Status = 710;
+        CUDA_ERROR_HARDWARE_STACK_ERROR => HARDWARE_STACK_ERROR: Status = 714;
+        CUDA_ERROR_ILLEGAL_INSTRUCTION => ILLEGAL_INSTRUCTION: Status = 715;
+        CUDA_ERROR_MISALIGNED_ADDRESS => MISALIGNED_ADDRESS: Status = 716;
+        CUDA_ERROR_INVALID_ADDRESS_SPACE => INVALID_ADDRESS_SPACE: Status = 717;
+        CUDA_ERROR_INVALID_PC => INVALID_PC: Status = 718;
+        CUDA_ERROR_LAUNCH_FAILED => LAUNCH_FAILED: Status = 719;
+        CUDA_ERROR_TENSOR_MEMORY_LEAK => TENSOR_MEMORY_LEAK: Status = 721;
+        CUDA_ERROR_MPS_CLIENT_TERMINATED => MPS_CLIENT_TERMINATED: Status = 810;
+        CUDA_ERROR_EXTERNAL_DEVICE => EXTERNAL_DEVICE: Status = 911;
+        CUDA_ERROR_UNKNOWN => UNKNOWN: Status = 999;
+    }
+}
+
 fn is_sticky(status: Status) -> bool {
-    // Shut down; unavailable; uncorrectable ECC and NVLink errors; contained; faults of kernels; tensor memory left
-    // behind; ended by the MPS server; a device outside of the GPU failed; unknown.
-    matches!(status, 4 | 46 | 214 | 220 | 226 | 700 | 702 | 709 | 710 | 714..=719 | 721 | 810 | 911 | 999)
+    STICKY.iter().any(|code| code.value == i64::from(status))
 }
 
 impl Driver {
@@ -343,8 +390,8 @@ impl Driver {
     pub fn devices(&self) -> Result<u32, CudaError> {
         // SAFETY: takes no pointers; may be called any number of times.
         let started = unsafe { (self.cuInit)(0) };
-        // "No device" is an answer.
-        if started == 100 {
+        // An answer, no fault.
+        if started == NO_DEVICE {
             return Ok(0);
         }
         self.check("start", started)?;

@@ -1,7 +1,7 @@
 //! The GPUs of this machine as the driver lists them, without a context on any: nothing here takes memory on a GPU.
 
 use super::compile::Architecture;
-use super::driver::{CudaError, library};
+use super::driver::{CudaError, DEVICE_COMPUTE_MAJOR, DEVICE_COMPUTE_MINOR, DEVICE_MULTIPROCESSORS, library};
 use super::libraries::{CudaVersion, Found, Libraries, Library, LibraryError};
 use super::nvml::{Condition, Memory, Nvml, Pcie, Process, Which};
 use plimsoll_core::Bytes;
@@ -25,11 +25,6 @@ library! {
         fn cuDeviceGetPCIBusId(text: *mut c_char, length: c_int, device: c_int) -> c_uint;
     }
 }
-
-// `CUdevice_attribute` in cuda.h.
-const MULTIPROCESSORS: c_uint = 16;
-const COMPUTE_MAJOR: c_uint = 75;
-const COMPUTE_MINOR: c_uint = 76;
 
 /// A GPU as the driver lists it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -220,8 +215,11 @@ fn list(api: &Listing) -> Result<Vec<Card>, c_uint> {
                 name: text(api.cuDeviceGetName)?,
                 uuid: dashed(uuid),
                 bus: text(api.cuDeviceGetPCIBusId)?,
-                architecture: Architecture { major: attribute(COMPUTE_MAJOR)?, minor: attribute(COMPUTE_MINOR)? },
-                multiprocessors: attribute(MULTIPROCESSORS)?,
+                architecture: Architecture {
+                    major: attribute(DEVICE_COMPUTE_MAJOR)?,
+                    minor: attribute(DEVICE_COMPUTE_MINOR)?,
+                },
+                multiprocessors: attribute(DEVICE_MULTIPROCESSORS)?,
                 memory_bytes: Bytes(bytes as u64),
             })
         })

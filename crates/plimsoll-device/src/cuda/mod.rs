@@ -1,7 +1,7 @@
 //! NVIDIA GPUs: what is there ([`libraries`], [`gpus`], [`nvml`]), the kernels as data and how they become machine code
 //! ([`kernels`], [`compile`]), and what runs Programs: [`driver`] at the bottom, then [`arena`], [`queues`] and
 //! [`staging`], held together by a [`machine`]; [`products`], [`collectives`] and [`nccl`] beside them; the [`executor`] on top, and
-//! [`open`] from a GPU's number to it.
+//! [`open`] from a GPU's number to it. [`headers`] has what NVIDIA's must say of all that is called.
 
 pub mod arena;
 pub mod bench;
@@ -10,6 +10,7 @@ pub mod compile;
 pub mod driver;
 pub mod executor;
 pub mod gpus;
+pub mod headers;
 pub mod kernels;
 pub mod libraries;
 pub mod machine;

@@ -18,6 +18,7 @@
 use super::collectives::Stands;
 use super::compile::Compiler;
 use super::driver::{Address, Context, CudaError, Event, Function, Module, Stream, library};
+use super::headers::{Passed, Structure, Word, numbers, structure};
 use super::kernels::launch::{Launch, Parts, sum_ranks};
 use super::kernels::{Family, Real, Unit};
 use crate::device::DeviceError;
@@ -80,14 +81,34 @@ pub(super) struct Config {
     split_share: c_int,
 }
 
-// Values of the enumerations and constants in nccl.h.
-const ID_BYTES: usize = 128;
+/// What nccl.h calls their fields.
+pub(super) const STRUCTURES: &[Structure] = &[
+    structure!(ncclUniqueId, Id {}),
+    structure!(ncclConfig_t, Config {
+        "size" => size: usize, "magic" => magic: c_uint, "version" => version: c_uint, "blocking" => blocking: c_int,
+        "cgaClusterSize" => cga_cluster_size: c_int, "minCTAs" => min_ctas: c_int, "maxCTAs" => max_ctas: c_int,
+        "netName" => net_name: *const c_char, "splitShare" => split_share: c_int,
+    } ..),
+];
+
+impl Passed for Id {
+    const AS: Word = Word::Structure(ID_BYTES);
+}
+
+numbers! {
+    /// Values of the enumerations and constants in nccl.h.
+    NUMBERS {
+        NCCL_UNIQUE_ID_BYTES => ID_BYTES: usize = 128;
+        NCCL_API_MAGIC => CONFIG_MAGIC: c_uint = 0xcafe_beef;
+        NCCL_CONFIG_UNDEF_INT => UNDEFINED: c_int = c_int::MIN;
+        ncclInProgress => IN_PROGRESS: Status = 7;
+        ncclInt8 => INT8: c_int = 0;
+    }
+}
+
 const ID_WORDS: usize = ID_BYTES / 4;
-const CONFIG_MAGIC: c_uint = 0xcafe_beef;
+/// What [`Config`] is of.
 const CONFIG_VERSION: c_uint = 21_800;
-const UNDEFINED: c_int = c_int::MIN;
-const IN_PROGRESS: Status = 7;
-const INT8: c_int = 0;
 
 /// The oldest NCCL that is used: 2.18, the first with all that is in [`Config`].
 const OLDEST: c_int = 21_800;

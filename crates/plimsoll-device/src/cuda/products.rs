@@ -11,6 +11,7 @@
 //! another one, it is chosen anew.
 
 use super::driver::{Address, Context, CudaError, Event, Stream, library};
+use super::headers::{Structure, numbers, structure};
 use plimsoll_core::{Algorithms, DType};
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
@@ -71,23 +72,35 @@ pub(super) struct Found {
     reserved: [c_int; 4],
 }
 
-// Values of the enumerations in cublasLt.h, cublas_api.h and library_types.h.
-const COMPUTE_32F: c_uint = 68;
-const R_32F: c_uint = 0;
-const R_16BF: c_uint = 14;
-const DESC_TRANSA: c_uint = 3;
-const DESC_TRANSB: c_uint = 4;
-const DESC_EPILOGUE: c_uint = 7;
-const DESC_BIAS_POINTER: c_uint = 8;
-const EPILOGUE_BIAS: c_uint = 4;
-const PREFER_WORKSPACE: c_uint = 1;
-const PREFER_REDUCTION: c_uint = 3;
-const PREFER_ALIGNMENT: [c_uint; 4] = [5, 6, 7, 8];
-/// Parts are summed in the workspace, in the type that is computed in, and in a fixed order.
-const REDUCTION_COMPUTE_TYPE: u32 = 2;
+/// What cublasLt.h calls its fields.
+pub(super) const STRUCTURES: &[Structure] = &[structure!(cublasLtMatmulHeuristicResult_t, Found {
+    "algo" => algorithm: Words, "workspaceSize" => workspace_bytes: usize, "state" => state: Status,
+    "wavesCount" => waves: f32, "reserved" => reserved: [c_int; 4],
+})];
 
-/// The library was refused memory, as a rule for a kernel that it loads when it is first used.
-const ALLOC_FAILED: Status = 3;
+numbers! {
+    /// Values of the enumerations in cublasLt.h, cublas_api.h and library_types.h.
+    NUMBERS {
+        CUBLAS_COMPUTE_32F => COMPUTE_32F: c_uint = 68;
+        CUDA_R_32F => R_32F: c_uint = 0;
+        CUDA_R_16BF => R_16BF: c_uint = 14;
+        CUBLASLT_MATMUL_DESC_TRANSA => DESC_TRANSA: c_uint = 3;
+        CUBLASLT_MATMUL_DESC_TRANSB => DESC_TRANSB: c_uint = 4;
+        CUBLASLT_MATMUL_DESC_EPILOGUE => DESC_EPILOGUE: c_uint = 7;
+        CUBLASLT_MATMUL_DESC_BIAS_POINTER => DESC_BIAS_POINTER: c_uint = 8;
+        CUBLASLT_EPILOGUE_BIAS => EPILOGUE_BIAS: c_uint = 4;
+        CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES => PREFER_WORKSPACE: c_uint = 1;
+        CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK => PREFER_REDUCTION: c_uint = 3;
+        CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES => PREFER_ALIGNMENT_A: c_uint = 5;
+        CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES => PREFER_ALIGNMENT_B: c_uint = 6;
+        CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES => PREFER_ALIGNMENT_C: c_uint = 7;
+        CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES => PREFER_ALIGNMENT_D: c_uint = 8;
+        /// Parts are summed in the workspace, in the type that is computed in, and in a fixed order.
+        CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE => REDUCTION_COMPUTE_TYPE: u32 = 2;
+        /// The library was refused memory, as a rule for a kernel that it loads when it is first used.
+        CUBLAS_STATUS_ALLOC_FAILED => ALLOC_FAILED: Status = 3;
+    }
+}
 
 /// Proposals of the library that are timed.
 const PROPOSALS: usize = 8;
@@ -387,7 +400,9 @@ impl Products {
         preference.set(PREFER_REDUCTION, &REDUCTION_COMPUTE_TYPE)?;
         // First and second change places, as in `told`.
         let [a, b, c, d] = shape.alignment;
-        for (attribute, bytes) in PREFER_ALIGNMENT.into_iter().zip([b, a, c, d]) {
+        let alignments =
+            [(PREFER_ALIGNMENT_A, b), (PREFER_ALIGNMENT_B, a), (PREFER_ALIGNMENT_C, c), (PREFER_ALIGNMENT_D, d)];
+        for (attribute, bytes) in alignments {
             preference.set(attribute, &bytes)?;
         }
         let (mut found, mut count) = ([Found::default(); PROPOSALS], 0);
