@@ -29,9 +29,10 @@ MIB, GIB = 1 << 20, 1 << 30
 
 # Sizes of the real check, and of its rehearsal. Seconds are the most that a section may take.
 REAL = {
-    "seconds": {"found": 50, "ops": 30, "plans": 65, "soak": 30, "kill": 35, "curve": 65, "speed": 200},
+    "seconds": {"found": 75, "ops": 25, "plans": 60, "soak": 20, "kill": 30, "curve": 60, "speed": 200},
     "dtypes": ["f32", "bf16"],
     "cases": 100_000,
+    "case_seconds": 25,
     "soak_cases": 100_000,
     "plans": 120,
     "plans_least": 100,
@@ -54,6 +55,7 @@ REHEARSAL = {
     "seconds": {"found": 240, "ops": 240, "plans": 240, "soak": 240, "kill": 240, "curve": 240, "speed": 240},
     "dtypes": ["f32", "bf16"],
     "cases": 2,
+    "case_seconds": 200,
     "soak_cases": 1,
     "plans": 2,
     "plans_least": 1,
@@ -70,7 +72,11 @@ REHEARSAL = {
 
 
 class Failed(Exception):
-    """Something that was run did not end well."""
+    """Something that was run did not end well; `said` is what it had printed by then."""
+
+    def __init__(self, why, said=""):
+        super().__init__(why)
+        self.said = said
 
 
 class CutOff(BaseException):
@@ -153,8 +159,7 @@ class Section:
         try:
             said, complained = child.communicate(timeout=seconds or self.left)
         except subprocess.TimeoutExpired:
-            end(child)
-            raise Failed(f"{program} {arguments[0]}: no end in time") from None
+            raise Failed(f"{program} {arguments[0]}: no end in time", end(child)) from None
         except CutOff:
             end(child)
             raise
@@ -178,12 +183,15 @@ class Section:
 
 
 def end(child):
-    """Ends a program and what it has started: a worker that hangs would keep the GPU, and the pipes."""
+    """Ends a program and what it has started: a worker that hangs would keep the GPU, and the pipes. What it had printed."""
     try:
         os.killpg(child.pid, signal.SIGKILL)
-        child.communicate(timeout=5)
-    except (ProcessLookupError, subprocess.TimeoutExpired):
+    except ProcessLookupError:
         pass
+    try:
+        return child.communicate(timeout=5)[0]
+    except subprocess.TimeoutExpired:
+        return ""
 
 
 def last_json(said):
@@ -287,15 +295,22 @@ def found(section):
 
 def tally(section, what, *arguments):
     """A part of the soak."""
-    said = section.run(
-        "soak", "--device", section.options.device, "--json", *arguments, program="plimsoll-check", exits=(0, 1),
-        seconds=section.left + 20,
-    )
+    command = ["soak", "--device", section.options.device, "--json", "--case-seconds", section.sizes["case_seconds"], *arguments]
+    cut_off = None
+    try:
+        said = section.run(*command, program="plimsoll-check", exits=(0, 1), seconds=section.left + 20)
+    except Failed as failed:
+        # What it had found by then counts.
+        cut_off, said = failed, failed.said
+        if not said.strip():
+            raise
     tally = last_json(said)
     section.keep(what, tally)
     passed = sum(kind["passed"] for kind in tally["kinds"].values())
     wrong = [line for kind in tally["kinds"].values() for line in kind["failed"]]
     section.add(what, f"{passed} checks, {len(wrong)} failed", passed > 0 and not wrong)
+    if cut_off:
+        section.add(f"{what}: ends", cut_off, False)
     for line in wrong[:3]:
         print(f"        {line[:600]}")
     return tally
@@ -510,8 +525,9 @@ def loss_curve(torch, work, loss_of, rows, attention="sdpa", parts=1, throughout
     model = load().float()
     masters = list(model.parameters())
     if throughout:
-        # The model computes in bf16; what is updated stays in f32.
-        model = load().bfloat16()
+        # The model computes in bf16; what is updated stays in f32, and rotary frequencies do, as where it is loaded so.
+        model = AutoModelForCausalLM.from_pretrained(
+            work["base"], attn_implementation=attention, dtype=torch.bfloat16).to(device).train()
         masters = [parameter.detach().float().requires_grad_() for parameter in load().float().parameters()]
     groups = [{"params": [p for p in masters if p.dim() > 1], "weight_decay": 0.1},
               {"params": [p for p in masters if p.dim() <= 1], "weight_decay": 0.0}]

@@ -40,7 +40,7 @@ use tally::Tally;
 #[global_allocator]
 static HEAP: Counting = Counting;
 
-/// A case that takes longer hangs, where all of it is in one process.
+/// What [`Options::case_seconds`] is unless it is named.
 const CASE_SECONDS_MAX: u64 = 300;
 
 /// Shows on random small models and on whole processes that plans are exact. The full count is --runs 300; CI takes
@@ -57,9 +57,12 @@ struct Options {
     /// Only this case.
     #[arg(long)]
     case: Option<u64>,
-    /// One JSON object instead of lines.
+    /// JSON instead of lines: what was found so far, after each case, and all of it last.
     #[arg(long)]
     json: bool,
+    /// A case that takes more seconds hangs, where all of it is in one process.
+    #[arg(long, default_value_t = CASE_SECONDS_MAX)]
+    case_seconds: u64,
     /// Runs cases from this number on, and prints each tally as a line of JSON.
     #[arg(long, hide = true)]
     worker_from: Option<u64>,
@@ -254,7 +257,7 @@ fn supervise(options: &Options, first: u64, end: u64, started: Instant, tally: &
     });
     let mut running = None;
     let mut next = first;
-    let seconds = if options.starts() { runs::CASE_SECONDS_MAX } else { CASE_SECONDS_MAX };
+    let seconds = if options.starts() { runs::CASE_SECONDS_MAX } else { options.case_seconds };
     loop {
         match heard.recv_timeout(Duration::from_secs(seconds)) {
             Ok(word) => match word.context("a worker says what nobody understands")? {
@@ -267,6 +270,9 @@ fn supervise(options: &Options, first: u64, end: u64, started: Instant, tally: &
                 Word::Ends(found) => {
                     tally.add(found);
                     next = running.take().context("a case ends that never started")? + 1;
+                    if options.json {
+                        println!("{}", serde_json::to_string(tally)?);
+                    }
                 }
             },
             Err(error) => {

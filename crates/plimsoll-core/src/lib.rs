@@ -13,8 +13,11 @@ mod event;
 mod failure;
 mod models_bench;
 mod plan;
+mod recipe;
 mod result;
+mod space;
 mod sweep;
+mod team;
 mod words;
 
 pub use budget::{Budget, ParseBudgetError};
@@ -24,14 +27,13 @@ pub use dtype::DType;
 pub use event::{EVENTS_VERSION, Event, Record};
 pub use failure::{Exit, Failure};
 pub use models_bench::{ModelRow, ModelStatus, ModelsBench};
-pub use plan::{
-    Algorithms, Alternative, Category, Class, DevicePlan, Effect, Evaluates, Fallback, FasterAlone, InFile, LeftOut,
-    Member, Need, Offload, Plan, PlanOf, Predicted, Recipe, RecomputeLevel, Rung, RungPrice, Sharing, Space, WorkName,
-    Worth, describe_levels, micro_batches,
-};
+pub use plan::{Algorithms, DevicePlan, Effect, Fallback, Need, Plan, PlanOf, Predicted, RungPrice};
+pub use recipe::{Class, InFile, Offload, Recipe, RecomputeLevel, Rung, describe_levels, micro_batches};
 pub use result::{
     CollectivesBy, DeviceMemory, EvalResult, EvaluatorResult, LossSpan, LostDevice, MeasuredBy, MemberResult, Retreat,
     RunResult, RunStatus, StepSeconds,
 };
+pub use space::{Category, Space, WorkName};
 pub use sweep::{RunDemand, SweepDevice, SweepReport, SweepRun, SweepState};
+pub use team::{Alternative, Evaluates, FasterAlone, LeftOut, Member, Sharing, Worth};
 pub use words::counted;

@@ -47,7 +47,7 @@ pub enum DeviceRequest {
         team_link: Option<LinkRequest>,
     },
     /// What only the cluster that this machine is part of can say: `ray` is all of it, `ray:host1/cuda:0` what stands behind
-    /// the colon, which may leave out what its host knows.
+    /// the colon, which may leave out what its host knows. [`DeviceRequest::said`] is what it does not.
     Ray {
         /// As it was written.
         word: String,
@@ -70,6 +70,23 @@ pub struct LinkRequest {
     pub bytes_per_second: u64,
     /// Microseconds before the first byte.
     pub latency_us: u32,
+}
+
+/// What the word of a device says of it. The rest is for its host to know, or for the run.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Said {
+    /// The host that it is on, where that is named.
+    pub host: Option<String>,
+    /// The device, as that host names it; `ray` is every device of the cluster.
+    pub device: String,
+    /// Its load line.
+    pub line: Option<Budget>,
+    /// The pace of a virtual device, in cores.
+    pub pace: Option<f64>,
+    /// The link of a virtual device to its host.
+    pub link: Option<LinkRequest>,
+    /// Its link to the other devices.
+    pub team_link: Option<LinkRequest>,
 }
 
 /// Rates of Ethernet, in Gbit/s.
@@ -237,8 +254,7 @@ impl FromStr for DevicesRequest {
                 Some((name, value)) => (name.trim(), Some(value.trim())),
                 None => (part, None),
             };
-            let budget =
-                |value: &str| value.parse().map_err(|source| RequestError::Budget { device: name.to_owned(), source });
+            let budget = |value: &str| budget(name, value);
             let twice = || RequestError::Twice { device: name.to_owned() };
             match name {
                 "" => return Err(RequestError::Missing { text: text.to_owned() }),
@@ -255,12 +271,13 @@ impl FromStr for DevicesRequest {
                     request.file = Some(budget(value)?);
                 }
                 _ => {
-                    let device = match name == "ray" || name.starts_with("ray:") {
-                        true => DeviceRequest::Ray { word: part.to_owned() },
-                        false => device(name, value, budget)?,
+                    let device = match part.strip_prefix("ray:") {
+                        Some(word) => of_cluster(word).map(|_| DeviceRequest::Ray { word: part.to_owned() })?,
+                        None if part == "ray" => DeviceRequest::Ray { word: part.to_owned() },
+                        None => device(name, value)?,
                     };
                     // Several cards of a kind on paper are several cards.
-                    let again = request.devices.iter().any(|other| other.name() == device.name());
+                    let again = request.devices.iter().any(|other| other.known_by() == device.known_by());
                     if again && !matches!(device, DeviceRequest::Paper { .. }) {
                         return Err(twice());
                     }
@@ -282,13 +299,44 @@ impl FromStr for DevicesRequest {
     }
 }
 
-/// One device by its name and what stands after the `=`.
-fn device(
-    name: &str,
-    value: Option<&str>,
-    budget: impl Fn(&str) -> Result<Budget, RequestError>,
-) -> Result<DeviceRequest, RequestError> {
+/// The load line of a device, as it was written.
+fn budget(device: &str, text: &str) -> Result<Budget, RequestError> {
+    text.parse().map_err(|source| RequestError::Budget { device: device.to_owned(), source })
+}
+
+/// What stands behind `ray:`, but for that as an [`Elsewhere`](DeviceRequest::Elsewhere) is written. Of a virtual device all
+/// but the name may be left out, and a link alone may stand where its pace does.
+fn of_cluster(word: &str) -> Result<Said, RequestError> {
+    let (name, value) = match word.split_once('=') {
+        Some((name, value)) => (name.trim(), Some(value.trim())),
+        None => (word.trim(), None),
+    };
+    let (before, behind) = match value.unwrap_or(name).split_once('@') {
+        Some((before, behind)) => (before.trim(), Some(behind.trim())),
+        None => (value.unwrap_or(name), None),
+    };
+    let (name, line) = if value.is_some() { (name, Some(before)) } else { (before, None) };
     let unknown = || RequestError::Unknown { name: name.to_owned() };
+    if !name.contains("/virtual:") {
+        let device = device(word.split('=').next().unwrap_or(word).trim(), value)?;
+        return if matches!(device, DeviceRequest::Elsewhere { .. }) { device.said() } else { Err(unknown()) };
+    }
+    let team_link = behind.and_then(LinkRequest::read);
+    let pace = behind.filter(|_| team_link.is_none());
+    let whole = [line.unwrap_or("100%"), pace.map_or("", |_| "@"), pace.unwrap_or("")].concat();
+    let said = device(name, Some(&whole))?.said()?;
+    Ok(Said {
+        line: said.line.filter(|_| line.is_some()),
+        pace: said.pace.filter(|_| pace.is_some()),
+        team_link: team_link.or(said.team_link),
+        ..said
+    })
+}
+
+/// One device by its name and what stands after the `=`.
+fn device(name: &str, value: Option<&str>) -> Result<DeviceRequest, RequestError> {
+    let unknown = || RequestError::Unknown { name: name.to_owned() };
+    let budget = |text: &str| budget(name, text);
     // A rate behind an `@` has a slash, too.
     if let Some((host, own)) = name.split_once('/').filter(|(host, _)| !host.contains('@')) {
         if host.is_empty() || !host.chars().all(|c| c.is_ascii_alphanumeric() || ".-_".contains(c)) {
@@ -303,7 +351,7 @@ fn device(
             RequestError::NoBudget { .. } => RequestError::OfCluster { device: name.to_owned() },
             error => error,
         };
-        let device = match device(own, value, budget).map_err(of_cluster)? {
+        let device = match device(own, value).map_err(of_cluster)? {
             // Which one has to be said, and what is on paper is nowhere.
             DeviceRequest::Cuda { index: None, .. } | DeviceRequest::Paper { .. } | DeviceRequest::Elsewhere { .. } => {
                 return Err(unknown());
@@ -383,6 +431,38 @@ impl DeviceRequest {
             DeviceRequest::Elsewhere { host, device, .. } => format!("{host}/{}", device.name()),
             DeviceRequest::Ray { word: name } | DeviceRequest::Paper { name, .. } => name.clone(),
         }
+    }
+
+    /// The same for all words of a device of a cluster.
+    fn known_by(&self) -> String {
+        let name = self.name();
+        match name.strip_prefix("ray:") {
+            Some(word) => word.split(['=', '@']).next().unwrap_or(word).trim().to_owned(),
+            None => name,
+        }
+    }
+
+    /// What its word says of it.
+    ///
+    /// # Errors
+    /// The word of a device of a cluster cannot be read; one that was read with others can.
+    pub fn said(&self) -> Result<Said, RequestError> {
+        let plain = || Said { device: self.name(), line: self.budget(), ..Said::default() };
+        Ok(match self {
+            DeviceRequest::Cpu { .. } | DeviceRequest::Cuda { .. } => plain(),
+            DeviceRequest::Virtual { pace, link, team_link, .. } => {
+                Said { pace: Some(*pace), link: *link, team_link: *team_link, ..plain() }
+            }
+            DeviceRequest::Elsewhere { host, device, team_link } => {
+                let own = device.said()?;
+                Said { host: Some(host.clone()), team_link: team_link.or(own.team_link), ..own }
+            }
+            DeviceRequest::Ray { word } => match word.strip_prefix("ray:") {
+                Some(word) => of_cluster(word)?,
+                None => plain(),
+            },
+            DeviceRequest::Paper { team_link, .. } => Said { team_link: *team_link, ..plain() },
+        })
     }
 }
 
@@ -529,6 +609,10 @@ mod tests {
         assert_eq!((&*far.name(), far.budget()), ("host1/cuda:0", amount));
         let cluster = read("ray:b/virtual:a=50%@0.5,ray:b/cuda:0,host=2GiB");
         assert_eq!(cluster.devices[1], DeviceRequest::Ray { word: "ray:b/cuda:0".to_owned() });
+        assert_eq!(
+            cluster.devices[1].said().unwrap(),
+            Said { host: Some("b".into()), device: "cuda:0".into(), ..Said::default() }
+        );
         assert!(cluster.elsewhere() && read("b/cpu").elsewhere() && !read("cpu").elsewhere() && !cluster.on_paper());
         for (text, printed) in [
             ("virtual:a=600MiB@0.5:12GB/s:1gbit", "virtual:a=600MiB@0.5:12GB/s+10us:1gbit"),
@@ -541,6 +625,31 @@ mod tests {
             ("b/virtual:a=600MiB@0.5::10gbit", "b/virtual:a=600MiB@0.5::10gbit"),
         ] {
             assert_eq!(read(text).to_string(), printed);
+        }
+    }
+
+    #[test]
+    fn of_a_device_of_the_cluster_only_what_is_said_counts() {
+        let ethernet = LinkRequest::ethernet(1.0);
+        let fast = LinkRequest { bytes_per_second: 12_000_000_000, latency_us: 10 };
+        let amount = Some(Budget::Amount(Bytes::mib(600)));
+        let of = |device: &str| Said { host: Some("b".into()), device: device.into(), ..Said::default() };
+        for (word, said) in [
+            ("ray", Said { device: "ray".into(), ..Said::default() }),
+            ("ray:b/cpu", of("cpu")),
+            ("ray:b/cuda:0 = 600MiB @ 1gbit", Said { line: amount, team_link: ethernet, ..of("cuda:0") }),
+            ("b/cuda:0@1gbit", Said { team_link: ethernet, ..of("cuda:0") }),
+            ("ray:b/virtual:a", of("virtual:a")),
+            ("ray:b/virtual:a@1gbit", Said { team_link: ethernet, ..of("virtual:a") }),
+            ("ray:b/virtual:a=600MiB@118MB/s+100us", Said { line: amount, team_link: ethernet, ..of("virtual:a") }),
+            ("ray:b/virtual:a@0.5", Said { pace: Some(0.5), ..of("virtual:a") }),
+            ("ray:b/virtual:a=600MiB::1gbit", Said { line: amount, team_link: ethernet, ..of("virtual:a") }),
+            (
+                "ray:b/virtual:a=600MiB@0.5:12GB/s:1gbit",
+                Said { line: amount, pace: Some(0.5), link: Some(fast), team_link: ethernet, ..of("virtual:a") },
+            ),
+        ] {
+            assert_eq!(read(word).devices[0].said(), Ok(said), "{word}");
         }
     }
 
@@ -558,6 +667,20 @@ mod tests {
             ("b/c/cpu", "`b/c/cpu` is no known device"),
             ("ray,ray", "device `ray` is named twice"),
             ("b/cpu,b/cpu=2GiB", "device `b/cpu` is named twice"),
+            ("ray:b/cpu,ray:b/cpu=2GiB", "device `ray:b/cpu` is named twice"),
+            ("ray:b/cpu=1GiB,b/cpu=2GiB", "device `b/cpu` is named twice"),
+            ("ray=6GiB", "`ray` is no known device"),
+            ("ray:", "`` is no known device"),
+            ("ray:cuda:0", "`cuda:0` is no known device"),
+            ("ray:b/rtx3090", "`b/rtx3090` is no known device"),
+            (
+                "ray:a/cuda:0=6GiB@fast",
+                "device `a/cuda:0`: `fast` is no link: expected bytes a second, and a latency if it matters, such as `12GB/s+10us`, or `1gbit`",
+            ),
+            (
+                "ray:a/virtual:x@fast",
+                "device `virtual:x`: `fast` is no pace: expected a number of cores, 0.01 or more, such as `0.5`",
+            ),
             ("cuda,cuda=2GiB", "device `cuda` is named twice"),
             ("cuda:+1", "`cuda:+1` is no known device"),
             ("CPU", "`CPU` is no known device"),
@@ -618,7 +741,7 @@ mod tests {
 
         #[test]
         fn what_was_read_is_printed_as_the_same_request(
-            text in "(auto|ray|ray:b/cpu(=9GiB)?|cpu|cpu=90%|(h/)?cuda:[0-9]|b/cpu(=9GiB)?(@[0-9]gbit)?|virtual:[ab]=[0-9]{1,3}MiB(@[0-9]\\.[0-9])?(:([0-9]{1,2}(\\.5)?[GM]?B/s(\\+[0-9]us)?)?(:[0-9]gbit)?)?|rtx3090(@[0-9]gbit)?|h200=5GiB(@[0-9]MB/s)?)(,(cpu=7B|cpu=7|cuda:[0-9]|rtx3070|host=[0-9]GiB|file=[0-9]GiB)){0,3}"
+            text in "(auto|ray|ray:b/cpu(=9GiB)?|ray:b/virtual:a(=9GiB)?(@[0-9]gbit|@0\\.[0-9])?|cpu|cpu=90%|(h/)?cuda:[0-9]|b/cpu(=9GiB)?(@[0-9]gbit)?|virtual:[ab]=[0-9]{1,3}MiB(@[0-9]\\.[0-9])?(:([0-9]{1,2}(\\.5)?[GM]?B/s(\\+[0-9]us)?)?(:[0-9]gbit)?)?|rtx3090(@[0-9]gbit)?|h200=5GiB(@[0-9]MB/s)?)(,(cpu=7B|cpu=7|cuda:[0-9]|rtx3070|host=[0-9]GiB|file=[0-9]GiB)){0,3}"
         ) {
             if let Ok(request) = text.parse::<DevicesRequest>() {
                 prop_assert_eq!(request.to_string().parse::<DevicesRequest>(), Ok(request));

@@ -9,7 +9,7 @@ use plimsoll_device::probe::Cpu;
 use plimsoll_train::run::far::host::Host;
 use plimsoll_train::run::far::streams::{Streams, TcpWires, serve};
 use plimsoll_train::run::far::{Channel, Elsewhere, Hosts, Wires};
-use plimsoll_train::run::training::{Outcome, Run};
+use plimsoll_train::run::start::{Outcome, Run};
 use plimsoll_train::run_file::RunFile;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashMap};

@@ -102,7 +102,7 @@ mod tests {
         let refused = ModelRow {
             status: ModelStatus::DoesNotFit,
             why: Some("does not fit: the smallest recipe holds 40.00 GiB".into()),
-            hints: vec!["it fits from 40.00 GiB: plimsoll bench models llama-2-13b --budget 40961MiB".into()],
+            hints: vec!["it fits from 40.01 GiB: plimsoll bench models llama-2-13b --budget 40970MiB".into()],
             ..ModelRow::new("llama-2-13b", "llama-2-13b")
         };
         let broken = ModelRow { why: Some("exit 2: no such model".into()), ..ModelRow::new("x", "x") };
@@ -116,7 +116,7 @@ mod tests {
         assert!(lines[4].contains("no") && lines[5].contains("failed"), "{text}");
         assert_eq!(lines[7], "7b: llama-2-7b, virtual:a (simulated), start to end 60.00 s measured");
         assert_eq!(lines[8], "llama-2-13b: does not fit: the smallest recipe holds 40.00 GiB");
-        assert_eq!(lines[9], "  hint: it fits from 40.00 GiB: plimsoll bench models llama-2-13b --budget 40961MiB");
+        assert_eq!(lines[9], "  hint: it fits from 40.01 GiB: plimsoll bench models llama-2-13b --budget 40970MiB");
         assert_eq!(lines[10], "x: exit 2: no such model");
     }
 }

@@ -373,7 +373,7 @@ fn way_out(Way { need, line_bytes, .. }: &Way, words: &str, line: Option<Bytes>)
     let holds = match need.peak_bytes {
         Some(peak) => format!(", predicted {peak} of {line_bytes}"),
         None if line.is_some_and(|line| need.budget_bytes <= line) => String::new(),
-        None => format!(" from {}", need.budget_bytes),
+        None => format!(" from {line_bytes}"),
     };
     format!("it fits{with}{holds}{host}{file}: {words}")
 }
@@ -644,7 +644,7 @@ micro_batch  -3.00 MiB  -4.0 ms    1.23 k  the order of sums
             does_not_fit(&small, &ways, None, false).to_string(),
             "\
 does not fit: the smallest recipe holds 40.00 MiB on cpu, the load line is 32.00 MiB
-  hint: it fits from 40.00 MiB: plimsoll train run.toml --budget 41MiB
+  hint: it fits from 41.00 MiB: plimsoll train run.toml --budget 41MiB
   hint: it fits, predicted 31.00 MiB of 32.00 MiB, 9.00 MiB on the host: plimsoll train run.toml --devices virtual:a=32MiB,host=9MiB
   hint: it fits with bf16 and adam8bit, predicted 30.00 MiB of 32.00 MiB: plimsoll train run.toml --allow bf16,adam8bit"
         );

@@ -312,7 +312,10 @@ fn a_line_goes_no_higher_than_what_the_device_has() {
         assert_eq!(least, 40 << 20);
         let (most, says) = line("900TiB");
         let name = device.split('=').next().unwrap();
-        assert!(says.contains(&format!(", all that {name} has for it (900.00 TiB was asked for): ")), "{says}");
+        assert!(
+            says.contains(&format!(", the most that {name} may hold for this run (900.00 TiB was asked for): ")),
+            "{says}"
+        );
         match name {
             "cpu" => assert!((64 << 20..1 << 44).contains(&most), "{most}"),
             _ => {

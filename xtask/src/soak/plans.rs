@@ -6,6 +6,7 @@ use super::place::Place;
 use super::tally::Tally;
 use clap::ValueEnum;
 use plimsoll_core::{Bytes, DType, DeviceSpec};
+use plimsoll_device::calibration::algorithms;
 use plimsoll_device::cuda::driver::{Context, Driver};
 use plimsoll_device::cuda::gpus::{Card, Here};
 use plimsoll_device::cuda::open::{Wish, card, measure_charges, open};
@@ -177,7 +178,9 @@ fn steps(case: &Case, gpu: &Gpu, device: &DeviceSpec, answer: Answer, tally: &mu
     let (budget, charges) = (device.budget, device.charges);
     let (planned, predicted) = (placement.arena_bytes, placement.arena_bytes + charges.0);
     let (empty, _) = gpu.context.memory()?;
-    let opened = open(number, 1, case.precision, None, answer.set, placement)?;
+    // As a run has them: chosen while charges were measured.
+    let known = algorithms(gpu.card);
+    let opened = open(number, 1, case.precision, known.as_ref(), answer.set, placement)?;
     // What libraries have loaded while charges were measured is there already; the arena and the modules come.
     let loaded = opened.charges.libraries;
     let (sequence, vocab) = (case.sequence, case.config.vocab);

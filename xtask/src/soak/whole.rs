@@ -6,7 +6,7 @@ use anyhow::{Context, ensure};
 use plimsoll_core::{Bytes, DType};
 use plimsoll_device::process;
 use plimsoll_program::models::{ModelConfig, ModelType, RopeScaling};
-use plimsoll_train::run::training::Run;
+use plimsoll_train::run::start::Run;
 use plimsoll_train::run_file::RunFile;
 use serde::{Deserialize, Serialize};
 use std::fmt::Write as _;

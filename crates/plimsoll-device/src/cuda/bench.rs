@@ -1,7 +1,6 @@
 //! How fast a GPU is: products through the library and the algorithms that runs use, memory through our own kernels,
 //! the link through the copies of the executor; and how the GPU was before and after.
 
-use super::driver::Context;
 use super::gpus::{Card, Here};
 use super::nvml::Condition;
 use super::open::{free_bytes, open};
@@ -24,7 +23,7 @@ const SMALL: [[u64; 3]; 3] = [[32, 48, 16], [32, 16, 48], [32, 32, 32]];
 /// What has fewer multiprocessors than this is no GPU that Plimsoll runs on, but something that stands in for one.
 const MULTIPROCESSORS_MIN: u32 = 4;
 
-/// Measures a GPU in about `duration`.
+/// Measures a GPU in about `duration`. Its context stays, with what libraries have loaded in it.
 ///
 /// # Errors
 /// What is missing on this machine, or what the GPU refuses.
@@ -56,7 +55,6 @@ pub fn measure(
     stage(&format!("{name}: the ops of a step"));
     let mut ops = op_rates::measure(&subject(DType::F32, scale))?;
     ops.bf16 = Some(Box::new(op_rates::measure(&subject(DType::Bf16, scale))?));
-    Context::end(card.index);
     Ok(DeviceBench {
         device: name,
         simulated: false,

@@ -152,7 +152,7 @@ impl Wish<'_> {
     ) -> Result<T, DeviceError> {
         let (here, card) = card(self.index)?;
         let tools = tools(here)?;
-        free_before(here, card);
+        let first = free_before(here, card);
         let known = if self.algorithms.is_none() { calibration::algorithms(card) } else { None };
         let opening = Opening {
             driver: &tools.driver,
@@ -163,7 +163,8 @@ impl Wish<'_> {
             precision: self.precision,
             threads: self.threads,
             algorithms: self.algorithms.or(known.as_ref()),
-            free_before: here.memory(card).map(|memory| memory.free_bytes),
+            // Where a context was ended, a library may have kept it all the same, and what it holds would count as others'.
+            free_before: here.memory(card).map(|memory| memory.free_bytes).max(first),
             charges_max: self.charges,
             scratch: self.scratch,
         };

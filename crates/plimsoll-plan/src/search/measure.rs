@@ -1,9 +1,11 @@
-//! What a recipe holds and costs, before it is packed.
+//! What a recipe holds and costs, before it is packed: measured on its Programs, each thing once. What stays is in `stays`,
+//! and what is only estimated in `estimate`.
 
+use super::stays::{Stays, StaysOfAll};
 use super::{Laid, Profile, Question, Tried, choose, profile};
 use crate::layout::{ALIGNMENT, lower_bounds};
-use plimsoll_core::{Bytes, Category, InFile, Offload, Recipe, RecomputeLevel, Sharing, Space, WorkName};
-use plimsoll_program::models::decoder::{Method, STAGING_BYTES, head_blocks, streams_head};
+use plimsoll_core::{Bytes, InFile, Offload, Recipe, RecomputeLevel, Sharing, WorkName};
+use plimsoll_program::models::decoder::{STAGING_BYTES, head_blocks, streams_head};
 use plimsoll_program::passes::offload::offload_only;
 use plimsoll_program::{Block, Op, OpKind, Program, ProgramSet};
 use std::collections::HashMap;
@@ -60,7 +62,7 @@ pub(super) struct Measured {
     device: u64,
     host: u64,
     file: u64,
-    seconds: f64,
+    pub(super) seconds: f64,
     /// The same for a step's last micro-batch.
     last_seconds: f64,
     /// Of the seconds, those after the first layer's gradients are whole.
@@ -70,7 +72,7 @@ pub(super) struct Measured {
 /// Measures recipes. What happens once a step depends on what waits and on nothing else of a recipe: it is measured once.
 pub(super) struct Measurer<'q> {
     pub question: &'q Question<'q>,
-    known: Arc<Known>,
+    pub(super) known: Arc<Known>,
 }
 
 /// What has been measured. It does not depend on load lines, so questions that differ in nothing else share it.
@@ -82,12 +84,12 @@ pub(super) struct Known {
     files: Mutex<HashMap<Offload, [u64; 3]>>,
     plain: Mutex<HashMap<u32, Plain>>,
     profiles: Mutex<HashMap<u32, Arc<Profile>>>,
-    stays: OnceLock<StaysOfAll>,
+    pub(super) stays: OnceLock<StaysOfAll>,
     /// Bytes of all spaces above what stays, by recipes whose choice stands for its kind.
     above: Mutex<HashMap<Recipe, [u64; 3]>>,
     tightest: Mutex<HashMap<u32, Option<Vec<RecomputeLevel>>>>,
     /// Tensors without Programs.
-    bare: OnceLock<ProgramSet>,
+    pub(super) bare: OnceLock<ProgramSet>,
 }
 
 /// What choices have in common that need the same above what stays: rings have room for two layers, however many wait.
@@ -111,134 +113,21 @@ fn known<K: Eq + Hash, V: Clone>(map: &Mutex<HashMap<K, V>>, key: K, find: impl 
     value
 }
 
-/// What stays for the whole run, in bytes.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(super) struct Stays {
-    /// On the device.
-    pub device: u64,
-    /// On the host.
-    pub host: u64,
-    /// In the scratch file.
-    pub file: u64,
-    /// What waits, in either, by what it is.
-    waits: Waiting,
-    /// Of that, what waits in the file.
-    in_file: Waiting,
-}
-
-/// Bytes of what waits, by what it is.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-struct Waiting {
-    weights: f64,
-    gradients: f64,
-    state: f64,
-}
-
-/// What stays where, for any choice: everything waits by itself, so what a choice comes to is a sum.
-#[derive(Clone, Debug)]
-struct StaysOfAll {
-    nothing: Stays,
-    /// What one of each makes of it.
-    parts: [[f64; 9]; PARTS],
-}
-
-/// What a choice has of all that can wait.
-const PARTS: usize = 10;
-
-/// How much of each can wait: layers, but for ends, and for what goes where all layers' state has gone.
-fn parts_of(offload: Offload, layers: u32) -> [u32; PARTS] {
-    let Offload { optimizer, gradients, weights, embedding, head, file, .. } = offload;
-    let rest = |optimizer: u32| u32::from(optimizer >= layers);
-    [
-        optimizer,
-        rest(optimizer),
-        gradients,
-        weights,
-        u32::from(embedding),
-        u32::from(head),
-        file.optimizer,
-        rest(file.optimizer),
-        file.gradients,
-        file.weights,
-    ]
-}
-
-impl Stays {
-    fn numbers(self) -> [f64; 9] {
-        let Stays { device, host, file, waits, in_file } = self;
-        let of = |waiting: Waiting| [waiting.weights, waiting.gradients, waiting.state];
-        let ([a, b, c], [d, e, f]) = (of(waits), of(in_file));
-        [device as f64, host as f64, file as f64, a, b, c, d, e, f]
-    }
-
-    fn of(numbers: [f64; 9]) -> Stays {
-        let [device, host, file, a, b, c, d, e, f] = numbers;
-        let waiting = |weights, gradients, state| Waiting { weights, gradients, state };
-        let [device, host, file] = [device, host, file].map(|bytes| bytes as u64);
-        Stays { device, host, file, waits: waiting(a, b, c), in_file: waiting(d, e, f) }
-    }
-}
-
-impl StaysOfAll {
-    fn of(measurer: &Measurer) -> StaysOfAll {
-        let layers = measurer.layers();
-        let of = |offload: Offload| measurer.measured_stays(offload).numbers();
-        let nothing = Offload::NOTHING;
-        let with_file = |offload: Offload, file: InFile| Offload { file, ..offload };
-        let (state, gradients, weights) = (
-            |optimizer: u32| Offload { optimizer, ..nothing },
-            |gradients: u32| Offload { gradients, ..nothing },
-            |weights: u32| Offload { weights, ..nothing },
-        );
-        let in_file = |optimizer: u32| InFile { optimizer, ..InFile::NOTHING };
-        // One more of each than in another choice.
-        let steps = [
-            (state(1), nothing),
-            (state(layers), state(layers)),
-            (gradients(1), nothing),
-            (weights(1), nothing),
-            (Offload { embedding: true, ..nothing }, nothing),
-            (Offload { head: true, ..nothing }, nothing),
-            (with_file(state(layers), in_file(1)), state(layers)),
-            (with_file(state(layers), in_file(layers)), with_file(state(layers), in_file(layers))),
-            (with_file(gradients(1), InFile { gradients: 1, ..InFile::NOTHING }), gradients(1)),
-            (with_file(weights(1), InFile { weights: 1, ..InFile::NOTHING }), weights(1)),
-        ];
-        let nothing = of(nothing);
-        let mut parts = [[0.0; 9]; PARTS];
-        for (part, (with, without)) in steps.into_iter().enumerate() {
-            // What comes with the last layer is what is left of all when the layers are taken off.
-            let less = match part {
-                1 => sum(nothing, &[(f64::from(layers), parts[0])]),
-                7 => sum(of(state(layers)), &[(f64::from(layers), parts[6])]),
-                _ => of(without),
-            };
-            parts[part] = sum(of(with), &[(-1.0, less)]);
-        }
-        StaysOfAll { nothing: Stays::of(nothing), parts }
-    }
-}
-
-/// A sum of numbers with factors.
-fn sum(first: [f64; 9], others: &[(f64, [f64; 9])]) -> [f64; 9] {
-    others.iter().fold(first, |sum, (factor, numbers)| std::array::from_fn(|at| sum[at] + factor * numbers[at]))
-}
-
 /// A micro-batch while everything stays on the device.
 #[derive(Clone, Copy, Debug)]
-struct Plain {
+pub(super) struct Plain {
     /// Seconds of its passes where nothing is recomputed.
-    pass_seconds: f64,
+    pub(super) pass_seconds: f64,
     /// Bytes above what stays where everything is recomputed.
-    least_above: u64,
+    pub(super) least_above: u64,
     /// Bytes of a layer's input.
-    input_bytes: u64,
+    pub(super) input_bytes: u64,
     /// Bytes of the logits that stand at once.
-    logits_bytes: u64,
+    pub(super) logits_bytes: u64,
     /// Seconds of the product that makes all logits once.
-    logits_seconds: f64,
+    pub(super) logits_seconds: f64,
     /// The part of the head that is one block.
-    head_block: f64,
+    pub(super) head_block: f64,
 }
 
 /// The recipe with another choice of what waits.
@@ -362,7 +251,7 @@ impl<'q> Measurer<'q> {
     }
 
     /// What happens once a step. Inputs of layers do not come into it.
-    fn once_a_step(&self, recipe: &Recipe, plain: &dyn Fn() -> ProgramSet) -> Measured {
+    pub(super) fn once_a_step(&self, recipe: &Recipe, plain: &dyn Fn() -> ProgramSet) -> Measured {
         let one_micro_batch = self.question.micro_batches_of(recipe) == 1;
         let key = (Offload { inputs: 0, ..recipe.offload }, one_micro_batch);
         known(&self.known.once_a_step, key, || {
@@ -446,38 +335,6 @@ impl<'q> Measurer<'q> {
         }
     }
 
-    /// What stays for the whole run, and where.
-    pub fn persistent(&self, offload: Offload) -> Stays {
-        let all = self.known.stays.get_or_init(|| StaysOfAll::of(self));
-        let parts = parts_of(offload, self.layers()).map(f64::from).into_iter().zip(all.parts);
-        let there = parts.filter(|(count, _)| *count > 0.0);
-        Stays::of(there.fold(all.nothing.numbers(), |stays, part| sum(stays, &[part])))
-    }
-
-    /// The same, found by moving all tensors.
-    fn measured_stays(&self, offload: Offload) -> Stays {
-        let set = self.known.bare.get_or_init(|| bare(self.question));
-        let bare = offload_only(set.clone(), self.layers(), &offload, false, &|_| false);
-        let bare = self.question.with_file(bare, offload);
-        let bytes = |spaces: &[Space], category: Category| {
-            let of = bare.tensors.iter().filter(|t| spaces.contains(&t.space) && t.category == category);
-            of.map(|t| t.bytes() * u64::from(t.slots)).sum::<u64>() as f64
-        };
-        let waiting = |spaces: &[Space]| Waiting {
-            weights: bytes(spaces, Category::Weight),
-            gradients: bytes(spaces, Category::Gradient),
-            state: bytes(spaces, Category::Optimizer),
-        };
-        let [device, host, file] = lower_bounds(&bare);
-        Stays {
-            device: device.next_multiple_of(ALIGNMENT),
-            host,
-            file,
-            waits: waiting(&[Space::Host, Space::Scratch]),
-            in_file: waiting(&[Space::Scratch]),
-        }
-    }
-
     /// Bytes on the device above what stays, while nothing waits.
     pub fn plain_above(&self, micro_batch: u32, levels: &[RecomputeLevel]) -> u64 {
         let plain = self.candidate(self.question.recipe(micro_batch, levels.to_vec(), Offload::NOTHING));
@@ -494,116 +351,22 @@ impl<'q> Measurer<'q> {
         (self.persistent(offload).device + plain_above).saturating_sub(inputs + logits + ALIGNMENT)
     }
 
-    /// About how many seconds a step takes under a choice, with the lightest level of recompute that about fits;
-    /// `None` where none does. Found without writing Programs down: what has to be computed, what has to be copied,
-    /// what stays.
-    pub fn about(&self, micro_batch: u32, offload: Offload) -> Option<f64> {
-        if !self.may_fit(micro_batch, offload) {
-            return None;
-        }
-        let question = self.question;
-        let plain = self.plain(micro_batch);
-        let stays = self.persistent(offload);
-        let count = question.share.micro_batches_of(question.sequences, micro_batch) as f64;
-        let rate = question.device.rates.host_link.bytes_per_second;
-        let inputs = u64::from(offload.inputs) * plain.input_bytes;
-        let Waiting { weights, gradients, .. } = self.of_layers(offload);
-        let in_file = stays.in_file;
-        let table = (question.config.vocab * question.config.hidden) as f64;
-        let streamed = self.streams_head(offload);
-        let head = if streamed { table * question.precision.bytes() as f64 } else { 0.0 };
-        let trained = question.optimizer.is_some() && question.lossy.method == Method::Full;
-        let head_gradient = if streamed && trained { table * question.precision.wide().bytes() as f64 } else { 0.0 };
-        let again = if count > 1.0 { gradients + head_gradient } else { 0.0 };
-        let copied_in = count * (2.0 * (weights + head) + again + inputs as f64);
-        let copied_out = count * (gradients + head_gradient + inputs as f64);
-        let of_passes = self.disk_seconds(
-            count * (2.0 * in_file.weights + if count > 1.0 { in_file.gradients } else { 0.0 }),
-            count * in_file.gradients,
-        );
-        // Two slots in each ring, of a layer each.
-        let of_layer = |bytes: f64, layers: u32| if layers > 0 { 2.0 * bytes / f64::from(layers) } else { 0.0 };
-        let rings = of_layer(weights, offload.weights)
-            + of_layer(gradients, offload.gradients)
-            + 2.0 * plain.head_block * (head + head_gradient);
-        let freed = self.in_flight(micro_batch) * inputs;
-        let budget = (question.device.arena_budget().0 + freed).checked_sub(stays.device + rings as u64)?;
-        let more = match question.fixed_levels() {
-            None => self.profile(micro_batch).lightest(question.layers(), budget)?,
-            Some(_) if plain.least_above > budget => return None,
-            Some(_) => self.candidate(self.made_again(micro_batch, Offload::NOTHING)).passes - plain.pass_seconds,
-        };
-        let logits = if streamed { plain.logits_seconds } else { 0.0 };
-        let computed = count * (plain.pass_seconds + logits + more);
-        let passes = computed.max(copied_in / rate).max(copied_out / rate).max(of_passes);
-        Some(passes + self.once_about(micro_batch, offload))
-    }
-
-    /// About how many seconds pass once a step: between those that are measured where nothing and where all of it waits.
-    fn once_about(&self, micro_batch: u32, offload: Offload) -> f64 {
-        let question = self.question;
-        if question.optimizer.is_none() {
-            return 0.0;
-        }
-        let (layers, update) = (self.layers(), offload.update);
-        let measured = |optimizer: u32, gradients: u32, weights: u32| {
-            let update = update && optimizer > 0;
-            let choice = Offload { optimizer, gradients, weights, update, ..Offload::NOTHING };
-            let recipe = self.made_again(micro_batch, choice);
-            self.once_a_step(&recipe, &|| question.build(question.config, &recipe, false)).seconds
-        };
-        let part = |count: u32, all: u32| if all > 0 { f64::from(count) / f64::from(all) } else { 0.0 };
-        let between = |part: f64, none: f64, all: &dyn Fn() -> f64| {
-            if part > 0.0 { none + part * (all() - none) } else { none }
-        };
-        let once = if offload.optimizer < layers {
-            // With the last layer's state goes all else that is trained.
-            between(part(offload.optimizer, layers - 1), measured(0, 0, 0), &|| measured(layers - 1, 0, 0))
-        } else {
-            let (gradients, weights) = (part(offload.gradients, layers), part(offload.weights, layers));
-            let with =
-                |weights: u32| between(gradients, measured(layers, 0, weights), &|| measured(layers, layers, weights));
-            between(weights, with(0), &|| with(layers))
-        };
-        let in_file = self.persistent(offload).in_file;
-        let of_file = self.disk_seconds(in_file.gradients + in_file.state, in_file.state + in_file.weights)
-            + self.disk_seconds(in_file.gradients, 0.0);
-        once.max(of_file)
-    }
-
-    /// What waits, but for ends: rows of the embedding are looked up and added to where they are, and the head comes in
-    /// blocks, twice.
-    fn of_layers(&self, offload: Offload) -> Waiting {
-        let (question, waits) = (self.question, self.persistent(offload).waits);
-        let ends = [offload.embedding, offload.head].iter().filter(|waits| **waits).count() as u64;
-        let elements = (ends * question.config.vocab * question.config.hidden) as f64;
-        let weights = (waits.weights - elements * question.precision.bytes() as f64).max(0.0);
-        let gradients = (waits.gradients - elements * question.precision.wide().bytes() as f64).max(0.0);
-        Waiting { weights, gradients, ..waits }
-    }
-
-    /// What the disk takes, which reads and writes at once.
-    fn disk_seconds(&self, read: f64, written: f64) -> f64 {
-        let file = &self.question.host.file;
-        (read / file.read_bytes_per_second).max(written / file.write_bytes_per_second)
-    }
-
     /// Micro-batches whose inputs of layers are there at once.
-    fn in_flight(&self, micro_batch: u32) -> u64 {
+    pub(super) fn in_flight(&self, micro_batch: u32) -> u64 {
         let share = &self.question.share;
         u64::from(share.in_flight(share.micro_batches_of(self.question.sequences, micro_batch) as u32))
     }
 
-    fn streams_head(&self, offload: Offload) -> bool {
+    pub(super) fn streams_head(&self, offload: Offload) -> bool {
         offload.streams_head(self.question.config.tied) && streams_head(self.question.config.vocab)
     }
 
-    fn layers(&self) -> u32 {
+    pub(super) fn layers(&self) -> u32 {
         self.question.layers() as u32
     }
 
     /// What a micro-batch takes while everything stays on the device.
-    fn plain(&self, micro_batch: u32) -> Plain {
+    pub(super) fn plain(&self, micro_batch: u32) -> Plain {
         known(&self.known.plain, micro_batch, || self.measure_plain(micro_batch))
     }
 
@@ -689,62 +452,5 @@ impl<'q> Measurer<'q> {
             list.push(block());
         }
         list
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::paper::paper;
-    use crate::search::{Lossy, Pins};
-    use plimsoll_core::{Budget, DType, HostSpec};
-    use plimsoll_program::Share;
-    use plimsoll_program::models::decoder::{AdamState, Base, Optimizer, Source};
-    use plimsoll_program::models::preset;
-
-    #[test]
-    fn what_stays_is_the_sum_of_what_waits() {
-        let device = paper("rtx3090", Budget::DEVICE).unwrap();
-        let state = AdamState::Full;
-        let lossy = Lossy::default();
-        let adapters = Lossy { method: Method::Lora(lossy.lora.clone()), base: Base::Nf4, ..lossy.clone() };
-        for (model, lossy) in [("smollm2-135m", &lossy), ("llama-3.2-1b", &adapters), ("qwen2.5-7b", &lossy)] {
-            let config = preset(model).unwrap();
-            let question = Question {
-                config: &config,
-                precision: DType::Bf16,
-                sequence: 512,
-                sequences: 4,
-                source: Source::Random { seed: 1 },
-                optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state }),
-                evaluate: false,
-                generation: None,
-                device: &device,
-                host: HostSpec::NONE,
-                lossy: lossy.clone(),
-                pins: Pins::default(),
-                rungs: vec![],
-                share: Share::ALONE,
-            };
-            let (measurer, layers) = (Measurer::new(&question), config.layers as u32);
-            for number in 0..64u32 {
-                // Each of the counts goes through its range at another pace.
-                let count = |pace: u32, most: u32| (number * pace) % (most + 1);
-                let optimizer = if number % 3 == 0 { layers } else { count(7, layers) };
-                let (gradients, weights) = (count(5, optimizer), count(11, optimizer));
-                let file = InFile {
-                    optimizer: if number % 2 == 0 { optimizer } else { count(3, optimizer) },
-                    gradients: count(13, gradients),
-                    weights: count(17, weights),
-                };
-                let (embedding, head) = (number & 4 > 0, number & 8 > 0 && !config.tied);
-                let offload = Offload { optimizer, gradients, weights, embedding, head, file, ..Offload::NOTHING };
-                let (sum, moved) = (measurer.persistent(offload), measurer.measured_stays(offload));
-                let bytes = |stays: Stays| stays.numbers().map(|number| number as i64);
-                let apart = bytes(sum).into_iter().zip(bytes(moved)).map(|(a, b)| (a - b).abs());
-                // What is last in a space is not rounded up.
-                assert!(apart.max() < Some(ALIGNMENT as i64), "{model}, {offload:?}: {sum:?} {moved:?}");
-            }
-        }
     }
 }

@@ -5,6 +5,7 @@
 //! predicted time, and the first whose packed arenas fit is the plan. Where none does, lossy rungs are taken as far as
 //! they are allowed (`rungs`), and at last the plan says what it would need.
 
+mod estimate;
 mod ladder;
 mod lean;
 mod measure;
@@ -14,6 +15,7 @@ mod parts;
 mod profile;
 mod rungs;
 mod side_by_side;
+mod stays;
 
 use crate::layout::{ArenaLayout, Layout, lay_out};
 use crate::price::Prices;

@@ -3,8 +3,9 @@
 use super::engine::{Engine, Evaluated};
 use super::evaluation::{Cut, evaluate};
 use super::open::settle_gpu;
-use super::prepare::{dataset, load_weights, settle_charges};
+use super::prepare::{dataset, load_weights};
 use super::samples::{Sampling, generate};
+use crate::charges::settle_charges;
 use crate::data::{Dataset, Tokenizer};
 use crate::resolve::{Model, Resolved, Work};
 use crate::run_file::{Long, RunFile};

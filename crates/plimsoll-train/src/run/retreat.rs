@@ -11,20 +11,20 @@
 use super::control::Moved;
 use super::evaluator::Evaluator;
 use super::events::EventLog;
-use super::prepare::{programs_bytes, question_of};
+use super::prepare::question_of;
 use super::pressure::{Felt, Held, Pressure, room};
 use super::team::{Computing, Worker};
 use super::training::Trainer;
 use super::trouble::{Halt, Trouble};
+use crate::charges::charged_programs;
 use crate::resolve::Resolved;
-use plimsoll_core::{Budget, Bytes, Class, DeviceKind, DeviceSpec, Event, Failure, Plan, Recipe, Retreat};
+use plimsoll_core::{Budget, Bytes, Class, DeviceSpec, Event, Failure, Plan, Recipe, Retreat};
 use plimsoll_device::calibration;
 use plimsoll_device::device::DeviceError;
 use plimsoll_device::probe::Memory;
 use plimsoll_device::process;
 use plimsoll_plan::search::{Answer, Question, plan_of, search};
 use plimsoll_plan::team::same_count;
-use plimsoll_program::ProgramSet;
 use std::time::Instant;
 
 /// Refusals of a device, without any finished work between them, after which it is of no use.
@@ -104,11 +104,6 @@ impl Line {
     pub fn waits(&mut self, host: Bytes) {
         self.host_wanted = self.host_wanted.max(host);
     }
-}
-
-/// What the Programs of a plan add to the charges: those of a GPU are measured with them.
-pub(super) fn charged_programs(device: &DeviceSpec, set: &ProgramSet) -> Bytes {
-    if device.kind == DeviceKind::Cuda { Bytes::ZERO } else { programs_bytes([set]) }
 }
 
 impl Trainer {
@@ -420,7 +415,10 @@ impl Trainer {
         let line = asked.min(most);
         let (budget, told) = match line < asked {
             true => {
-                let told = format!("{line}, all that {} has for it ({asked} was asked for)", worker.device.name);
+                let told = format!(
+                    "{line}, the most that {} may hold for this run ({asked} was asked for)",
+                    worker.device.name
+                );
                 (Budget::Amount(line), told)
             }
             false => (budget, line.to_string()),

@@ -8,7 +8,7 @@ use plimsoll_core::{DeviceKind, Exit, Failure, RunStatus, counted};
 use plimsoll_train::data::Dataset;
 use plimsoll_train::resolve::pace;
 use plimsoll_train::run::rehearsal::Injection;
-use plimsoll_train::run::training::{Outcome, Resumed, Run};
+use plimsoll_train::run::start::{Outcome, Resumed, Run};
 use plimsoll_train::run_file::{Length, RunFile};
 use plimsoll_watch::plan::{PlanView, table};
 use plimsoll_watch::summary::{Sample, done_already, resume_command, summary};

@@ -455,8 +455,8 @@ tensor_attention_grad_keys(const bf16* qkv, const bf16* dout, const float* stats
     auto meet = [&](int turn, u32 head, int from) {
         bf16* to = met + turn * 2 * MET * ROW;
         int valid = (int)sequence - from;
-        fetch<MET>(to, queries + (head * E + from * row), row, valid);
-        fetch<MET>(to + MET * ROW, douts + (head * E + from * out_row), out_row, valid);
+        fetch<MET>(to, queries + (head * E + (u64)from * row), row, valid);
+        fetch<MET>(to + MET * ROW, douts + (head * E + (u64)from * out_row), out_row, valid);
         int which = threadIdx.x / MET, at = threadIdx.x % MET, real = min(at, valid - 1);
         u32 unit = units + head * sequence + from + real;
         const void* word = which == 0 ? (const void*)(stats + unit) : (const void*)(delta + unit);

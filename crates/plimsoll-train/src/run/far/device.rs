@@ -1,7 +1,7 @@
 //! The run's end: a device that stands for one in another process.
 
 use super::links::Ways;
-use super::{Answer, Channel, Command, Found, Invitation, Request, RoomFound, VERSION, decode, encode};
+use super::{Answer, Channel, Command, Found, Invitation, Request, RoomFound, VERSION, decode, encode, locked};
 use crate::run::heartbeat::Pulse;
 use crate::run_file::RunFile;
 use plimsoll_core::{Algorithms, Bytes, CollectivesBy, DType, DeviceKind, DeviceSpec, MeasuredBy, Space};
@@ -13,7 +13,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
@@ -36,10 +36,6 @@ pub struct Line {
     /// The most that its process has held, as it last said; 0 of a GPU.
     measured: Mutex<Option<(Bytes, MeasuredBy)>>,
     pulse: Mutex<Option<Arc<Pulse>>>,
-}
-
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
 impl Line {

@@ -1,10 +1,10 @@
 //! The device's end: a process that holds one device and answers for it.
 
 use super::links::{self, Ways};
-use super::{Answer, Command, Fault, Found, Invitation, Request, RoomFound, VERSION, Wires, decode, encode};
+use super::{Answer, Command, Fault, Found, Invitation, Request, RoomFound, VERSION, Wires, decode, encode, locked};
+use crate::charges::charges;
 use crate::resolve::{devices, rates_under_line};
 use crate::run::open::{open, signs_of_life};
-use crate::run::prepare::charges;
 use plimsoll_core::{Bytes, DeviceKind, Failure, MeasuredBy, Space};
 use plimsoll_device::cuda::open::OnGpu;
 use plimsoll_device::device::{Call, Device, DeviceError, FileSpace, Memory, Observer};
@@ -100,9 +100,9 @@ impl Host {
                 let look = heard.look();
                 if look.is_none() {
                     // Others may wait for it, and it for them.
-                    let seat = seated.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).clone();
+                    let seat = locked(&seated).clone();
                     seat.iter().for_each(|seat| seat.give_up(seat.rank(), "it hears nothing of the run"));
-                    let asked = asked.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+                    let asked = locked(&asked);
                     // Nobody waits for the answer; where its thread is gone there is no device.
                     let _ = asked.send((Request::Close, Vec::new(), channel().0));
                 }
@@ -137,14 +137,14 @@ impl Host {
             Err(error) => failed(error.to_string()),
             Ok((Request::Alive, _)) => {
                 self.heard.missed.store(0, Ordering::Relaxed);
-                let signs = self.signs.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).clone();
+                let signs = locked(&self.signs).clone();
                 match signs.is_none_or(|signs| signs()) {
                     true => encode(&Answer::Done(Found::default()), &[]),
                     false => failed("it gives no sign of life".to_owned()),
                 }
             }
             Ok((Request::GiveUp { attempt, rank, why }, _)) => {
-                let seated = self.seated.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).clone();
+                let seated = locked(&self.seated).clone();
                 seated.iter().for_each(|seated| seated.give_up_in(attempt, rank, &why));
                 encode(&Answer::Done(Found::default()), &[])
             }
@@ -154,7 +154,7 @@ impl Host {
             }
             Ok((request, bytes)) => {
                 let (back, answered) = channel();
-                let asked = self.asked.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).clone();
+                let asked = locked(&self.asked).clone();
                 let sent = asked.send((request, bytes.to_vec(), back));
                 sent.ok().and_then(|()| answered.recv().ok()).unwrap_or_else(|| failed("it came upon a bug".to_owned()))
             }
@@ -344,7 +344,7 @@ impl Work {
                 Ok(Answer::Done(Found::default()))
             }
             Request::Work { attempt, commands } => {
-                let seated = self.seated.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).clone();
+                let seated = locked(&self.seated).clone();
                 if let Some(seated) = seated.filter(|_| attempt > self.attempt) {
                     seated.begin(attempt);
                     self.attempt = attempt;
@@ -366,12 +366,12 @@ impl Work {
     }
 
     fn seat(&mut self, transport: Option<Arc<Wired>>) {
-        *self.seated.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = transport;
+        *locked(&self.seated) = transport;
         self.attempt = 0;
     }
 
     fn gives(&self, signs: Option<Arc<dyn Fn() -> bool + Send + Sync>>) {
-        *self.signs.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = signs;
+        *locked(&self.signs) = signs;
     }
 
     fn leave(&mut self) {

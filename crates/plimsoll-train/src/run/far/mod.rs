@@ -30,11 +30,16 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 /// Both ends must have the same: the words of another version mean something else.
 pub const VERSION: u32 = 4;
+
+/// What a mutex holds, whoever has panicked with it: nothing here is left half-done.
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
 
 /// Carries requests to the process of a device, and its answers back.
 pub trait Channel: Send + Sync {

@@ -6,7 +6,7 @@
 //! words with bytes behind them, as everywhere between both ends, whose number says which answer is whose.
 
 use super::streams::{TcpWires, receive, send};
-use super::{Channel, Elsewhere, Hosts, Wires, decode, encode};
+use super::{Channel, Elsewhere, Hosts, Wires, decode, encode, locked};
 use crate::run_file::RunFile;
 use plimsoll_core::{Budget, Exit, Failure};
 use plimsoll_plan::request::{DeviceRequest, DevicesRequest};
@@ -19,7 +19,7 @@ use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -106,8 +106,7 @@ fn bring(run: &mut RunFile, python: &Path, for_runs: bool) -> Result<Arc<Process
             return Err(Failure { exit, message, hints });
         }
     };
-    let named = devices.parse::<DevicesRequest>();
-    let named = named.map_err(|error| Failure::bug(format!("the cluster names devices as `{devices}`: {error}")))?;
+    let named = named(&devices)?;
     let at = |error: io::Error| {
         Failure::input(format!(
             "Ray says that this machine is {ip}, and none of its ports for wires can be taken: {error}"
@@ -122,6 +121,15 @@ fn bring(run: &mut RunFile, python: &Path, for_runs: bool) -> Result<Arc<Process
     let named = DevicesRequest { host: asked.host, file: asked.file, ..named };
     run.elsewhere = Elsewhere::by(Arc::new(Cluster { process: Arc::clone(&process), wires })).of(named);
     Ok(process)
+}
+
+/// The devices as the cluster names them. The words that were asked for have been read before; what a node is called is for
+/// whoever has started it to say.
+fn named(devices: &str) -> Result<DevicesRequest, Failure> {
+    devices.parse().map_err(|error| {
+        Failure::input(format!("run.devices: the cluster names its devices as `{devices}`: {error}"))
+            .hint("a node's name is HOST/DEVICE, of letters, digits and `.-_`, such as alpha/cuda:0: plimsoll cluster shows them")
+    })
 }
 
 /// Names, for a run, what a sweep has kept of its device: the run is placed in that, and asks Ray for nothing of its own.
@@ -233,10 +241,6 @@ type Waiting = HashMap<u64, Sender<io::Result<Vec<u8>>>>;
 /// None any more where the process has ended.
 struct Answers(Mutex<Option<Waiting>>);
 
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
-}
-
 fn ended() -> io::Error {
     io::Error::new(io::ErrorKind::BrokenPipe, "the process that speaks with Ray has ended")
 }
@@ -318,5 +322,18 @@ impl Drop for Process {
         // One that has ended already is not killed, and what it has placed ends with it either way.
         let _ = child.kill();
         let _ = child.wait();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_node_by_whose_name_no_run_can_go_is_no_bug_of_ours() {
+        assert_eq!(named("alpha/cuda:0=600MiB@1gbit").unwrap().devices.len(), 1);
+        let failure = named("my machine/cuda:0=600MiB").unwrap_err();
+        assert_eq!(failure.exit, Exit::Input);
+        assert!(failure.message.starts_with("run.devices: ") && failure.message.contains("`my machine/cuda:0`"));
     }
 }

@@ -2,7 +2,7 @@
 //! says to all goes to each in its way.
 
 use super::device::Line;
-use super::{Hosts, Invitation};
+use super::{Hosts, Invitation, locked};
 use plimsoll_device::device::DeviceError;
 use plimsoll_device::transport::wire::Wired;
 use plimsoll_device::transport::{Meeting, Seat, Transport};
@@ -170,7 +170,7 @@ impl Transport for Spread {
     /// Who is far is told aside, and not waited for: it may be the very one that is gone.
     fn give_up(&self, rank: u32, why: &str) {
         let attempt = self.attempt.load(Ordering::Relaxed);
-        let before = self.told.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).replace(attempt);
+        let before = locked(&self.told).replace(attempt);
         if before == Some(attempt) {
             return;
         }

@@ -2,12 +2,13 @@
 //! its secrets with what carries the invitations.
 
 use super::host::Host;
-use super::{Channel, Invitation, Wires};
+use super::{Channel, Invitation, Wires, locked};
 use plimsoll_device::transport::wire::Wire;
 use std::collections::{HashMap, HashSet};
 use std::io::{self, Read, Write};
+use std::mem;
 use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -17,12 +18,12 @@ const COMES: Duration = Duration::from_secs(30);
 const RINGS: Duration = Duration::from_secs(2);
 /// How long a stranger may take to say who it is.
 const GREETS: Duration = Duration::from_secs(2);
+/// More than this is no greeting of ours.
+const GREETING_BYTES_MAX: u64 = 256;
+/// So many strangers are listened to at a time; the others wait with the system.
+const STRANGERS_MAX: usize = 64;
 /// More than this is no request of ours.
 const MOST_BYTES: u64 = 1 << 36;
-
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
-}
 
 pub(super) fn send(stream: &mut impl Write, bytes: &[u8]) -> io::Result<()> {
     stream.write_all(&(bytes.len() as u64).to_le_bytes())?;
@@ -114,10 +115,50 @@ impl Greeting {
     }
 }
 
+/// Somebody at the door who has not said yet who it is. Nobody waits for that: it is heard as it comes.
+struct Stranger {
+    stream: TcpStream,
+    /// What has come so far: a length, and so much of a greeting.
+    said: Vec<u8>,
+    until: Instant,
+}
+
+impl Stranger {
+    /// Who it is, once all of that has come; what it says behind that is for the team.
+    ///
+    /// # Errors
+    /// That was no greeting, or its time is up.
+    fn hear(&mut self) -> io::Result<Option<Greeting>> {
+        let no_greeting = || io::Error::from(io::ErrorKind::InvalidData);
+        loop {
+            let length = self.said.first_chunk().map(|length| u64::from_le_bytes(*length));
+            if length.is_some_and(|length| length > GREETING_BYTES_MAX) {
+                return Err(no_greeting());
+            }
+            let missing = 8 + length.unwrap_or(0) as usize - self.said.len();
+            if missing == 0 {
+                return Greeting::read(&self.said[8..]).ok_or_else(no_greeting).map(Some);
+            }
+            let mut bytes = [0; GREETING_BYTES_MAX as usize];
+            match (&self.stream).read(&mut bytes[..missing]) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(count) => self.said.extend(&bytes[..count]),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock && Instant::now() < self.until => {
+                    return Ok(None);
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+}
+
 /// Wires over TCP: every process listens, and of two ranks the higher one calls.
 pub struct TcpWires {
     listener: TcpListener,
     address: SocketAddr,
+    /// Who has called, and not said who it is.
+    strangers: Mutex<Vec<Stranger>>,
     /// Who has called, and not been asked for yet.
     came: Mutex<HashMap<Greeting, TcpStream>>,
     /// The secrets of the teams that were called off.
@@ -133,7 +174,8 @@ impl TcpWires {
         let listener = TcpListener::bind(address)?;
         listener.set_nonblocking(true)?;
         let address = listener.local_addr()?;
-        Ok(Arc::new(TcpWires { listener, address, came: Mutex::default(), called_off: Mutex::default() }))
+        let (strangers, came, called_off) = (Mutex::default(), Mutex::default(), Mutex::default());
+        Ok(Arc::new(TcpWires { listener, address, strangers, came, called_off }))
     }
 
     /// Whether this process still waits for the others of the team with this secret.
@@ -144,29 +186,34 @@ impl TcpWires {
         }
     }
 
-    /// Lets in whoever is at the door.
+    /// Lets in whoever is at the door and says who it is. Whether anybody has come in.
     fn let_in(&self) -> io::Result<bool> {
-        let stream = match self.listener.accept() {
-            Ok((stream, _)) => stream,
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
-            Err(error) => return Err(error),
-        };
-        let greeted = || -> io::Result<Option<Greeting>> {
-            stream.set_nonblocking(false)?;
-            stream.set_nodelay(true)?;
-            stream.set_read_timeout(Some(GREETS))?;
-            let mut length = [0; 8];
-            (&stream).read_exact(&mut length)?;
-            let mut bytes = vec![0; u64::from_le_bytes(length).min(256) as usize];
-            (&stream).read_exact(&mut bytes)?;
-            stream.set_read_timeout(None)?;
-            Ok(Greeting::read(&bytes))
-        };
-        // Who does not say who it is is sent away.
-        if let Ok(Some(greeting)) = greeted() {
-            locked(&self.came).insert(greeting, stream);
+        let mut strangers = locked(&self.strangers);
+        while strangers.len() < STRANGERS_MAX {
+            match self.listener.accept() {
+                Ok((stream, _)) => {
+                    stream.set_nonblocking(true)?;
+                    stream.set_nodelay(true)?;
+                    strangers.push(Stranger { stream, said: Vec::new(), until: Instant::now() + GREETS });
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                Err(error) => return Err(error),
+            }
         }
-        Ok(true)
+        let mut anybody = false;
+        for mut stranger in mem::take(&mut *strangers) {
+            match stranger.hear() {
+                Ok(None) => strangers.push(stranger),
+                Ok(Some(greeting)) => {
+                    stranger.stream.set_nonblocking(false)?;
+                    locked(&self.came).insert(greeting, stranger.stream);
+                    anybody = true;
+                }
+                // Who does not say who it is is sent away.
+                Err(_) => {}
+            }
+        }
+        Ok(anybody)
     }
 }
 
@@ -282,5 +329,47 @@ mod tests {
             receives.receive(&mut got).unwrap();
             assert_eq!(got, [from as u8, to as u8]);
         }
+    }
+
+    /// Far sooner than one of them alone may take.
+    #[test]
+    fn strangers_who_say_nothing_or_little_hold_up_no_meeting() {
+        let ranks = [0, 1].map(|_| TcpWires::listen("127.0.0.1:0").unwrap());
+        let places: Vec<String> = ranks.iter().map(|rank| rank.place()).collect();
+        let strangers: Vec<TcpStream> = (0..20).map(|_| TcpStream::connect(&places[0]).unwrap()).collect();
+        let mut drips = &strangers[0];
+        drips.write_all(&[40, 0, 0]).unwrap();
+        let (team, began) = (
+            Invitation { team: 2, secret: "known".into(), places, epoch: Instant::now(), nccl: false },
+            Instant::now(),
+        );
+        let wires = thread::scope(|scope| {
+            let other = scope.spawn(|| ranks[1].meet(&team, 1).unwrap());
+            [ranks[0].meet(&team, 0).unwrap(), other.join().unwrap()]
+        });
+        assert!(began.elapsed() < GREETS, "{:?}", began.elapsed());
+        // What is said right behind a greeting has not been heard with it.
+        wires[1][0].as_ref().unwrap().send(&[7]).unwrap();
+        let mut got = [9];
+        wires[0][1].as_ref().unwrap().receive(&mut got).unwrap();
+        assert_eq!(got, [7]);
+    }
+
+    #[test]
+    fn a_stranger_who_says_a_byte_now_and_then_is_sent_away_all_the_same() {
+        let wires = TcpWires::listen("127.0.0.1:0").unwrap();
+        let mut stranger = TcpStream::connect(wires.place()).unwrap();
+        stranger.write_all(&[40]).unwrap();
+        while locked(&wires.strangers).is_empty() {
+            wires.let_in().unwrap();
+        }
+        let began = Instant::now();
+        while !locked(&wires.strangers).is_empty() {
+            assert!(began.elapsed() < 2 * GREETS);
+            let _ = stranger.write_all(&[0]);
+            thread::sleep(GREETS / 20);
+            assert!(!wires.let_in().unwrap());
+        }
+        assert!(began.elapsed() > GREETS / 2);
     }
 }
