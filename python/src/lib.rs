@@ -13,6 +13,7 @@ use failure::{failed, raised, working};
 use plimsoll_core::{Budget, Bytes, Failure, ParseBudgetError};
 use plimsoll_device::bench::cpu_products;
 use plimsoll_device::probe;
+use plimsoll_plan::request::{DeviceRequest, DevicesRequest, RequestError, Said};
 use plimsoll_train::resolve;
 use plimsoll_train::run::{control, far};
 use plimsoll_train::run_file::RunFile;
@@ -89,6 +90,44 @@ fn amount(py: Python<'_>, text: &str, of_bytes: u64) -> PyResult<u64> {
     budget.map(|budget: Budget| budget.of(Bytes(of_bytes)).0).map_err(|failure| raised(py, &failure))
 }
 
+/// Bytes for a person, as the other commands say them.
+#[pyfunction]
+fn readable(count: u64) -> String {
+    Bytes(count).to_string()
+}
+
+/// What each device of a list as in `run.devices` says of itself, as [`Said`](plimsoll_plan::request::Said) has it.
+#[derive(Serialize)]
+struct Named {
+    /// All of it, as run files write it.
+    word: String,
+    host: Option<String>,
+    device: String,
+    line: Option<String>,
+    pace: Option<f64>,
+    link: Option<String>,
+    team_link: Option<String>,
+}
+
+/// The devices that a list as in `run.devices` names: JSON of what is said of each, and nothing that is not.
+#[pyfunction]
+fn named(py: Python<'_>, text: &str) -> PyResult<String> {
+    let said = |device: &DeviceRequest| {
+        let Said { host, device: name, line, pace, link, team_link } = device.said()?;
+        let [line, link, team_link] = [
+            line.map(|line| line.to_string()),
+            link.map(|link| link.to_string()),
+            team_link.map(|link| link.to_string()),
+        ];
+        Ok(Named { word: device.to_string(), host, device: name, line, pace, link, team_link })
+    };
+    let read = || text.parse::<DevicesRequest>()?.devices.iter().map(said).collect::<Result<Vec<_>, RequestError>>();
+    read().map(|named| json(&named)).map_err(|error| {
+        let failure = Failure::from(error);
+        raised(py, &Failure { message: format!("run.devices: {}", failure.message), ..failure })
+    })
+}
+
 /// Operations a second of f32 products on so many threads of the processor, measured for so many seconds.
 #[pyfunction]
 fn product_flops(py: Python<'_>, threads: u32, seconds: f64) -> PyResult<f64> {
@@ -108,7 +147,7 @@ mod _native {
     #[pymodule_export]
     use super::training::train;
     #[pymodule_export]
-    use super::{amount, budget, devices, named_devices, named_lines, plan, product_flops};
+    use super::{amount, budget, devices, named, named_devices, named_lines, plan, product_flops, readable};
 
     /// Of the program that this was built with.
     #[pymodule_export]

@@ -4,7 +4,7 @@ use crate::failure::{guarded, raised};
 use crate::{json, reached, run_file};
 use plimsoll_core::{Failure, Plan, RunStatus};
 use plimsoll_plan::request::DevicesRequest;
-use plimsoll_train::run::training::{Outcome, Resumed, Run};
+use plimsoll_train::run::start::{Outcome, Resumed, Run};
 use plimsoll_train::run_file::RunFile;
 use plimsoll_watch::ways::{self, Setting, Way};
 use pyo3::exceptions::PyKeyboardInterrupt;

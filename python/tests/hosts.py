@@ -132,8 +132,8 @@ def ready_for_script() -> None:
 
 
 @contextlib.contextmanager
-def network(names: Sequence[str], *, rate: str = "1gbit", delay: str | None = None) -> Iterator[list[Host]]:
-    """Hosts on a switch; each sends at ``rate`` at most, and ``delay`` later."""
+def network(names: Sequence[str], *, rate: str = "1gbit") -> Iterator[list[Host]]:
+    """Hosts on a switch; each sends at ``rate`` at most."""
     mark, tmp = f"plm{os.getpid()}n{next(NETWORKS)}", Path(tempfile.mkdtemp(prefix="plm", dir="/tmp"))
     switch, hosts = f"{mark}s", list[Host]()
     try:
@@ -154,8 +154,6 @@ def network(names: Sequence[str], *, rate: str = "1gbit", delay: str | None = No
             # Asked for the way to anywhere, a host names its own address; nothing leads out of the switch.
             _ip("-n", namespace, "route", "add", "default", "via", "10.77.0.254")
             shape = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
-            if delay:
-                shape = ["netem", "delay", delay, "rate", rate]
             subprocess.run(["tc", "-n", namespace, "qdisc", "add", "dev", "eth0", "root", *shape], check=True, timeout=10)
         yield hosts
     finally:

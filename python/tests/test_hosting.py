@@ -41,7 +41,7 @@ def found(*words: str, budget: str | None = None) -> list[Asked]:
 
 def test_ray_is_every_node_with_what_is_free_of_it() -> None:
     every = found("ray")
-    assert [one.name + one.rest for one in every] == [
+    assert [one.word for one in every] == [
         "a/cuda:0=20000MiB",
         "a/cuda:1=1500MiB",
         "b/cpu=1000MiB",
@@ -54,9 +54,10 @@ def test_ray_is_every_node_with_what_is_free_of_it() -> None:
         {"vram_mib": 8000},
     ]
     held = found("ray", budget="2000MiB")
-    assert [one.rest for one in held] == ["=2000MiB", "=1500MiB", "=1000MiB", "=2000MiB"]
+    assert [one.said["line"] for one in held] == ["2000MiB", "1500MiB", "1000MiB", "2000MiB"]
     half = found("ray", "ray:b/virtual:x=25%@0.2", budget="50%")
-    assert [one.rest for one in half] == ["=10000MiB", "=750MiB", "=500MiB", "=4000MiB", "=250MiB@0.2"]
+    assert [one.said["line"] for one in half] == ["10000MiB", "750MiB", "500MiB", "4000MiB", "250MiB"]
+    assert half[-1].word == "b/virtual:x=250MiB@0.2"
 
 
 @pytest.mark.parametrize(
@@ -67,13 +68,37 @@ def test_ray_is_every_node_with_what_is_free_of_it() -> None:
         ("ray:a/cuda:0=50%@10gbit", "=10000MiB@10gbit", {"vram_mib": 10000}),
         ("a/cuda:0@1gbit", "=20000MiB@1gbit", {"vram_mib": 20000}),
         ("ray:b/cpu", "=1000MiB", {"memory": 1000 * MIB}),
-        ("ray:b/virtual:x=300MiB@0.3::10GB/s", "=300MiB@0.3::10GB/s", {"memory": 300 * MIB}),
+        ("ray:b/virtual:x=300MiB@0.3::10GB/s", "=300MiB@0.3::10GB/s+10us", {"memory": 300 * MIB}),
+        ("ray:b/virtual:x=300MiB@1gbit", "=300MiB::1gbit", {"memory": 300 * MIB}),
+        ("ray:b/virtual:x = 300MiB @ 0.3 : 12GB/s", "=300MiB@0.3:12GB/s+10us", {"memory": 300 * MIB}),
         ("ray:a/cpu=300MiB", "=300MiB", {"memory": 300 * MIB}),
     ],
 )
 def test_a_device_is_named_with_its_line_and_link_or_without(word: str, rest: str, kept: dict[str, float]) -> None:
     (one,) = found(word)
-    assert (one.rest, one.bundle) == (rest, kept)
+    assert (one.word, one.bundle) == (one.name + rest, kept)
+
+
+@pytest.mark.parametrize(
+    ("word", "whole"),
+    [
+        ("ray:c/virtual:a", "=600MiB@0.5:12GB/s+10us:10gbit"),
+        ("ray:c/virtual:a@1gbit", "=600MiB@0.5:12GB/s+10us:1gbit"),
+        ("ray:c/virtual:a=50%@1gbit", "=300MiB@0.5:12GB/s+10us:1gbit"),
+        ("ray:c/virtual:a=300MiB::1gbit", "=300MiB@0.5:12GB/s+10us:1gbit"),
+        ("ray:c/virtual:a=300MiB@0.2", "=300MiB@0.2"),
+    ],
+)
+def test_a_simulated_device_keeps_what_it_joined_with_unless_that_is_named(word: str, whole: str) -> None:
+    (one,) = find([word], None, [node("c/virtual:a", 600)], {"c/virtual:a": {"vram_mib": 600.0}})
+    one.joined_as("virtual:a=600MiB@0.5:12GB/s:10gbit")
+    assert one.word == f"c/virtual:a{whole}"
+
+
+def test_a_device_that_is_one_of_all_is_not_named_beside_them() -> None:
+    for words in (["ray", "ray:a/cuda:0=6GiB"], ["ray:b/cpu=400MiB", "ray"]):
+        with pytest.raises(plimsoll.InputError, match="run.devices: (a/cuda:0|b/cpu) is named twice"):
+            found(*words, budget="50%")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +106,9 @@ def test_a_device_is_named_with_its_line_and_link_or_without(word: str, rest: st
     [
         ("ray:c/cuda:0", plimsoll.InputError, "no node of the cluster is called c/cuda:0"),
         ("ray:a/cuda:2", plimsoll.InputError, "there is: a/cuda:0, a/cuda:1, b/cpu, 10.0.0.9/cuda:0"),
-        ("b/virtual:x", plimsoll.InputError, "no node of the cluster is called b/virtual:x"),
+        ("ray:b/virtual:x", plimsoll.InputError, "no node of the cluster is called b/virtual:x"),
+        ("ray:b/virtual:x@1gbit", plimsoll.InputError, "no node of the cluster is called b/virtual:x"),
+        ("ray:a/cuda:0=6GiB@fast", plimsoll.InputError, "run.devices: device `a/cuda:0`: `fast` is no link"),
         ("a/cpu", plimsoll.InputError, "no node of the cluster is called a/cpu"),
         ("a/cuda:1=2GiB", plimsoll.DoesNotFit, "a/cuda:1: 2048 MiB are asked for, and 1500 of its 6000 MiB are free"),
         ("b/virtual:x=2GiB@0.3", plimsoll.DoesNotFit, "b/virtual:x: 2048 MiB are asked for, and 1000 of its 1000 MiB are free"),
@@ -127,7 +154,7 @@ def test_a_worker_that_is_gone_is_started_anew_whoever_has_ended_it(
 
     error = getattr(ray.exceptions, ended)(*words)
     hosting, gone, started = Hosting.__new__(Hosting), mock.MagicMock(), threading.Event()
-    hosting.asked, hosting.workers = [Asked("b/cpu", "", node("b/cpu"), {})], {"b/cpu": gone}
+    hosting.asked, hosting.workers = found("b/cpu"), {"b/cpu": gone}
     hosting.starting, hosting.one_at_a_time = set(), threading.Lock()
     monkeypatch.setattr(ray, "get", mock.Mock(side_effect=error))
     monkeypatch.setattr(hosting, "_start_anew", lambda one, before: started.set() if before is gone else None)
@@ -311,7 +338,8 @@ def test_a_worker_that_would_pass_its_share_gives_way_and_its_neighbour_feels_no
     one.until_step(1)
     # It is not given more than its share, though the machine has more.
     asked = alpha.plimsoll("budget", str(one.folder), "1GiB")
-    assert asked.stdout.startswith("load line 260.00 MiB, all that beta/cpu has for it (1.00 GiB was asked for): "), asked
+    most = "load line 260.00 MiB, the most that beta/cpu may hold for this run (1.00 GiB was asked for): "
+    assert asked.stdout.startswith(most), asked
     pid = only_worker(beta)
     # It waits until there is a neighbour: on a fast machine it would be at its end by then.
     one.process.send_signal(signal.SIGSTOP)
@@ -323,7 +351,7 @@ def test_a_worker_that_would_pass_its_share_gives_way_and_its_neighbour_feels_no
     one.process.send_signal(signal.SIGCONT)
     one.until("retreat")
     asked = alpha.plimsoll("budget", str(one.folder), "260MiB")
-    assert ", all that beta/cpu has for it (260.00 MiB was asked for): " in asked.stdout, asked
+    assert ", the most that beta/cpu may hold for this run (260.00 MiB was asked for): " in asked.stdout, asked
     left, neighbour = one.left(), other.left()
     retreat, *_ = [event for event in left.events if event["event"] == "retreat"]
     assert retreat["why"].startswith("ulimit -d, the limit on data leaves ") and retreat["device"] == "beta/cpu"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,9 +20,9 @@ import plimsoll
 from plimsoll import _native
 from plimsoll.ray import __main__ as commands
 from plimsoll.ray import cluster, devices, joining, ours, ports
-from plimsoll.ray.cluster import Facts, columns
+from plimsoll.ray.cluster import Facts, Life, Node, columns, of_interest
 from plimsoll.ray.reasons import reason
-from plimsoll.ray.verifying import Device, span, warnings
+from plimsoll.ray.verifying import Device, Report, span, table, warnings
 from shapes import MIB, node
 
 
@@ -88,6 +90,104 @@ def test_what_was_joined_is_remembered_and_the_token_is_for_this_user_alone(stat
     assert state.stat().st_mode & 0o777 == 0o700
     ours.forget()
     assert ours.known() is None and not ours.token_path().exists()
+
+
+def test_a_second_join_does_not_touch_what_the_first_is_at(capsys: pytest.CaptureFixture[str]) -> None:
+    joined = ours.Joined("10.0.0.1:7300", "10.0.0.2", False)
+    with ours.alone():
+        ours.keep(joined)
+        ours.keep_token("sesame")
+        assert commands.main(["join", "--head"]) == 2
+    assert capsys.readouterr().err.startswith("error: another `plimsoll join` is at work on this machine\n")
+    assert ours.known() == joined and ours.token_path().read_text() == "sesame"
+    with ours.alone():
+        pass
+
+
+def test_a_raylet_is_written_down_before_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts, started, seen = subprocess.Popen, list["subprocess.Popen[bytes]"](), list[ours.Joined | None]()
+
+    def sleeps(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        started.append(starts([sys.executable, "-c", "import time; time.sleep(600)"], **options))
+        return started[-1]
+
+    def waits(*_: object) -> None:
+        seen.append(ours.known())
+        raise plimsoll.InputError("it does not start")
+
+    monkeypatch.setattr(joining, "_own_ip", lambda: "127.0.0.1")
+    monkeypatch.setattr(joining, "_check_free", lambda *_: None)
+    monkeypatch.setattr(joining, "measure", lambda _: None)
+    monkeypatch.setattr(joining, "_wait", waits)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", sleeps)
+        assert commands.main(["join", "--head", "--name", "here", "--devices", "virtual:a=100MiB@0.1"]) == 2
+    (process,), (joined,) = started, seen
+    assert joined and [(raylet.name, raylet.pid) for raylet in joined.raylets] == [("here/virtual:a", process.pid)]
+    # As it does not start, nothing is left of it.
+    process.wait(10)
+    assert ours.known() is None and not ours.token_path().exists()
+
+
+@pytest.mark.parametrize("name", ["my machine", "alpha/one", "", "straße"])
+def test_a_name_that_no_run_can_say_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = f"error: `{name}` cannot be the name of a machine in run.devices\n  hint: its letters are "
+    assert commands.main(["join", "--head", "--name", name]) == 2
+    assert capsys.readouterr().err.startswith(said)
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    assert commands.main(["join", "--head"]) == 2
+    assert capsys.readouterr().err.startswith(said)
+    assert joining._host("Alpha-1.home_net") == "Alpha-1.home_net"
+
+
+def test_the_token_of_the_cluster_comes_before_one_that_is_set_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    raylet = pytest.importorskip("ray._raylet")
+    ours.keep_token("sesame")
+    for key, value in {"RAY_AUTH_TOKEN": "another", **joining.environment()}.items():
+        monkeypatch.setenv(key, value)
+    loader = raylet.AuthenticationTokenLoader.instance()
+    loader.reset_cache()
+    try:
+        assert loader.get_token_for_http_header() == {"authorization": "Bearer sesame"}
+    finally:
+        loader.reset_cache()
+
+
+@pytest.mark.parametrize("written", ["{", "[]", "{}", '{"raylets": [{"id": 3}]}', '{"raylets": [], "address": "a", "since": 3}'])
+def test_what_another_version_has_written_down_is_an_error_with_its_path(
+    written: str, state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state.mkdir()
+    (state / "joined.json").write_text(written)
+    assert commands.main(["leave"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {state / 'joined.json'} cannot be read: ")
+
+
+def test_whatever_a_command_fails_with_is_an_error_and_a_bug_is_ours(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(error: BaseException) -> tuple[int, str]:
+        def raises() -> None:
+            raise error
+
+        monkeypatch.setattr(joining, "leave", raises)
+        code = commands.main(["leave"])
+        return code, capsys.readouterr().err
+
+    monkeypatch.setattr(joining, "others", list)
+    exceptions = pytest.importorskip("ray.exceptions")
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/state/token")
+    assert fails(full) == (2, "error: /state/token: no space left on device\n")
+    assert fails(exceptions.RaySystemError("it is down")) == (2, "error: Ray does not answer\n")
+    assert fails(KeyboardInterrupt()) == (4, "error: interrupted\n")
+    code, said = fails(KeyError("raylets"))
+    assert code == 1 and said.startswith(f"error: this is a bug in plimsoll: KeyError: 'raylets' ({__file__}:"), said
+    assert "hint: please report it: " in said
+    monkeypatch.setattr(joining, "check_ray", lambda: 1 // 0)
+    assert commands.main(["cluster", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["error"]["exit"] == 1
 
 
 def test_ports_of_raylets_do_not_meet() -> None:
@@ -215,6 +315,7 @@ def device(name: str, tflops: float = 1.0, **other: object) -> Device:
         held_bytes=1,
         refused_beyond=True,
         tflops=tflops,
+        busy=False,
         verdict="ok",
         facts=facts(**other),
     )
@@ -234,6 +335,36 @@ def test_what_should_be_known_is_warned_of() -> None:
         "graphics cards of NVIDIA's in a: 1 there, 0 used",
         "b computes at 0.500 TFLOP/s, another card at 2.000",
     ]
+
+
+def test_of_a_busy_device_no_figure_is_shown() -> None:
+    busy = Device(**{**device("b"), "held_bytes": None, "tflops": None, "busy": True, "verdict": "busy: 0 B are free"})
+    report = Report(right=False, devices=[device("a"), busy], links=[], warnings=[])
+    shown = table(report).splitlines()
+    assert [line.split()[:5] for line in shown[1:3]] == [["a", "1", "B", "1", "B"], ["b", "-", "-", "-", "-"]]
+    assert shown[-1] == "what was tried works; not all could be"
+    failed = Device(**{**busy, "busy": False, "verdict": "busy it is not"})
+    assert table(Report(right=False, devices=[failed], links=[], warnings=[])).endswith("\nnot all of it works")
+
+
+def test_who_is_gone_is_missed_until_its_machine_joins_again() -> None:
+    def one(name: str, number: int, alive: bool) -> Node:
+        made = node(f"{name}#{number}", alive=alive)
+        made["name"], made["ip"] = name, name.partition("/")[0]
+        return made
+
+    def listed(*nodes: tuple[Node, int, int, bool]) -> list[str]:
+        lives = {node["id"]: Life(start, end, left) for node, start, end, left in nodes}
+        return [node["id"] for node in of_interest([node for node, *_ in nodes], lives)]
+
+    a, b = (one("m/a", 1, True), 10, 0, False), (one("m/b", 1, False), 11, 50, False)
+    assert listed(a, b) == ["m/a#1", "m/b#1"]
+    # It is there again; or its machine is, with fewer devices; or it has left since.
+    assert listed(b, a, (one("m/b", 2, True), 60, 0, False)) == ["m/a#1", "m/b#2"]
+    assert listed((one("m/a", 1, False), 10, 50, False), b, (one("m/a", 2, True), 60, 0, False)) == ["m/a#2"]
+    assert listed(a, b, (one("m/b", 2, False), 60, 70, True)) == ["m/a#1"]
+    # Of another machine that says nothing.
+    assert listed(b, (one("n/a", 1, True), 60, 0, False)) == ["n/a#1", "m/b#1"]
 
 
 def reached_after(monkeypatch: pytest.MonkeyPatch, failures: list[OSError]) -> list[tuple[str, int]]:
@@ -287,7 +418,7 @@ def test_a_machine_that_answers_that_nobody_listens_is_not_asked_again(monkeypat
 
 
 def test_who_has_dropped_out_is_told_what_it_joined_with() -> None:
-    words = ["join", "10.0.0.1", "--token", "sesame", "--devices", "virtual:a=600MiB@0.5", "--name", "my machine", "--ports", "7500"]
+    words = ["join", "10.0.0.1", "--token", "sesame", "--devices", "virtual:a=600MiB@0.5", "--name", "second", "--ports", "7500"]
     ended = ours.Raylet("b/cpu", "cpu", 2**22 + 1, 1)
     joined: list[str] = []
 
@@ -299,7 +430,7 @@ def test_who_has_dropped_out_is_told_what_it_joined_with() -> None:
         patch.setattr(joining, "join", joins)
         assert commands.main(words) == 2
     # The token stays in its file.
-    assert joined == ["plimsoll join 10.0.0.1 --name 'my machine' --devices virtual:a=600MiB@0.5 --ports 7500"]
+    assert joined == ["plimsoll join 10.0.0.1 --name second --devices virtual:a=600MiB@0.5 --ports 7500"]
     ours.keep(ours.Joined("10.0.0.1:7500", "10.0.0.2", False, [ended], joined[0]))
     def told() -> str:
         with pytest.raises(plimsoll.InputError) as caught, cluster.connected():
@@ -389,11 +520,6 @@ def test_short_times_are_shown_in_a_unit_that_shows_them() -> None:
     assert [span(seconds) for seconds in (4.2e-6, 0.00035, 0.0012)] == ["4 µs", "350 µs", "1.20 ms"]
 
 
-def test_amounts_are_in_the_unit_that_suits_them() -> None:
-    said = ["0 B", "1.50 KiB", "200.00 MiB", "1.00 GiB", "2.25 TiB"]
-    assert [devices.readable(count) for count in (0, 1536, 200 << 20, 1 << 30, 9 << 38)] == said
-
-
 def test_tables_line_up() -> None:
     assert columns([["a", "bb"], ["ccc", "d"]]) == "a    bb\nccc  d"
 
@@ -438,6 +564,20 @@ def test_a_machine_leaves_without_ray(command: Path, tmp_path: Path, no_ray: dic
     assert leaves() == (0, "left 192.0.2.1:7300; processes ended: 2\n")
     leader.wait(10)
     assert ours.members(raylet) == []
+
+
+def test_a_program_without_a_python_beside_it_takes_the_one_of_the_shell(command: Path, tmp_path: Path) -> None:
+    alone = shutil.copy(command, tmp_path / "plimsoll")
+
+    def leaves(path: str) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, "PATH": path}
+        env.pop("PLIMSOLL_PYTHON", None)
+        return subprocess.run([alone, "leave"], capture_output=True, text=True, timeout=60, cwd=tmp_path, env=env)
+
+    found = leaves(str(Path(sys.executable).parent))
+    assert (found.returncode, found.stdout) == (0, "this machine is part of no cluster\n"), found.stderr
+    nobody = leaves("/nonexistent")
+    assert nobody.returncode == 2 and "need Python with Plimsoll's wheel: python3 cannot be started" in nobody.stderr, nobody.stderr
 
 
 def test_commands_are_handed_over_with_all_their_words(command: Path, tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ from runs import NEAR, Left, Started, processes, train, workers
 MIB = 1 << 20
 #: The health checks add up to 9 s; another machine may be busy.
 NOTICED_SECONDS = 30.0
+#: Less than what they wait for a node that is slow.
+SLOW_SECONDS = 4.0
 #: The same of 30 s without a head, and the 20 s in which it is looked for.
 GIVEN_UP_SECONDS = 120.0
 
@@ -152,6 +154,27 @@ def test_a_device_that_a_run_keeps_is_busy_and_the_others_are_tried(pair: tuple[
     busy = f"busy: 0 B of 300.00 MiB are free, the rest is kept for alpha:{run.folder}"
     assert verdicts == {"alpha/virtual:a": "ok", "beta/virtual:b": busy}
     run.stop()
+
+
+def test_a_node_that_is_slow_to_answer_is_not_missed(pair: tuple[Host, Host], tmp_path: Path) -> None:
+    alpha, beta = pair
+    steps, devices = 30, f"ray:alpha/{NEAR[0]},ray:beta/{NEAR[1]}"
+    plain = train(alpha, tmp_path / "plain", devices, steps)
+    run = Started(alpha, tmp_path / "slow", devices, steps)
+    run.until_step(3)
+    began = time.time()
+    faults.signal_all(beta, signal.SIGSTOP)
+    try:
+        time.sleep(SLOW_SECONDS)
+    finally:
+        faults.signal_all(beta, signal.SIGCONT)
+    left = run.left()
+    # It waited for it, and nothing else came of that.
+    times = [event["time"] for event in left.events if event["event"] == "step"]
+    assert any(then - before > 0.8 * SLOW_SECONDS and then > began for before, then in zip(times, times[1:])), times
+    assert left.result["steps"] == steps and left.losses == plain.losses
+    assert not [event for event in left.events if event["event"] in ("lost", "back")]
+    assert [node["name"] for node in look(alpha)["nodes"] if node["alive"]] == ["alpha/virtual:a", "beta/virtual:b"]
 
 
 WATCHES = """

@@ -14,6 +14,7 @@ from typing import NoReturn
 from plimsoll import errors
 from plimsoll.ray import joining, ours, ports
 from plimsoll.ray.devices import readable
+from plimsoll.ray.reasons import failure
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -22,14 +23,13 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         args = _parser().parse_args(words)
         return int(args.run(args))
-    except errors.PlimsollError as error:
-        print(f"error: {error}", file=sys.stderr)
-        if "--json" in words:
-            said = {"exit": error.exit_code, "message": error.message, "hints": error.hints}
-            print(json.dumps({"error": said}))
-        return error.exit_code
-    except KeyboardInterrupt:
-        return errors.Stopped.exit_code
+    except (Exception, KeyboardInterrupt) as error:
+        failed = failure(error)
+    print(f"error: {failed}", file=sys.stderr)
+    if "--json" in words:
+        said = {"exit": failed.exit_code, "message": failed.message, "hints": failed.hints}
+        print(json.dumps({"error": said}))
+    return failed.exit_code
 
 
 class Parser(argparse.ArgumentParser):

@@ -10,7 +10,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from plimsoll import api
 from plimsoll.errors import InputError
@@ -140,21 +140,45 @@ def nodes() -> list[Node]:
             what = unmarked(actor["Name"] or actor["ActorClassName"])
             runs.setdefault(actor["Address"]["NodeID"], []).append(Worker(what=what, pid=actor["Pid"]))
     told = worker.global_worker.gcs_client.get_all_node_info()
-    since = {node.hex(): (info.start_time_ms, dict(info.labels)) for node, info in told.items()}
-    kept = _kept()
-    # Of a node that has come back, what it was before is of no interest; nor is one that has left.
-    last: dict[tuple[str, str], Node] = {}
-    alive = []
-    for known in sorted(ray.nodes(), key=lambda node: since.get(node["NodeID"], (0, {}))[0]):
-        known["Labels"] = since.get(known["NodeID"], (0, known["Labels"]))[1]
-        node = _node(known, runs.get(known["NodeID"], []), kept.get(known["NodeID"], []))
+    infos = {node.hex(): info for node, info in told.items()}
+    kept, listed, lives = _kept(), list[Node](), dict[str, Life]()
+    for known in ray.nodes():
+        left = known.get("DeathReason") in LEFT
+        if info := infos.get(known["NodeID"]):
+            known["Labels"] = dict(info.labels)
+            lives[known["NodeID"]] = Life(info.start_time_ms, info.end_time_ms, left)
+        elif left:
+            continue
+        listed.append(_node(known, runs.get(known["NodeID"], []), kept.get(known["NodeID"], [])))
+    return of_interest(listed, lives)
+
+
+class Life(NamedTuple):
+    """When a node started and ended, in milliseconds since the epoch, and whether it was told to end; 0 is not known, or not yet."""
+
+    start_ms: int = 0
+    end_ms: int = 0
+    left: bool = False
+
+
+def of_interest(listed: list[Node], lives: Mapping[str, Life]) -> list[Node]:
+    """The nodes that are there, and those that are missed: of a name the last, unless that has left, and none whose machine has
+    joined again since, with whatever devices."""
+    life = {node["id"]: lives.get(node["id"], Life()) for node in listed}
+    alive, last = list[Node](), dict[tuple[str, str], Node]()
+    for node in sorted(listed, key=lambda node: life[node["id"]].start_ms):
         named = (node["name"], node["ip"])
         last.pop(named, None)
         if node["alive"]:
             alive.append(node)
-        elif known.get("DeathReason") not in LEFT:
+        elif not life[node["id"]].left:
             last[named] = node
-    return sorted(alive, key=lambda node: node["name"]) + sorted(last.values(), key=lambda node: node["name"])
+
+    def replaced(gone: Node) -> bool:
+        return any(node["ip"] == gone["ip"] and 0 < life[gone["id"]].end_ms < life[node["id"]].start_ms for node in alive)
+
+    missed = [node for node in last.values() if not replaced(node)]
+    return sorted(alive, key=lambda node: node["name"]) + sorted(missed, key=lambda node: node["name"])
 
 
 def unmarked(name: str) -> str:

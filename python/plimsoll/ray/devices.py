@@ -6,15 +6,40 @@ import json
 import re
 import sys
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypedDict, cast
 
 from plimsoll import _native, api
 from plimsoll.errors import InputError
 from plimsoll.run_file import settings
 
 MIB = 1 << 20
+#: Bytes for a person, as the other commands say them.
+readable = _native.readable
 #: Ray's store of objects takes this part of a raylet's memory, within bounds: tensors do not go through it.
 STORE_SHARE, STORE_LEAST, STORE_MOST = 0.1, 128 * MIB, 1024 * MIB
+
+
+class Said(TypedDict):
+    """What a word of ``run.devices`` says of a device. What it does not say, its host knows, or the run."""
+
+    #: All of it, as run files write it.
+    word: str
+    #: The host that it is on, where that is named.
+    host: str | None
+    #: As that host names it; ``ray`` is every device of a cluster.
+    device: str
+    #: Its load line: an amount, or a share.
+    line: str | None
+    #: The pace of a simulated device, in cores.
+    pace: float | None
+    #: Its links: to its host, and to the other devices.
+    link: str | None
+    team_link: str | None
+
+
+def said(text: str) -> list[Said]:
+    """What a list as in ``run.devices`` says of each device that it names."""
+    return cast("list[Said]", json.loads(_native.named(text)))
 
 
 @dataclass(frozen=True)
@@ -52,6 +77,7 @@ def of_this_machine(named: str | None = None) -> list[Device]:
     if named is None:
         return cards or [processor]
     given: list[Device] = []
+    words = {one["device"]: one["word"] for one in said(named)}
     # Without their rates: see `measure`.
     for spec in json.loads(_native.named_lines(settings({"run": {"devices": named}}))):
         name, kind, budget = spec["name"], spec["kind"], spec["budget"]
@@ -60,7 +86,7 @@ def of_this_machine(named: str | None = None) -> list[Device]:
         elif kind == "cpu":
             given.append(Device(name, "cpu", cpu["model"], budget, f"cpu={budget // MIB}MiB"))
         elif kind == "virtual":
-            given.append(Device(name, "virtual", f"part of {cpu['model']}", budget, _word(named, name)))
+            given.append(Device(name, "virtual", f"part of {cpu['model']}", budget, words[name]))
         else:
             raise InputError(f"--devices: `{name}` is a device on paper: nothing runs on it")
     return given
@@ -76,11 +102,6 @@ def measure(devices: list[Device]) -> None:
 
 def _visible(uuid: str) -> str:
     return uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
-
-
-def _word(named: str, name: str) -> str:
-    """The word of a list of devices that names this one."""
-    return next(word.strip() for word in named.split(",") if word.strip().startswith(f"{name}="))
 
 
 @dataclass(frozen=True)
@@ -133,9 +154,3 @@ def share_out(devices: list[Device]) -> list[Given]:
 def label(text: str) -> str:
     """A text as labels of Ray may be: letters, digits, and ``-_.`` between them, 63 at most."""
     return re.sub(r"[^A-Za-z0-9]+$", "", re.sub(r"[^A-Za-z0-9_.]+", "-", text).lstrip("-_.")[:63])
-
-
-def readable(count: int) -> str:
-    """Bytes for a person, in the unit that suits them, as the other commands say them."""
-    unit, shift = next((unit for unit in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)) if count >= 1 << unit[1]), ("B", 0))
-    return f"{count / (1 << shift):.2f} {unit}" if shift else f"{count} B"

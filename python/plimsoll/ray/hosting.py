@@ -25,6 +25,7 @@ from plimsoll import _native
 from plimsoll.errors import Bug, DoesNotFit, InputError, PlimsollError, Stopped
 from plimsoll.ray import ours, ports
 from plimsoll.ray.cluster import Free, Node, available, available_bytes, connected, nodes, whole_bytes
+from plimsoll.ray.devices import Said, said
 from plimsoll.ray.reasons import reason
 
 MIB = 1 << 20
@@ -47,16 +48,38 @@ MARK, NUMBERS = f"{os.getpid()}-{secrets.token_hex(3)}", itertools.count(1)
 class Asked:
     """A device of the run."""
 
-    #: ``beta/virtual:b``.
-    name: str
-    #: What stands behind that in ``run.devices``: ``=200MiB@0.3``.
-    rest: str
+    #: What ``run.devices`` says of it, with the line that is kept for it; in the end, all that there is to say.
+    said: Said
     node: Node
     #: What Ray keeps for its worker.
     bundle: dict[str, float]
     #: Where that is, for Ray, and the name of it.
     place: Any = None
     kept: str = ""
+
+    @property
+    def name(self) -> str:
+        """``beta/virtual:b``."""
+        return f"{self.said['host']}/{self.said['device']}"
+
+    @property
+    def word(self) -> str:
+        """As ``run.devices`` names it: ``beta/virtual:b=200MiB@0.3``."""
+        pace, link, team_link = self.said["pace"], self.said["link"], self.said["team_link"]
+        behind = "" if pace is None else f"@{pace}"
+        if self.said["device"].startswith("virtual:"):
+            behind += f":{link or ''}:{team_link}" if team_link else f":{link}" if link else ""
+        elif team_link:
+            behind = f"@{team_link}"
+        return f"{self.name}={self.said['line']}{behind}"
+
+    def joined_as(self, word: str) -> None:
+        """Its node joined the cluster with this word. A simulated device that is named without a pace has the pace, and perhaps
+        links, of there."""
+        if word.startswith("virtual:") and self.said["device"].startswith("virtual:") and self.said["pace"] is None:
+            (there,) = said(word)
+            link, team_link = (self.said["link"] or there["link"]), (self.said["team_link"] or there["team_link"])
+            self.said = {**self.said, "pace": there["pace"], "link": link, "team_link": team_link}
 
 
 class Worker:
@@ -83,26 +106,28 @@ def find(words: list[str], budget: str | None, there: list[Node], free: Free) ->
     which is named without a load line: an amount, or a share of what is free."""
     asked: list[Asked] = []
 
-    def take(node: Node, name: str, rest: str) -> None:
-        asked.append(_of(node, name, rest, budget, free, asked))
+    def take(node: Node, name: str, of_it: Said) -> None:
+        if any(one.name == name for one in asked):
+            raise InputError(f"run.devices: {name} is named twice")
+        asked.append(_of(node, name, of_it, budget, free, asked))
 
-    for word in words:
-        if word == "ray":
+    for of_it in itertools.chain.from_iterable(map(said, words)):
+        if of_it["host"] is None:
             for every in there:
-                take(every, _name(every), "")
+                host, _, device = _name(every).partition("/")
+                take(every, _name(every), {**of_it, "host": host, "device": device})
             continue
-        word = word.removeprefix("ray:")
-        name = re.split("[=@]", word)[0]
+        name = f"{of_it['host']}/{of_it['device']}"
         named = {_name(node): node for node in there}
         # A part of its host's memory: a processor beside other devices, and a simulated device that the run makes up.
-        of_host = re.search("/(cpu$|virtual:)", name) and name != word
+        of_host = re.match("cpu$|virtual:", of_it["device"]) and of_it["line"]
         # Of several nodes of a host the one with the most of it: the last that is put there.
         by_memory = sorted(there, key=lambda node: free.get(node["id"], {}).get("memory", 0.0))
         hosts = {_name(node).partition("/")[0]: node for node in by_memory if of_host}
         node = named.get(name) or hosts.get(name.partition("/")[0])
         if node is None:
             raise InputError(f"run.devices: no node of the cluster is called {name}", [f"there is: {', '.join(named)}"])
-        take(node, name, word.removeprefix(name))
+        take(node, name, of_it)
     return asked
 
 
@@ -113,14 +138,14 @@ def _name(node: Node) -> str:
     return f"{node['name']}/{'cpu' if node['vram_mib'] is None else 'cuda:0'}"
 
 
-def _of(node: Node, name: str, rest: str, budget: str | None, free: Free, before: list[Asked]) -> Asked:
+def _of(node: Node, name: str, of_it: Said, budget: str | None, free: Free, before: list[Asked]) -> Asked:
     """A device on a node, with as much of it as is asked for, else as those before it leave free; whole MiB."""
     kind = "vram_mib" if node["vram_mib"] is not None and name == _name(node) else "memory"
     unit = MIB if kind == "vram_mib" else 1
     has = int(free.get(node["id"], {}).get(kind, 0.0)) * unit
     left = has - int(sum(one.bundle.get(kind, 0.0) for one in before if one.node["id"] == node["id"])) * unit
-    value, at, behind = rest.removeprefix("=").partition("@") if rest.startswith("=") else ("", *rest.partition("@")[1:])
-    line = (_native.amount(value, has) if value else min(left, _native.amount(budget or "100%", left))) // MIB
+    given = of_it["line"]
+    line = (_native.amount(given, has) if given else min(left, _native.amount(budget or "100%", left))) // MIB
     if line == 0 or line * MIB > left:
         whole = whole_bytes(node) if kind == "vram_mib" else node["memory_bytes"]
         left_over = f"{left // MIB} of its {whole // MIB} MiB are free"
@@ -129,7 +154,7 @@ def _of(node: Node, name: str, rest: str, budget: str | None, free: Free, before
         more = [f"its node joined with {whole // MIB} MiB; to give more: plimsoll leave there, and join again with --devices"]
         hints = [*who, *(more if line * MIB > whole else []), "see what runs there: plimsoll cluster"]
         raise DoesNotFit(f"{name}: {line} MiB are asked for, and {left_over}" if line else f"{name}: {left_over}", hints)
-    return Asked(name, f"={line}MiB{at}{behind}", node, {kind: line * MIB // unit})
+    return Asked({**of_it, "line": f"{line}MiB"}, node, {kind: line * MIB // unit})
 
 
 class Hosting:
@@ -163,9 +188,7 @@ class Hosting:
                 own = _answer(one, ready)
             except Exception as error:
                 raise InputError(f"no worker starts on {one.name}: {reason(error)}") from error
-            if own.startswith("virtual:") and "/virtual:" in one.name and "@" not in one.rest:
-                # Its pace, and perhaps links, are those that it joined the cluster with.
-                one.rest += own[own.index("@") :] if "@" in own else ""
+            one.joined_as(own)
 
     def placed(self) -> dict[str, Any]:
         """What the run is told: its devices, by words that say all of them."""
@@ -175,7 +198,7 @@ class Hosting:
         # Devices of this machine that the run has itself are met where a worker of it would be, which a firewall knows.
         at = ports.of_raylet(joined.base, 0) if joined and joined.ip == ip else None
         wires = list(range(at.wires_first, at.wires_last + 1)) if at else [0]
-        return {"devices": [one.name + one.rest for one in self.asked], "ip": ip, "ports": wires}
+        return {"devices": [one.word for one in self.asked], "ip": ip, "ports": wires}
 
     def there(self) -> dict[str, str]:
         """The devices that are there, each with what is kept of it, by its name: the runs of a sweep are placed in that. From now

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import importlib
 import os
+import re
 import secrets
 import socket
 import struct
@@ -21,8 +22,8 @@ from plimsoll.ray import ours, ports
 from plimsoll.ray.reasons import reason, versions_differ
 from plimsoll.ray.devices import Device, Given, measure, of_this_machine, share_out
 
-#: What this needs of Ray.
-RAY = "2.60"
+#: What this needs of Ray, and the one that the wheel brings: machines of one cluster need the same, to the patch.
+RAY, RAY_PATCH = "2.60", "2.60.0"
 #: How long a raylet may take to start.
 START_SECONDS = 90.0
 #: How long the head may take to say who belongs to its cluster.
@@ -67,10 +68,11 @@ def check_ray() -> None:
     except metadata.PackageNotFoundError:
         version = "none"
     if not version.startswith(f"{RAY}."):
-        hint = f"{sys.executable} -m pip install 'ray=={RAY}.*'"
+        hint = f"{sys.executable} -m pip install 'ray=={RAY_PATCH}'"
         raise InputError(f"this needs Ray {RAY}; {sys.executable} has {version}", [hint])
 
 
+@ours.alone()
 def join(
     *,
     head: bool,
@@ -85,6 +87,7 @@ def join(
     """Makes this machine the head of a new cluster, or a part of the one at ``address``, and says with which devices, and what each
     one's raylet has. ``words`` is what was typed for that, without the token."""
     check_ray()
+    host = _host(name)
     before = ours.known()
     if before and _belongs(before):
         if not (ended := ours.ended(before)):
@@ -115,7 +118,6 @@ def join(
     token_before = _kept_token()
     ours.keep_token(token)
     joined = ours.Joined(address=address, ip=ip, head=head, words=words, base=base)
-    host = name or socket.gethostname()
     try:
         there = {} if head else _alive(address)
         if there is None:
@@ -131,8 +133,7 @@ def join(
         shares = list(zip(here, share_out(here)))
         for number, (device, given) in enumerate(shares):
             first = head and number == 0
-            joined.raylets.append(_start(joined, f"{host}/{device.name}", device, given, number, base, first))
-            ours.keep(joined)
+            _start(joined, f"{host}/{device.name}", device, given, number, first)
     except BaseException:
         ours.stop(joined.raylets)
         ours.forget()
@@ -161,9 +162,17 @@ def _start_again(joined: ours.Joined, ended: list[int], devices: str | None, wor
         # What is left of it.
         ours.stop([joined.raylets[number]])
         device, given = shares[number]
-        joined.raylets[number] = _start(joined, names[number], device, given, number, joined.base, head=False)
-        ours.keep(joined)
+        _start(joined, names[number], device, given, number, head=False)
     return shares
+
+
+def _host(name: str | None) -> str:
+    """What this machine is called in the cluster, and so in ``run.devices``."""
+    host = socket.gethostname() if name is None else name
+    if re.fullmatch("[A-Za-z0-9._-]+", host) is None:
+        hint = "its letters are a-z, A-Z, 0-9, `.`, `-` and `_`: --name second"
+        raise InputError(f"`{host}` cannot be the name of a machine in run.devices", [hint])
+    return host
 
 
 def _kept_token() -> str | None:
@@ -247,15 +256,16 @@ def environment() -> dict[str, str]:
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(ours.token_path()),
+        # Ray would take one that is set here before that file, and passes over an empty one.
+        "RAY_AUTH_TOKEN": "",
         "RAY_USAGE_STATS_ENABLED": "0",
         **INLINE,
     }
 
 
-def _start(
-    joined: ours.Joined, name: str, device: Device, given: Given, number: int, base: int, head: bool
-) -> ours.Raylet:
-    at = ports.of_raylet(base, number)
+def _start(joined: ours.Joined, name: str, device: Device, given: Given, number: int, head: bool) -> None:
+    """Starts a machine's raylet, counted from 0, and notes it in what is joined."""
+    at = ports.of_raylet(joined.base, number)
     resources = "{}" if given.vram_mib is None else f'{{"vram_mib": {given.vram_mib}}}'
     words = {
         "node-ip-address": joined.ip,
@@ -280,13 +290,14 @@ def _start(
         "temp-dir": str(_temp_dir()),
     }
     if head:
-        words |= {"port": base, "include-dashboard": "false"}
+        words |= {"port": joined.base, "include-dashboard": "false"}
         kind = ["--head", "--no-monitor"]
         # Of a head that was killed Ray would say that it runs, as long as it sees anybody look for it.
         (_temp_dir() / "ray_current_cluster").unlink(missing_ok=True)
     else:
         kind = [f"--address={joined.address}"]
-    starts = "from ray.scripts.scripts import main; main()"
+    # Where grpcio is installed, the head would open a port for Ray's clients, which nobody asks for here: 10001.
+    starts = "from ray.scripts import scripts; scripts.get_ray_client_dependency_error = lambda: 'unwanted'; scripts.main()"
     command = [sys.executable, "-c", starts, "start", "--block", "--disable-usage-stats", *kind]
     command += [f"--{word}={value}" for word, value in words.items()]
     env = {**os.environ, **environment(), **HEALTH, **LEAN, "PLIMSOLL_RAY_DEVICE": device.worker_name, "PLIMSOLL_RAY_WIRES": at.wires}
@@ -298,12 +309,14 @@ def _start(
             command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd="/"
         )
     raylet = ours.Raylet(name, device.worker_name, process.pid, ours.started(process.pid) or 0)
+    joined.raylets[number : number + 1] = [raylet]
+    # Before it is waited for: `leave` finds it whatever becomes of this.
+    ours.keep(joined)
     try:
         _wait(process, path, joined.address)
     except BaseException:
         ours.stop([raylet])
         raise
-    return raylet
 
 
 def _wait(process: subprocess.Popen[bytes], log: Path, address: str) -> None:

@@ -7,11 +7,13 @@ the moment it started. All that it starts, workers too, is in that session.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -77,6 +79,19 @@ def keep_token(token: str) -> None:
         file.write(token)
 
 
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """While this lasts nobody else joins here: one that fails forgets what the other has written down."""
+    folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+    # What is started meanwhile does not inherit it, and whoever ends lets go of it.
+    with (folder() / "joining").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError("another `plimsoll join` is at work on this machine", ["wait until it is done"]) from error
+        yield
+
+
 def keep(joined: Joined) -> None:
     """Writes down what was started."""
     folder().mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -87,13 +102,15 @@ def keep(joined: Joined) -> None:
 
 def known() -> Joined | None:
     """What was started here and not left since, whether it still runs or not."""
+    path = folder() / "joined.json"
     try:
-        read = json.loads((folder() / "joined.json").read_text())
+        read = json.loads(path.read_text())
+        return Joined(**{**read, "raylets": [Raylet(**raylet) for raylet in read["raylets"]]})
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        raise InputError(f"{folder() / 'joined.json'} cannot be read: {error}") from error
-    return Joined(**{**read, "raylets": [Raylet(**raylet) for raylet in read["raylets"]]})
+    except (ValueError, TypeError, KeyError) as error:
+        hint = "has another version written it? leave with that one, or remove it after what it names has ended"
+        raise InputError(f"{path} cannot be read: {type(error).__name__}: {error}", [hint]) from error
 
 
 def forget() -> None:

@@ -6,8 +6,9 @@ import errno
 import os
 import re
 import socket
+import traceback
 
-from plimsoll.errors import PlimsollError
+from plimsoll.errors import Bug, InputError, PlimsollError, Stopped
 
 #: Errors of the system that a network brings.
 OF_NETWORKS = {
@@ -51,11 +52,28 @@ def versions_differ(said: str) -> str | None:
     return f"the cluster has {theirs}, and this machine {own}"
 
 
+def failure(error: BaseException) -> PlimsollError:
+    """What a command fails with: the system and Ray are no bugs of ours, all else is."""
+    if isinstance(error, PlimsollError):
+        return error
+    if isinstance(error, KeyboardInterrupt):
+        return Stopped("interrupted")
+    if isinstance(error, OSError):
+        place = f"{error.filename}: " if error.filename is not None else ""
+        return InputError(f"{place}{reason(error)}")
+    if _is_of_ray(error):
+        return InputError(reason(error))
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    hint = "please report it: https://github.com/plimsoll/plimsoll/issues"
+    return Bug(f"this is a bug in plimsoll: {reason(error)}{place}", [hint])
+
+
 def reason(error: BaseException) -> str:
     """Why, in a line."""
     if differ := versions_differ(str(error)):
         return differ
-    if type(error).__module__.partition(".")[0] == "ray":
+    if _is_of_ray(error):
         return _of_ray(error)
     if isinstance(error, PlimsollError):
         return error.message
@@ -67,6 +85,10 @@ def reason(error: BaseException) -> str:
         return OF_NETWORKS.get(error.errno) or os.strerror(error.errno).lower()
     said = last_line(error)
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+def _is_of_ray(error: BaseException) -> bool:
+    return type(error).__module__.partition(".")[0] == "ray"
 
 
 def _of_ray(error: BaseException) -> str:

@@ -43,7 +43,9 @@ class Device(TypedDict):
     #: Whether one byte beyond the share was refused.
     refused_beyond: bool
     tflops: float | None
-    #: `ok`, or what is wrong; of a device that was not tried because runs have its bytes, `busy` and how much is free.
+    #: Whether it was not tried because runs have its bytes.
+    busy: bool
+    #: `ok`, or what is wrong; of a busy device, `busy` and how much is free.
     verdict: str
     facts: NotRequired[Facts]
 
@@ -139,7 +141,7 @@ def verify(*, share: float, seconds: float) -> Report:
         taken = _answers([one.take.remote(_bytes(node, share)) for node, one in zip(tried, provers)])
         computed = _answers([one.compute.remote(seconds) for one in provers])
         judged = {node["name"]: _judge(node, _bytes(node, share), *found) for node, *found in zip(tried, told, taken, computed)}
-        devices = [judged.get(node["name"]) or _device(node, _bytes(node, share), busy[node["name"]]) for node in alive]
+        devices = [judged.get(node["name"]) or _device(node, _bytes(node, share), busy[node["name"]], busy=True) for node in alive]
         able = [(node, one) for node, one, fact in zip(tried, provers, told) if not isinstance(fact, Exception)]
         links = [way for one, other in itertools.combinations(able, 2) for way in _link(one, other)]
     finally:
@@ -173,7 +175,13 @@ def _busy(there: list[Node], share: float) -> dict[str, str]:
 
 
 def _device(
-    node: Node, asked: int, verdict: str, held: int | None = None, refused: bool = False, tflops: float | None = None
+    node: Node,
+    asked: int,
+    verdict: str,
+    held: int | None = None,
+    refused: bool = False,
+    tflops: float | None = None,
+    busy: bool = False,
 ) -> Device:
     """What is said of a node's device; no more than the verdict of one that was not tried."""
     return Device(
@@ -184,6 +192,7 @@ def _device(
         held_bytes=held,
         refused_beyond=refused,
         tflops=tflops,
+        busy=busy,
         verdict=verdict,
     )
 
@@ -283,7 +292,7 @@ def table(report: Report) -> str:
         rows.append(
             [
                 device["name"] + (" (simulated)" if device["simulated"] else ""),
-                readable(device["asked_bytes"]),
+                "-" if device["busy"] else readable(device["asked_bytes"]),
                 held,
                 "-" if device["held_bytes"] is None else "refused" if device["refused_beyond"] else "given",
                 "-" if device["tflops"] is None else f"{device['tflops']:.3f}",
@@ -301,7 +310,7 @@ def table(report: Report) -> str:
     text += "".join(f"\nwarning: {warning}" for warning in report["warnings"])
     if report["right"]:
         return text + ("\nall that is there works" if report["warnings"] else "\nall of it works")
-    untried = all(device["verdict"] == "ok" or device["verdict"].startswith("busy") for device in report["devices"])
+    untried = all(device["verdict"] == "ok" or device["busy"] for device in report["devices"])
     rest = untried and not any("why" in link for link in report["links"])
     return text + ("\nwhat was tried works; not all could be" if rest else "\nnot all of it works")
 

@@ -50,18 +50,23 @@ pub fn kept(mut file: RunFile) -> Result<(RunFile, Option<far::ray::Kept>), Fail
 /// The interpreter, which has what is asked of it.
 fn with_wheel(command: &str) -> Result<PathBuf, Failure> {
     let program = std::env::current_exe().ok();
-    let python = python(std::env::var_os(PYTHON), program.as_deref())?;
-    check(command, &python)?;
-    Ok(python)
+    let (first, other) = pythons(std::env::var_os(PYTHON), program.as_deref());
+    let Err(failure) = check(command, &first) else { return Ok(first) };
+    other.filter(|other| check(command, other).is_ok()).ok_or(failure)
 }
 
-/// The interpreter that is named, else the one that this program was installed beside.
-fn python(named: Option<OsString>, program: Option<&Path>) -> Result<PathBuf, Failure> {
+/// The interpreter that is named and no other; else the one that this program was installed beside, or the one that the shell
+/// finds: a `pip install --user` puts the program into a folder that has no interpreter.
+fn pythons(named: Option<OsString>, program: Option<&Path>) -> (PathBuf, Option<PathBuf>) {
     if let Some(named) = named.filter(|named| !named.is_empty()) {
-        return Ok(PathBuf::from(named));
+        return (PathBuf::from(named), None);
     }
     let beside = program.and_then(Path::parent).map(|folder| folder.join("python3"));
-    beside.filter(|path| path.is_file()).ok_or_else(|| needs_wheel("there is none beside this program"))
+    let found = PathBuf::from("python3");
+    match beside.filter(|path| path.is_file()) {
+        Some(beside) => (beside, Some(found)),
+        None => (found, None),
+    }
 }
 
 /// That the interpreter has the wheel: what it says itself of a missing module is no answer to a user.
@@ -96,22 +101,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_python_that_is_named_comes_before_the_one_beside() {
+    fn the_python_that_is_named_comes_before_the_one_beside_and_that_before_the_one_of_the_shell() {
         let folder = tempfile::tempdir().unwrap();
-        let program = folder.path().join("plimsoll");
-        let failure = python(None, Some(&program)).unwrap_err();
-        assert_eq!(failure.exit, Exit::Input);
-        assert!(failure.to_string().contains("PLIMSOLL_PYTHON="), "{failure}");
-        std::fs::write(folder.path().join("python3"), "").unwrap();
-        assert_eq!(python(None, Some(&program)), Ok(folder.path().join("python3")));
-        assert_eq!(python(Some("".into()), Some(&program)), Ok(folder.path().join("python3")));
-        assert_eq!(python(Some("/opt/python".into()), Some(&program)), Ok("/opt/python".into()));
+        let (program, beside) = (folder.path().join("plimsoll"), folder.path().join("python3"));
+        assert_eq!(pythons(None, Some(&program)), ("python3".into(), None));
+        std::fs::write(&beside, "").unwrap();
+        assert_eq!(pythons(None, Some(&program)), (beside.clone(), Some("python3".into())));
+        assert_eq!(pythons(Some("".into()), Some(&program)), (beside, Some("python3".into())));
+        assert_eq!(pythons(Some("/opt/python".into()), Some(&program)), ("/opt/python".into(), None));
     }
 
     #[test]
     fn a_python_without_the_wheel_is_told() {
         let nothing = check("join", Path::new("/nonexistent/python3")).unwrap_err();
         assert!(nothing.message.contains("/nonexistent/python3 cannot be started"), "{nothing}");
+        assert!(nothing.to_string().contains("PLIMSOLL_PYTHON="), "{nothing}");
         let without = check("join", Path::new("/bin/false")).unwrap_err();
         assert!(without.message.ends_with("/bin/false has no package plimsoll, which `join` is in"), "{without}");
     }
