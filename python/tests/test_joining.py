@@ -142,17 +142,16 @@ def test_a_name_that_no_run_can_say_is_refused(
     assert joining._host("Alpha-1.home_net") == "Alpha-1.home_net"
 
 
-def test_the_token_of_the_cluster_comes_before_one_that_is_set_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    raylet = pytest.importorskip("ray._raylet")
+#: Ray reads these when it is imported.
+TELLS_TOKEN = "from ray._raylet import AuthenticationTokenLoader as Loader; print(Loader.instance().get_token_for_http_header())"
+
+
+def test_the_token_of_the_cluster_comes_before_one_that_is_set_here() -> None:
+    pytest.importorskip("ray")
     ours.keep_token("sesame")
-    for key, value in {"RAY_AUTH_TOKEN": "another", **joining.environment()}.items():
-        monkeypatch.setenv(key, value)
-    loader = raylet.AuthenticationTokenLoader.instance()
-    loader.reset_cache()
-    try:
-        assert loader.get_token_for_http_header() == {"authorization": "Bearer sesame"}
-    finally:
-        loader.reset_cache()
+    env = {**os.environ, "RAY_AUTH_TOKEN": "another", **joining.environment()}
+    said = subprocess.run([sys.executable, "-c", TELLS_TOKEN], capture_output=True, text=True, timeout=60, env=env)
+    assert said.stdout == "{'authorization': 'Bearer sesame'}\n", said.stdout + said.stderr
 
 
 @pytest.mark.parametrize("written", ["{", "[]", "{}", '{"raylets": [{"id": 3}]}', '{"raylets": [], "address": "a", "since": 3}'])
