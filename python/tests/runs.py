@@ -6,6 +6,7 @@ import contextlib
 import json
 import shlex
 import signal
+import socket
 import struct
 import subprocess
 import time
@@ -156,3 +157,11 @@ def workers(host: Host) -> dict[str, int]:
     said = host.plimsoll("cluster", "--json")
     seen: Cluster = json.loads(said.stdout)
     return {node["name"]: one["pid"] for node in seen["nodes"] for one in node["runs"]}
+
+
+def listening(pid: int, ip: str) -> set[int]:
+    """The ports of an address, or of all, on which anything listens in the network that a process is in."""
+    here = {socket.inet_aton(one)[::-1].hex().upper() for one in (ip, "0.0.0.0")} | {"0" * 32}
+    lines = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()[1:]]
+    places = [line[1].split(":") for line in lines if line[3] == "0A"]
+    return {int(port, 16) for at, port in places if at in here}

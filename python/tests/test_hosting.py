@@ -6,7 +6,6 @@ import contextlib
 import json
 import resource
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -22,7 +21,7 @@ import plimsoll
 from hosts import ALPHA, BETA, Host
 from plimsoll.ray.cluster import Cluster
 from plimsoll.ray.hosting import Asked, Hosting, find
-from runs import NEAR, RUN_SECONDS, Left, Started, events, numbers, processes, train, words, workers
+from runs import NEAR, RUN_SECONDS, Left, Started, events, listening, numbers, processes, train, words, workers
 from shapes import MIB, node
 
 #: A machine with two cards, one that gives its processor, and one that was not joined with `plimsoll join`.
@@ -362,14 +361,6 @@ def test_a_worker_that_would_pass_its_share_gives_way_and_its_neighbour_feels_no
     assert left.losses == pytest.approx(plain.losses, rel=faults.SPREAD)
     assert neighbour.losses == plain.losses and neighbour.model == plain.model
     assert neighbour.result["retreats"] == []
-
-
-def listening(pid: int, ip: str) -> set[int]:
-    """The ports of an address, or of all, on which anything listens in the network that a process is in."""
-    here = {socket.inet_aton(one)[::-1].hex().upper() for one in (ip, "0.0.0.0")} | {"0" * 32}
-    lines = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()[1:]]
-    places = [line[1].split(":") for line in lines if line[3] == "0A"]
-    return {int(port, 16) for at, port in places if at in here}
 
 
 def only_worker(host: Host) -> int:

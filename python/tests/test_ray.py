@@ -19,7 +19,7 @@ from hosts import ALPHA, BETA, TOKEN, Host, join
 from plimsoll.ray import ours
 from plimsoll.ray.cluster import Cluster
 from plimsoll.ray.verifying import Report
-from runs import NEAR, Left, Started, processes, train, workers
+from runs import NEAR, Left, Started, listening, processes, train, workers
 
 MIB = 1 << 20
 #: The health checks add up to 9 s; another machine may be busy.
@@ -88,6 +88,44 @@ def test_nothing_answers_without_the_token(pair: tuple[Host, Host]) -> None:
         said, _ = tried.communicate(timeout=GIVEN_UP_SECONDS)
         assert (tried.returncode == 0, "inside 2" in said) == (inside, inside), said
         assert inside or "Authentication" in said, said
+
+
+#: What anybody could ask: who belongs to the cluster, what a node holds, to prepare something for a program.
+CALLS = "ray.rpc.NodeInfoGcsService/GetAllNodeInfo", "ray.rpc.NodeManagerService/GetNodeStats"
+PLAIN = "", "get_or_create_runtime_env", "metrics"
+
+
+def test_no_port_of_either_host_answers_without_the_token(pair: tuple[Host, Host]) -> None:
+    alpha, _ = pair
+    empty = alpha.tmp / "empty"
+    # A message of gRPC's without anything in it.
+    empty.write_bytes(bytes(5))
+
+    def curl(*words: str) -> str:
+        """The heads, and trailers, of an answer."""
+        said, _ = alpha.start("curl", "-s", "-m", "10", "-o", "/dev/null", "-D", "-", *words).communicate(timeout=30)
+        return said
+
+    def called(place: str, call: str, *more: str) -> str:
+        of_grpc = ("-H", "content-type: application/grpc", "-H", "te: trailers", "--http2-prior-knowledge")
+        return curl(*of_grpc, *more, "--data-binary", f"@{empty}", f"http://{place}/{call}")
+
+    places = [
+        f"{host.ip}:{port}" for host in pair for port in sorted(listening(next(processes(host))[0], host.ip)) if port < 10_000
+    ]
+    assert {"10.77.0.1:7300", "10.77.0.1:7310", "10.77.0.1:7312", "10.77.0.2:7310", "10.77.0.2:7312"} <= set(places), places
+    for place in places:
+        for call in CALLS:
+            assert "grpc-status: 0" not in called(place, call), (place, call)
+        for page in PLAIN:
+            for words in ((), ("-X", "POST")):
+                said = curl(*words, f"http://{place}/{page}")
+                assert not said or " 401 " in said.partition("\n")[0], (place, page, said)
+    # The questions are right: who has the token is answered, and who has none is told so.
+    token = ("-H", f"authorization: Bearer {TOKEN}")
+    for place, call in (("10.77.0.1:7300", CALLS[0]), ("10.77.0.2:7310", CALLS[1])):
+        assert "grpc-status: 0" in called(place, call, *token), place
+        assert "grpc-status: 16" in called(place, call), place
 
 
 def test_a_host_with_another_token_is_refused(pair: tuple[Host, Host]) -> None:
