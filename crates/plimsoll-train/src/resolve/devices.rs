@@ -5,7 +5,7 @@ use super::example::{example_pair, model_is_example};
 use crate::charges::{charges, rounded};
 use crate::run::far;
 use crate::run_file::RunFile;
-use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Exit, Failure, Link, NcclSpec, Rates};
+use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Failure, Link, NcclSpec, Rates};
 use plimsoll_device::calibration::{self, Short, Shortfall};
 use plimsoll_device::cuda::gpus::{Card, Here};
 use plimsoll_device::device::DeviceError;
@@ -240,7 +240,7 @@ fn measure_links(file: &RunFile, request: &DevicesRequest, devices: &mut [Device
     let lines = measuring.iter().map(|device| file.elsewhere.line(&device.name)).collect::<Result<Vec<_>, _>>()?;
     let lost = |(rank, error): (usize, DeviceError)| {
         let name = measuring.get(rank).map_or("this machine", |device| &device.name);
-        let failure = out_of_reach(error);
+        let failure = far::out_of_reach(error);
         Failure {
             message: format!("run.devices: the links of {name} cannot be measured: {}", failure.message),
             ..failure
@@ -265,29 +265,6 @@ fn measure_links(file: &RunFile, request: &DevicesRequest, devices: &mut [Device
         devices[at].link_measured = true;
     }
     Ok(())
-}
-
-/// What a machine that answers no more while devices are looked at has to be asked for, before it is called a bug of ours.
-const CLUSTER_PORTS: &str =
-    "ports 7300 and 7310-7419 (110 more for each further device) must be open between the machines: docs/ray.md";
-
-/// A device, or a wire between two, that is lost before any run has begun: on real machines mostly a firewall's doing.
-fn out_of_reach(error: DeviceError) -> Failure {
-    match error {
-        DeviceError::Lost { .. } | DeviceError::CutOff { .. } | DeviceError::Peer { .. } => {
-            Failure::input(error.to_string()).hint(CLUSTER_PORTS)
-        }
-        other => other.into(),
-    }
-}
-
-/// The same of a device that is asked what it is, whose loss comes as a failure already. A bug that its process tells of stays one.
-fn not_described(name: &str, failure: Failure) -> Failure {
-    let gone = DeviceError::Lost { device: name.to_owned(), why: String::new() }.to_string();
-    match failure.exit == Exit::Bug && failure.message.starts_with(&gone) {
-        true => Failure { exit: Exit::Input, ..failure.hint(CLUSTER_PORTS) },
-        false => failure,
-    }
 }
 
 /// The GPU of this number, or every one that Plimsoll can use.
@@ -404,7 +381,7 @@ fn device(file: &RunFile, asked: &DeviceRequest) -> Result<DeviceSpec, Failure> 
             // Nothing waits there.
             there.memory.host = Budget::HOST;
             let name = asked.name();
-            let spec = file.elsewhere.describe(&name, there).map_err(|failure| not_described(&name, failure))?;
+            let spec = file.elsewhere.describe(&name, there)?;
             let given = match &**device {
                 DeviceRequest::Virtual { team_link, .. } => *team_link,
                 _ => *team_link,
@@ -543,23 +520,5 @@ mod tests {
             "run.devices: virtual devices of 1.70 cores in all; this machine gives them 1.60\n  \
              hint: that is 0.8 of its 2 cores: choose smaller paces behind the `@`"
         );
-    }
-
-    #[test]
-    fn a_machine_that_cannot_be_reached_is_no_bug_of_ours() {
-        let lost = || DeviceError::Lost { device: "pc2/cpu".to_owned(), why: "connection refused".to_owned() };
-        let why = || "timed out".to_owned();
-        for error in [lost(), DeviceError::CutOff { rank: 1, why: why() }, DeviceError::Peer { rank: 1, why: why() }] {
-            let message = error.to_string();
-            let failure = out_of_reach(error);
-            assert_eq!((failure.exit, failure.message), (Exit::Input, message));
-            assert!(failure.hints[0].contains("7310-7419") && failure.hints[0].contains("docs/ray.md"));
-        }
-        assert_eq!(not_described("pc2/cpu", lost().into()), out_of_reach(lost()));
-        // What the other end says of itself stays what it is.
-        let bug = || Failure::bug("pc2/cpu: it came upon a bug");
-        assert_eq!(not_described("pc2/cpu", bug()), bug());
-        let refused = || Failure::input("pc2/cpu: memory.host is too large");
-        assert_eq!(not_described("pc2/cpu", refused()), refused());
     }
 }

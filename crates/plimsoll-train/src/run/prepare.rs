@@ -6,9 +6,8 @@ use super::open::settle_gpu;
 use super::spaces::ModelSource;
 use super::trouble::Trouble;
 // For the far end, which has no plan.
-use crate::charges::charges;
 use crate::charges::{
-    NEAR_BYTES, WAVER_BYTES, charge_team, charges_less, one_of, programs_bytes, settle_charges, with_programs,
+    NEAR_BYTES, WAVER_BYTES, charge_team, charges, charges_less, one_of, programs_bytes, settle_charges, with_programs,
 };
 use crate::data::{self, DataSpec, Dataset};
 use crate::files::AdapterDir;

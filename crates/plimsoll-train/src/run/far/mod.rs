@@ -132,7 +132,7 @@ impl Elsewhere {
     /// # Errors
     /// As above, and what that process says.
     pub(crate) fn describe(&self, device: &str, run: RunFile) -> Result<DeviceSpec, Failure> {
-        let spec = self.line(device)?.describe(run)?;
+        let spec = self.line(device)?.describe(run).map_err(out_of_reach)?;
         Ok(DeviceSpec { name: device.to_owned(), ..spec })
     }
 }
@@ -348,6 +348,20 @@ impl Fault {
     }
 }
 
+/// What a machine that answers no more while devices are looked at has to be asked for, before it is called a bug of ours.
+const CLUSTER_PORTS: &str =
+    "ports 7300 and 7310-7419 (110 more for each further device) must be open between the machines: docs/ray.md";
+
+/// A device, or a wire between two, that is lost before any run has begun: on real machines mostly a firewall's doing.
+pub(crate) fn out_of_reach(error: DeviceError) -> Failure {
+    match error {
+        DeviceError::Lost { .. } | DeviceError::CutOff { .. } | DeviceError::Peer { .. } => {
+            Failure::input(error.to_string()).hint(CLUSTER_PORTS)
+        }
+        other => other.into(),
+    }
+}
+
 /// Words with bytes behind them: how long the words are, the words, the bytes.
 fn encode(words: &impl Serialize, bytes: &[u8]) -> Vec<u8> {
     let words = serde_json::to_vec(words).expect("plain data has a JSON form");
@@ -365,4 +379,53 @@ fn decode<T: DeserializeOwned>(text: &[u8]) -> io::Result<(T, &[u8])> {
     let words =
         serde_json::from_slice(words).map_err(|error| wrong(format!("what came is not understood: {error}")))?;
     Ok((words, bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A machine that hangs up whatever it is asked.
+    struct Unreached;
+
+    impl Channel for Unreached {
+        fn call(&self, _: &[u8]) -> io::Result<Vec<u8>> {
+            Err(io::ErrorKind::ConnectionRefused.into())
+        }
+
+        fn aside(&self, request: &[u8]) -> io::Result<Vec<u8>> {
+            self.call(request)
+        }
+    }
+
+    impl Hosts for Unreached {
+        fn channel(&self, _: &str) -> io::Result<Arc<dyn Channel>> {
+            Ok(Arc::new(Unreached))
+        }
+
+        fn wires(&self) -> Arc<dyn Wires> {
+            unreachable!("nobody meets")
+        }
+    }
+
+    #[test]
+    fn a_machine_that_cannot_be_reached_is_no_bug_of_ours() {
+        let lost = || DeviceError::Lost { device: "pc2/cpu".to_owned(), why: "connection refused".to_owned() };
+        let why = || "timed out".to_owned();
+        for error in [lost(), DeviceError::CutOff { rank: 1, why: why() }, DeviceError::Peer { rank: 1, why: why() }] {
+            let message = error.to_string();
+            let failure = out_of_reach(error);
+            assert_eq!((failure.exit, failure.message), (Exit::Input, message));
+            assert!(failure.hints[0].contains("7310-7419") && failure.hints[0].contains("docs/ray.md"));
+        }
+        let described = Elsewhere::by(Arc::new(Unreached)).describe("pc2/cpu", RunFile::default()).unwrap_err();
+        assert_eq!((described.exit, &described.hints), (Exit::Input, &out_of_reach(lost()).hints));
+        // What the other end says of itself stays what it is.
+        let said =
+            |failure: Failure| out_of_reach(DeviceError::Elsewhere { refusal: false, failure: Box::new(failure) });
+        let bug = || Failure::bug("pc2/cpu: it came upon a bug");
+        assert_eq!(said(bug()), bug());
+        let refused = || Failure::input("pc2/cpu: memory.host is too large");
+        assert_eq!(said(refused()), refused());
+    }
 }
