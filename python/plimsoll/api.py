@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 from plimsoll import _native
-from plimsoll.errors import DoesNotFit
 from plimsoll.results import BestBatch, Event, Machine, Moved, Plan, Trained
 from plimsoll.run_file import AnyPath, RunFile, settings
 
@@ -26,7 +25,7 @@ def plan(run_file: AnyPath | None = None, *, explain: bool = False, **sections: 
 
     Raises :class:`plimsoll.InputError`.
     """
-    return cast(Plan, json.loads(_native.plan(run_file, settings(sections), explain)))
+    return cast(Plan, json.loads(_native.plan(run_file, settings(sections), explain, False)))
 
 
 def train(
@@ -78,11 +77,7 @@ def best_batch(run_file: AnyPath | None = None, **sections: Unpack[RunFile]) -> 
 
     Raises :class:`plimsoll.DoesNotFit` where nothing fits.
     """
-    planned = plan(run_file, **sections)
-    if not planned["fits"]:
-        least = planned["needs"][0]["budget_bytes"] if planned["needs"] else None
-        hints = [] if least is None else [f'it fits from memory={{"budget": "{-(-least >> 20)}MiB"}}']
-        raise DoesNotFit("does not fit under the load lines", hints)
+    planned = cast(Plan, json.loads(_native.plan(run_file, settings(sections), False, True)))
     of = planned["of"]
     team = [(member["recipe"], member["sequences"]) for member in planned.get("team", [])]
     return [

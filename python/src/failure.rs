@@ -1,9 +1,12 @@
 //! How a failure reaches Python: as an exception of `plimsoll.errors` that has its exit code, message and hints.
 
-use plimsoll_core::Failure;
+use plimsoll_core::{Failure, Plan};
+use plimsoll_plan::request::DevicesRequest;
+use plimsoll_watch::ways::{self, Setting, Way};
 use pyo3::marker::Ungil;
 use pyo3::prelude::*;
 use std::any::Any;
+use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -41,4 +44,22 @@ pub fn raised(py: Python<'_>, failure: &Failure) -> PyErr {
 /// A failure of an argument, by its name.
 pub fn failed<E: Display>(argument: &str) -> impl FnOnce(E) -> Failure {
     move |error| Failure::input(format!("{argument}: {error}"))
+}
+
+/// Says that a plan does not fit, with the arguments that would.
+pub fn refusal(devices: &DevicesRequest, plan: &Plan) -> Failure {
+    let ways: Vec<(Way, String)> =
+        ways::ways(devices, plan).into_iter().map(|way| (way.clone(), arguments(&way.settings))).collect();
+    ways::refusal(plan, &ways, false)
+}
+
+/// Settings as arguments of a call: `memory={"budget": "41MiB"}`.
+fn arguments(settings: &[Setting]) -> String {
+    let mut sections: BTreeMap<&str, Vec<String>> = BTreeMap::new();
+    for Setting { key, value, .. } in settings {
+        let (section, key) = key.split_once('.').expect("a key has a section");
+        sections.entry(section).or_default().push(format!("{key:?}: {value:?}"));
+    }
+    let section = |(section, keys): (&str, Vec<String>)| format!("{section}={{{}}}", keys.join(", "));
+    sections.into_iter().map(section).collect::<Vec<_>>().join(", ")
 }

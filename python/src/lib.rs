@@ -9,7 +9,7 @@ mod hold;
 mod host;
 mod training;
 
-use failure::{failed, raised, working};
+use failure::{failed, raised, refusal, working};
 use plimsoll_core::{Budget, Bytes, Failure, ParseBudgetError};
 use plimsoll_device::bench::cpu_products;
 use plimsoll_device::probe;
@@ -47,12 +47,22 @@ fn json(answer: &impl Serialize) -> String {
     serde_json::to_string(answer).expect("answers are plain data")
 }
 
-/// `plimsoll plan --json`; a plan that does not fit is an answer, too.
+/// `plimsoll plan --json`; a plan that does not fit is an answer, too, unless one that fits was asked for.
 #[pyfunction]
-fn plan(py: Python<'_>, path: Option<PathBuf>, settings: Vec<String>, explain: bool) -> PyResult<String> {
+fn plan(
+    py: Python<'_>,
+    path: Option<PathBuf>,
+    settings: Vec<String>,
+    explain: bool,
+    must_fit: bool,
+) -> PyResult<String> {
     working(py, || {
-        let planned = resolve::plan(&run_file(path.as_deref(), &settings)?, explain)?;
-        Ok(json(&planned.answer.plan))
+        let file = run_file(path.as_deref(), &settings)?;
+        let plan = resolve::plan(&file, explain)?.answer.plan;
+        if must_fit && !plan.fits {
+            return Err(refusal(&file.devices(), &plan));
+        }
+        Ok(json(&plan))
     })
 }
 
@@ -105,27 +115,44 @@ struct Named {
     device: String,
     line: Option<String>,
     pace: Option<f64>,
-    link: Option<String>,
-    team_link: Option<String>,
 }
 
-/// The devices that a list as in `run.devices` names: JSON of what is said of each, and nothing that is not.
+/// What a list as in `run.devices` says of each device that it names, and nothing that it does not.
+fn said(text: &str) -> Result<Vec<(DeviceRequest, Said)>, Failure> {
+    let of_one = |device: DeviceRequest| device.said().map(|said| (device, said));
+    let read =
+        || text.parse::<DevicesRequest>()?.devices.into_iter().map(of_one).collect::<Result<Vec<_>, RequestError>>();
+    read().map_err(|error| {
+        let failure = Failure::from(error);
+        Failure { message: format!("run.devices: {}", failure.message), ..failure }
+    })
+}
+
+/// The same: JSON of each.
 #[pyfunction]
 fn named(py: Python<'_>, text: &str) -> PyResult<String> {
-    let said = |device: &DeviceRequest| {
-        let Said { host, device: name, line, pace, link, team_link } = device.said()?;
-        let [line, link, team_link] = [
-            line.map(|line| line.to_string()),
-            link.map(|link| link.to_string()),
-            team_link.map(|link| link.to_string()),
-        ];
-        Ok(Named { word: device.to_string(), host, device: name, line, pace, link, team_link })
+    let named = |(device, said): (DeviceRequest, Said)| Named {
+        word: device.to_string(),
+        host: said.host,
+        device: said.device,
+        line: said.line.map(|line| line.to_string()),
+        pace: said.pace,
     };
-    let read = || text.parse::<DevicesRequest>()?.devices.iter().map(said).collect::<Result<Vec<_>, RequestError>>();
-    read().map(|named| json(&named)).map_err(|error| {
-        let failure = Failure::from(error);
-        raised(py, &Failure { message: format!("run.devices: {}", failure.message), ..failure })
-    })
+    let all = said(text).map_err(|failure| raised(py, &failure))?;
+    Ok(json(&all.into_iter().map(named).collect::<Vec<_>>()))
+}
+
+/// The word of a device for a run that has its bytes: with this load line, and with what it leaves out and its node joined with,
+/// which may be nothing.
+#[pyfunction]
+fn placed(py: Python<'_>, word: &str, line: &str, joined: Option<&str>) -> PyResult<String> {
+    let one = |text: &str| said(text).map(|mut all| all.pop().expect("a list names a device").1);
+    let placed = || {
+        let line = line.parse().map_err(failed::<ParseBudgetError>("line"))?;
+        let joined = joined.map(one).transpose()?.unwrap_or_default();
+        one(word).map(|said| said.placed(line, &joined).to_string())
+    };
+    placed().map_err(|failure| raised(py, &failure))
 }
 
 /// Operations a second of f32 products on so many threads of the processor, measured for so many seconds.
@@ -147,7 +174,7 @@ mod _native {
     #[pymodule_export]
     use super::training::train;
     #[pymodule_export]
-    use super::{amount, budget, devices, named, named_devices, named_lines, plan, product_flops, readable};
+    use super::{amount, budget, devices, named, named_devices, named_lines, placed, plan, product_flops, readable};
 
     /// Of the program that this was built with.
     #[pymodule_export]

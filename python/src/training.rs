@@ -1,16 +1,13 @@
 //! `train`: the run has a thread of its own, and the thread that called gets its events, one after another, and signals.
 
-use crate::failure::{guarded, raised};
+use crate::failure::{guarded, raised, refusal};
 use crate::{json, reached, run_file};
-use plimsoll_core::{Failure, Plan, RunStatus};
-use plimsoll_plan::request::DevicesRequest;
+use plimsoll_core::{Failure, RunStatus};
 use plimsoll_train::run::start::{Outcome, Resumed, Run};
 use plimsoll_train::run_file::RunFile;
-use plimsoll_watch::ways::{self, Setting, Way};
 use pyo3::exceptions::PyKeyboardInterrupt;
 use pyo3::prelude::*;
 use serde_json::json;
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -156,22 +153,4 @@ fn ended(outcome: Outcome) -> Ended {
     let model = model.map(|path| path.display().to_string());
     let answer = json!({"result": result, "samples": samples, "model": model, "folder": folder});
     Ended { stopped: result.status == RunStatus::Stopped, answer: answer.to_string(), folder }
-}
-
-/// Says that a plan does not fit, with the arguments that would.
-fn refusal(devices: &DevicesRequest, plan: &Plan) -> Failure {
-    let ways: Vec<(Way, String)> =
-        ways::ways(devices, plan).into_iter().map(|way| (way.clone(), arguments(&way.settings))).collect();
-    ways::refusal(plan, &ways, false)
-}
-
-/// Settings as arguments of a call: `memory={"budget": "41MiB"}`.
-fn arguments(settings: &[Setting]) -> String {
-    let mut sections: BTreeMap<&str, Vec<String>> = BTreeMap::new();
-    for Setting { key, value, .. } in settings {
-        let (section, key) = key.split_once('.').expect("a key has a section");
-        sections.entry(section).or_default().push(format!("{key:?}: {value:?}"));
-    }
-    let section = |(section, keys): (&str, Vec<String>)| format!("{section}={{{}}}", keys.join(", "));
-    sections.into_iter().map(section).collect::<Vec<_>>().join(", ")
 }

@@ -214,8 +214,9 @@ def test_the_best_batch_is_the_plans() -> None:
     team = plimsoll.best_batch(model={"preset": "smollm2-360m"}, run={"devices": "rtx3090,rtx3070"})
     assert [member["device"] for member in team] == ["rtx3090", "rtx3070"]
     assert sum(member["sequences"] for member in team) == 65536 // 1024
-    with pytest.raises(plimsoll.DoesNotFit):
+    with pytest.raises(plimsoll.DoesNotFit, match="the smallest recipe holds") as refused:
         plimsoll.best_batch(model={"preset": "llama-2-13b"}, run={"devices": "rtx3070"})
+    assert any('run={"devices": "rtx3070,host=' in hint for hint in refused.value.hints), refused.value.hints
 
 
 def test_the_devices_are_this_machines() -> None:

@@ -53,9 +53,9 @@ def test_ray_is_every_node_with_what_is_free_of_it() -> None:
         {"vram_mib": 8000},
     ]
     held = found("ray", budget="2000MiB")
-    assert [one.said["line"] for one in held] == ["2000MiB", "1500MiB", "1000MiB", "2000MiB"]
+    assert [one.line for one in held] == ["2000MiB", "1500MiB", "1000MiB", "2000MiB"]
     half = found("ray", "ray:b/virtual:x=25%@0.2", budget="50%")
-    assert [one.said["line"] for one in half] == ["10000MiB", "750MiB", "500MiB", "4000MiB", "250MiB"]
+    assert [one.line for one in half] == ["10000MiB", "750MiB", "500MiB", "4000MiB", "250MiB"]
     assert half[-1].word == "b/virtual:x=250MiB@0.2"
 
 
@@ -63,7 +63,7 @@ def test_ray_is_every_node_with_what_is_free_of_it() -> None:
     ("word", "rest", "kept"),
     [
         ("ray:a/cuda:1", "=1500MiB", {"vram_mib": 1500}),
-        ("a/cuda:1=1GiB", "=1024MiB", {"vram_mib": 1024}),
+        ("a/cuda:1=1GiB", "=1GiB", {"vram_mib": 1024}),
         ("ray:a/cuda:0=50%@10gbit", "=10000MiB@10gbit", {"vram_mib": 10000}),
         ("a/cuda:0@1gbit", "=20000MiB@1gbit", {"vram_mib": 20000}),
         ("ray:b/cpu", "=1000MiB", {"memory": 1000 * MIB}),
@@ -90,7 +90,7 @@ def test_a_device_is_named_with_its_line_and_link_or_without(word: str, rest: st
 )
 def test_a_simulated_device_keeps_what_it_joined_with_unless_that_is_named(word: str, whole: str) -> None:
     (one,) = find([word], None, [node("c/virtual:a", 600)], {"c/virtual:a": {"vram_mib": 600.0}})
-    one.joined_as("virtual:a=600MiB@0.5:12GB/s:10gbit")
+    one.joined_as = "virtual:a=600MiB@0.5:12GB/s:10gbit"
     assert one.word == f"c/virtual:a{whole}"
 
 

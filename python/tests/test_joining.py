@@ -552,17 +552,27 @@ def test_without_ray_the_command_line_says_what_brings_it(
     assert said.stderr.startswith("error: this needs Ray 2.60; ") and " has 2.9.3\n" in said.stderr, said.stderr
 
 
+LEFT_JSON = """{
+  "address": "192.0.2.1:7300",
+  "processes_ended": 2,
+  "ends_for": []
+}
+"""
+
+
 def test_a_machine_leaves_without_ray(command: Path, tmp_path: Path, no_ray: dict[str, str]) -> None:
-    def leaves() -> tuple[int, str]:
-        ended = subprocess.run([command, "leave"], capture_output=True, text=True, timeout=60, cwd=tmp_path, env=no_ray)
+    def leaves(*words: str) -> tuple[int, str]:
+        words = (str(command), "leave", *words)
+        ended = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=no_ray)
         return ended.returncode, ended.stdout
 
     assert leaves() == (0, "this machine is part of no cluster\n")
-    leader, raylet = session(1)
-    ours.keep(ours.Joined("192.0.2.1:7300", "192.0.2.2", False, [raylet]))
-    assert leaves() == (0, "left 192.0.2.1:7300; processes ended: 2\n")
-    leader.wait(10)
-    assert ours.members(raylet) == []
+    for words, said in ((), "left 192.0.2.1:7300; processes ended: 2\n"), (("--json",), LEFT_JSON):
+        leader, raylet = session(1)
+        ours.keep(ours.Joined("192.0.2.1:7300", "192.0.2.2", False, [raylet]))
+        assert leaves(*words) == (0, said)
+        leader.wait(10)
+        assert ours.members(raylet) == []
 
 
 def test_a_program_without_a_python_beside_it_takes_the_one_of_the_shell(command: Path, tmp_path: Path) -> None:

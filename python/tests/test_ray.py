@@ -318,7 +318,12 @@ def test_leaving_stops_ours_and_no_other_ray(pair: tuple[Host, Host]) -> None:
     beta.end_started()
     refused = beta.plimsoll("join", alpha.ip, "--name", "alpha", "--token", TOKEN, "--devices", ALPHA)
     assert refused.returncode == 2 and "alpha is the name of 10.77.0.1 already" in refused.stderr, refused.stderr
-    join(beta)
+    joined = beta.plimsoll("join", alpha.ip, "--name", "beta", "--token", TOKEN, "--devices", BETA, "--json")
+    assert joined.returncode == 0, joined.stderr
+    said = json.loads(joined.stdout)
+    (node,) = said.pop("nodes")
+    assert said == {"address": "10.77.0.1:7300", "ip": beta.ip, "head": False, "ports": 7300}
+    assert (node["name"], node["simulated"], node["budget_bytes"]) == ("beta/virtual:b", True, 300 * MIB)
 
 
 #: The folder of the stand-in for NVIDIA's libraries (crates/plimsoll-device/tests/cuda_stand_in/build FOLDER).

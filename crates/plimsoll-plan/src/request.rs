@@ -89,6 +89,27 @@ pub struct Said {
     pub team_link: Option<LinkRequest>,
 }
 
+impl Said {
+    /// Whether it is a virtual device.
+    fn simulated(&self) -> bool {
+        self.device.starts_with("virtual:")
+    }
+
+    /// The same under this load line on a node that joined its cluster with `joined`. A virtual device that is named without a
+    /// pace has the pace of there, and the links that it does not name.
+    pub fn placed(self, line: Budget, joined: &Said) -> Said {
+        let as_there = self.pace.is_none() && self.simulated() && joined.simulated();
+        let of_there = |own: Option<LinkRequest>, there| if as_there { own.or(there) } else { own };
+        Said {
+            line: Some(line),
+            pace: if as_there { joined.pace } else { self.pace },
+            link: of_there(self.link, joined.link),
+            team_link: of_there(self.team_link, joined.team_link),
+            ..self
+        }
+    }
+}
+
 /// Rates of Ethernet, in Gbit/s.
 const GBITS: [f64; 8] = [0.1, 1.0, 2.5, 5.0, 10.0, 25.0, 40.0, 100.0];
 
@@ -505,29 +526,33 @@ impl DeviceRequest {
 
 impl fmt::Display for DeviceRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if let DeviceRequest::Elsewhere { host, device, team_link } = self {
-            write!(f, "{host}/{device}")?;
-            return team_link.map_or(Ok(()), |link| write!(f, "@{link}"));
-        }
-        f.write_str(&self.name())?;
         match self {
-            DeviceRequest::Virtual { budget, pace, link, team_link, .. } => {
-                write!(f, "={budget}@{pace}")?;
-                match (link, team_link) {
-                    (None, None) => Ok(()),
-                    (Some(link), None) => write!(f, ":{link}"),
-                    (None, Some(team)) => write!(f, "::{team}"),
-                    (Some(link), Some(team)) => write!(f, ":{link}:{team}"),
-                }
-            }
-            DeviceRequest::Paper { budget, team_link, .. } => {
-                budget.map_or(Ok(()), |budget| write!(f, "={budget}"))?;
-                team_link.map_or(Ok(()), |link| write!(f, "@{link}"))
-            }
-            DeviceRequest::Cpu { budget: Some(budget) } | DeviceRequest::Cuda { budget: Some(budget), .. } => {
-                write!(f, "={budget}")
-            }
-            _ => Ok(()),
+            DeviceRequest::Ray { word } => f.write_str(word),
+            _ => self.said().map_err(|_| fmt::Error)?.fmt(f),
+        }
+    }
+}
+
+/// As it is read, but for the `ray:` before a device of a cluster.
+impl fmt::Display for Said {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Said { host, device, line, pace, link, team_link } = self;
+        if let Some(host) = host {
+            write!(f, "{host}/")?;
+        }
+        f.write_str(device)?;
+        if let Some(line) = line {
+            write!(f, "={line}")?;
+        }
+        if let Some(pace) = pace {
+            write!(f, "@{pace}")?;
+        }
+        match (link, team_link) {
+            (None, None) => Ok(()),
+            (None, Some(team)) if !self.simulated() => write!(f, "@{team}"),
+            (Some(link), None) => write!(f, ":{link}"),
+            (None, Some(team)) => write!(f, "::{team}"),
+            (Some(link), Some(team)) => write!(f, ":{link}:{team}"),
         }
     }
 }

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from plimsoll import errors
 from plimsoll.ray import joining, ours, ports
-from plimsoll.ray.devices import readable
+from plimsoll.ray.devices import Device, Given, readable
 from plimsoll.ray.reasons import failure
 
 
@@ -78,6 +78,7 @@ def _parser() -> Parser:
     verify.set_defaults(run=_verify)
     for command in (cluster, verify):
         command.add_argument("--address", help="of a cluster that was not joined with `plimsoll join`")
+    for command in (join, leave, cluster, verify):
         command.add_argument("--json", action="store_true", help="print it as JSON")
     return parser
 
@@ -101,20 +102,39 @@ def _join(args: argparse.Namespace) -> int:
         name=args.name,
         words=shlex.join(words),
     )
+    token = ours.token_path().read_text() if joined.head else None
+    if args.json:
+        print(json.dumps(_as_json(joined, shares, token), indent=2))
+        return 0
     print(f"{'the head of' if joined.head else 'part of'} the cluster at {joined.address}, as {joined.ip}")
     for (device, given), raylet in zip(shares, joined.raylets):
         simulated = " (simulated)" if device.simulated else ""
         of_which = "" if given.vram_mib is not None else f", {readable(given.store_bytes)} of it for what Ray stores"
         print(f"  {raylet.name}{simulated}: {device.model}, {readable(device.line_bytes)}{of_which}")
-    if joined.head:
-        token = ours.token_path().read_text()
+    if token is not None:
         base = "" if joined.base == ports.BASE else f" --ports {joined.base}"
         print(f"on every other machine: plimsoll join {joined.address} --token {token}{base}")
     print("see it with: plimsoll cluster; try it with: plimsoll verify")
     return 0
 
 
-def _leave(_: argparse.Namespace) -> int:
+def _as_json(joined: ours.Joined, shares: Sequence[tuple[Device, Given]], token: str | None) -> dict[str, object]:
+    """What was joined, for a program. The token is the head's to tell."""
+    nodes = [
+        {
+            "name": raylet.name,
+            "model": device.model,
+            "simulated": device.simulated,
+            "budget_bytes": device.line_bytes,
+            "store_bytes": given.store_bytes,
+        }
+        for (device, given), raylet in zip(shares, joined.raylets)
+    ]
+    told = {} if token is None else {"token": token}
+    return {"address": joined.address, "ip": joined.ip, "head": joined.head, **told, "ports": joined.base, "nodes": nodes}
+
+
+def _leave(args: argparse.Namespace) -> int:
     if others := joining.others():
         print(
             f"warning: this machine is the head of the cluster, which ends for {', '.join(others)}, too: what runs on it stops, and"
@@ -122,6 +142,10 @@ def _leave(_: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     left = joining.leave()
+    if args.json:
+        address, ended = (None, 0) if left is None else (left[0].address, left[1])
+        print(json.dumps({"address": address, "processes_ended": ended, "ends_for": others}, indent=2))
+        return 0
     if left is None:
         print("this machine is part of no cluster")
         return 0

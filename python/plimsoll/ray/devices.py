@@ -32,9 +32,6 @@ class Said(TypedDict):
     line: str | None
     #: The pace of a simulated device, in cores.
     pace: float | None
-    #: Its links: to its host, and to the other devices.
-    link: str | None
-    team_link: str | None
 
 
 def said(text: str) -> list[Said]:

@@ -48,38 +48,25 @@ MARK, NUMBERS = f"{os.getpid()}-{secrets.token_hex(3)}", itertools.count(1)
 class Asked:
     """A device of the run."""
 
-    #: What ``run.devices`` says of it, with the line that is kept for it; in the end, all that there is to say.
-    said: Said
+    #: ``beta/virtual:b``.
+    name: str
+    #: How the run file names it: ``ray:beta/virtual:b@0.3``.
+    asked_as: str
+    #: The load line that is kept for it: ``200MiB``.
+    line: str
     node: Node
     #: What Ray keeps for its worker.
     bundle: dict[str, float]
+    #: What its node joined the cluster with, where it did so with `plimsoll join`.
+    joined_as: str | None = None
     #: Where that is, for Ray, and the name of it.
     place: Any = None
     kept: str = ""
 
     @property
-    def name(self) -> str:
-        """``beta/virtual:b``."""
-        return f"{self.said['host']}/{self.said['device']}"
-
-    @property
     def word(self) -> str:
-        """As ``run.devices`` names it: ``beta/virtual:b=200MiB@0.3``."""
-        pace, link, team_link = self.said["pace"], self.said["link"], self.said["team_link"]
-        behind = "" if pace is None else f"@{pace}"
-        if self.said["device"].startswith("virtual:"):
-            behind += f":{link or ''}:{team_link}" if team_link else f":{link}" if link else ""
-        elif team_link:
-            behind = f"@{team_link}"
-        return f"{self.name}={self.said['line']}{behind}"
-
-    def joined_as(self, word: str) -> None:
-        """Its node joined the cluster with this word. A simulated device that is named without a pace has the pace, and perhaps
-        links, of there."""
-        if word.startswith("virtual:") and self.said["device"].startswith("virtual:") and self.said["pace"] is None:
-            (there,) = said(word)
-            link, team_link = (self.said["link"] or there["link"]), (self.said["team_link"] or there["team_link"])
-            self.said = {**self.said, "pace": there["pace"], "link": link, "team_link": team_link}
+        """All that there is to say of it: ``beta/virtual:b=200MiB@0.3``."""
+        return _native.placed(self.asked_as, self.line, self.joined_as)
 
 
 class Worker:
@@ -92,9 +79,9 @@ class Worker:
         # Whom nobody has to meet leaves the ports that a firewall knows to others.
         self.host = _native.Host(ray.util.get_node_ip_address(), [0] if alone else ports.of_wires(), gpu)
 
-    def device(self) -> str:
+    def device(self) -> str | None:
         """What this node gives, as its processes name it."""
-        return os.environ.get("PLIMSOLL_RAY_DEVICE", "")
+        return os.environ.get("PLIMSOLL_RAY_DEVICE")
 
     def answer(self, request: bytes) -> bytes:
         """Answers the run."""
@@ -114,8 +101,7 @@ def find(words: list[str], budget: str | None, there: list[Node], free: Free) ->
     for of_it in itertools.chain.from_iterable(map(said, words)):
         if of_it["host"] is None:
             for every in there:
-                host, _, device = _name(every).partition("/")
-                take(every, _name(every), {**of_it, "host": host, "device": device})
+                take(every, _name(every), {**of_it, "word": f"ray:{_name(every)}"})
             continue
         name = f"{of_it['host']}/{of_it['device']}"
         named = {_name(node): node for node in there}
@@ -154,7 +140,7 @@ def _of(node: Node, name: str, of_it: Said, budget: str | None, free: Free, befo
         more = [f"its node joined with {whole // MIB} MiB; to give more: plimsoll leave there, and join again with --devices"]
         hints = [*who, *(more if line * MIB > whole else []), "see what runs there: plimsoll cluster"]
         raise DoesNotFit(f"{name}: {line} MiB are asked for, and {left_over}" if line else f"{name}: {left_over}", hints)
-    return Asked({**of_it, "line": f"{line}MiB"}, node, {kind: line * MIB // unit})
+    return Asked(name, of_it["word"], f"{line}MiB", node, {kind: line * MIB // unit})
 
 
 class Hosting:
@@ -185,10 +171,9 @@ class Hosting:
         for one in self.asked:
             ready = self.workers[one.name].device.remote()
             try:
-                own = _answer(one, ready)
+                one.joined_as = _answer(one, ready)
             except Exception as error:
                 raise InputError(f"no worker starts on {one.name}: {reason(error)}") from error
-            one.joined_as(own)
 
     def placed(self) -> dict[str, Any]:
         """What the run is told: its devices, by words that say all of them."""

@@ -14,7 +14,7 @@ from plimsoll import _native
 from plimsoll.errors import DoesNotFit, InputError
 from plimsoll.ray import ports
 from plimsoll.ray.cluster import Facts, Node, available, available_bytes, columns, facts, nodes, on, whole_bytes
-from plimsoll.ray.devices import readable
+from plimsoll.ray.devices import readable, said
 from plimsoll.ray.reasons import reason
 from plimsoll.run_file import settings
 
@@ -103,8 +103,8 @@ class Prover:
         if self.device.startswith("cuda"):
             (spec,) = json.loads(_native.named_devices(settings({"run": {"devices": self.device}})))
             return float(spec["rates"]["f32_flops"])
-        pace = float(self.device.partition("@")[2].split(":")[0] or 1) if self.device.startswith("virtual:") else 1.0
-        return _native.product_flops(1, seconds) * min(pace, 1.0)
+        (it,) = said(self.device)
+        return _native.product_flops(1, seconds) * min(it["pace"] or 1.0, 1.0)
 
     def ping(self) -> None:
         """Answers."""
