@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use clap::Parser;
 use plimsoll_core::DType;
 use plimsoll_program::models::decoder::Base;
-use plimsoll_train::run::bench::{StepShape, step};
+use plimsoll_train::bench::{StepShape, step};
 
 /// The median error that is promised.
 const MEDIAN_MOST: f64 = 0.10;

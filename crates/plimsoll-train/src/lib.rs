@@ -1,11 +1,15 @@
-//! A run: its file, what that means on this machine, its data, its model's files, and the training loop. `charges` is what a
-//! device of it holds beside its arena.
+//! A run: its file, what that means on this machine, its data, its model's files, and the training loop (`run`). `charges` is what a
+//! device of it holds beside its arena, `demand` all that it needs of one; `inference` is what is done with a finished model, `bench`
+//! a step that is timed.
 
 #![forbid(unsafe_code)]
 
+pub mod bench;
 mod charges;
 pub mod data;
+pub mod demand;
 pub mod files;
+pub mod inference;
 pub mod resolve;
 pub mod run;
 pub mod run_file;

@@ -4,11 +4,11 @@
 //! `checkpoint.json`. It is written aside, synced and renamed: a folder of that name is whole, unless
 //! the disk lost something afterwards, which reading notices.
 
+use super::engine::Engine;
+use super::spaces::{Stored, Storing};
+use super::team::Team;
+use super::trouble::Trouble;
 use crate::files::{FilesError, MAX_SHARD_BYTES, WeightFiles, WeightWriter, atomic};
-use crate::run::engine::Engine;
-use crate::run::spaces::{Stored, Storing};
-use crate::run::team::Team;
-use crate::run::trouble::Trouble;
 use plimsoll_core::{Algorithms, Bytes, DType, Failure, Member, Plan, Recipe, Sharing};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;

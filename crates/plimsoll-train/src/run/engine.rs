@@ -1,10 +1,10 @@
 //! One device with the Programs of a run: steps, evaluations, tokens. No files, no clock, no order.
 
-use super::abreast::Gone;
 use super::far::device::{FarDevice, Line};
-use super::open::open;
 use super::rehearsal::Rehearsal;
 use super::spaces::stored;
+use super::team::abreast::Gone;
+use super::team::open::open;
 use crate::data::Rows;
 use crate::files::StoredTensor;
 use bytemuck::cast_slice;

@@ -2,8 +2,8 @@
 
 use super::checkpoint::CheckpointInfo;
 use super::engine::Engine;
-use super::open::settle_gpu;
 use super::spaces::ModelSource;
+use super::team::open::settle_gpu;
 use super::trouble::Trouble;
 // For the far end, which has no plan.
 use crate::charges::{
@@ -427,7 +427,7 @@ pub fn dataset(run: &RunFile, model: &Model, patterns: &[String], threads: usize
 ///
 /// # Errors
 /// Files that cannot be read, or hold no numbers.
-pub(super) fn load_weights(engine: &mut Engine, model: &Model, run: &RunFile) -> Result<(), Trouble> {
+pub(crate) fn load_weights(engine: &mut Engine, model: &Model, run: &RunFile) -> Result<(), Trouble> {
     let adapter = model.adapter.as_ref().map(|adapter| &adapter.weights);
     Ok(engine.move_files("load", &mut ModelSource::new(model.weights(run).into_iter().chain(adapter)))?)
 }

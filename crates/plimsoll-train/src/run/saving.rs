@@ -3,12 +3,12 @@
 
 use super::checkpoint;
 use super::events::EventLog;
-use super::samples::readable;
 use super::spaces::Storing;
 use super::start::Outcome;
 use super::training::{Ending, Trainer};
 use super::trouble::{Halt, Trouble};
 use crate::files::{WeightWriter, atomic, write_adapter_dir, write_model_dir};
+use crate::inference::samples::readable;
 use crate::resolve::lora;
 use crate::run_file::{Method, RunFile};
 use plimsoll_core::{Event, Failure, LossSpan, Plan, RunResult, RunStatus, StepSeconds};

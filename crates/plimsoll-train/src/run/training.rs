@@ -1,25 +1,25 @@
 //! The training loop: the devices are opened and filled, then come steps, evaluations, and the end. `start` is how a run comes
 //! to that, `saving` what it writes down.
 
-use super::abreast::Behind;
-use super::absent::Absent;
 use super::checkpoint::{self, Checkpoint, CheckpointInfo};
 use super::control::Control;
 use super::cooling::Cooling;
-use super::drift::Drift;
 use super::engine::StepInput;
-use super::evaluator::Evaluator;
+use super::evaluation::evaluator::Evaluator;
 use super::events::EventLog;
-use super::open::open_team;
 use super::pace::Pace;
 use super::prepare::{Part, Planned, Prepared, load_weights};
 use super::rate::learning_rate;
 use super::rehearsal::Asked;
-use super::samples::{Drawn, samples};
 use super::start::Run;
 use super::team::Team;
+use super::team::abreast::Behind;
+use super::team::absent::Absent;
+use super::team::drift::Drift;
+use super::team::open::open_team;
 use super::trouble::{Halt, Trouble};
 use crate::data::{Batches, Dataset, Loader, Order, Rows};
+use crate::inference::samples::{Drawn, samples};
 use crate::resolve::{Resolved, pace};
 use crate::run_file::{Length, Method, RunFile};
 use plimsoll_core::{

@@ -9,7 +9,7 @@ use plimsoll_device::calibration::{self, Short};
 use plimsoll_device::probe::Cpu;
 use plimsoll_device::{bench, probe};
 use plimsoll_program::models::decoder::Base;
-use plimsoll_train::run::bench::{StepShape, step};
+use plimsoll_train::bench::{StepShape, step};
 use plimsoll_watch::devices;
 use std::fs;
 use std::path::Path;

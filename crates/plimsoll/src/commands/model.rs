@@ -5,9 +5,9 @@ use crate::args::{EvalArgs, GenerateArgs, MergeArgs};
 use crate::say;
 use plimsoll_core::{Exit, Failure, counted};
 use plimsoll_train::files::AdapterDir;
+use plimsoll_train::inference::samples::Sampling;
+use plimsoll_train::inference::{Continuation, Evaluation};
 use plimsoll_train::resolve::Resolved;
-use plimsoll_train::run::inference::{Continuation, Evaluation};
-use plimsoll_train::run::samples::Sampling;
 use serde::Serialize;
 
 /// Prints the loss of a model on data.

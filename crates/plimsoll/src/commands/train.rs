@@ -149,7 +149,7 @@ fn tell(args: &TrainArgs, outcome: &Outcome, simulated: bool) -> Exit {
         let result = serde_json::to_string(&outcome.result).expect("a result is plain data");
         say::answer(&format!("{result}\n"));
     } else if !args.quiet {
-        let sample = |sample: &plimsoll_train::run::samples::Sample| Sample {
+        let sample = |sample: &plimsoll_train::inference::samples::Sample| Sample {
             prompt: sample.prompt.clone(),
             expected: sample.expected.clone(),
             answer: sample.answer.clone(),

@@ -4,7 +4,7 @@ use super::links::{self, Ways};
 use super::{Answer, Command, Fault, Found, Invitation, Request, RoomFound, VERSION, Wires, decode, encode, locked};
 use crate::charges::charges;
 use crate::resolve::{devices, rates_under_line};
-use crate::run::open::{open, signs_of_life};
+use crate::run::team::open::{open, signs_of_life};
 use plimsoll_core::{Bytes, DeviceKind, Failure, MeasuredBy, Space};
 use plimsoll_device::cuda::open::OnGpu;
 use plimsoll_device::device::{Call, Device, DeviceError, FileSpace, Memory, Observer};

@@ -6,8 +6,8 @@ use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Exit, Failure, RunDem
 use plimsoll_device::probe::Memory;
 use plimsoll_plan::request::{DeviceRequest, DevicesRequest};
 use plimsoll_plan::sweep::{Room, Worker};
+use plimsoll_train::demand::same_demand;
 use plimsoll_train::resolve::{check_asked, devices, write_example};
-use plimsoll_train::run::demand::same_demand;
 use plimsoll_train::run::far::ray::{KEPT, Kept};
 use plimsoll_train::run_file::{RunFile, setting};
 use std::process::{Command, Stdio};

@@ -3,10 +3,10 @@
 //! back when its thread comes back, or never. What it could still touch is its own: what it stores goes nowhere any more, and
 //! the team that it leaves behind meets elsewhere.
 
-use super::engine::Engine;
-use super::handover::UNDER_WAY;
-use super::heartbeat::Pulse;
-use super::trouble::Trouble;
+use crate::run::engine::Engine;
+use crate::run::evaluation::handover::UNDER_WAY;
+use crate::run::heartbeat::Pulse;
+use crate::run::trouble::Trouble;
 use plimsoll_core::Bytes;
 use plimsoll_device::device::{Call, Device, DeviceError, FileSpace, Memory, Observer, Unseen};
 use plimsoll_device::transport::Transport;

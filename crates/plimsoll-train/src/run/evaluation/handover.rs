@@ -2,14 +2,14 @@
 //! of the other reads, some bytes at a time and in the same order, so that nobody holds them twice. Neither side waits for
 //! good: who cannot go on says so, and who is silent is missed.
 
-use super::heartbeat::Pulse;
+use crate::run::heartbeat::Pulse;
 use plimsoll_device::device::FileSpace;
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
 /// Bytes of a file that are under way at most.
-pub(super) const UNDER_WAY: usize = 128 << 10;
+pub(in crate::run) const UNDER_WAY: usize = 128 << 10;
 /// How often who waits looks whether the other side is still there.
 const LOOK: Duration = Duration::from_millis(50);
 

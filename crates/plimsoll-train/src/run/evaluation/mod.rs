@@ -3,18 +3,21 @@
 //! the latest before the next evaluation and before the end. A device beside the team is never needed: where it is lost, or
 //! refuses, the team evaluates from then on.
 
-use super::control::Moved;
-use super::engine::{Engine, Evaluated};
-use super::evaluator::{Evaluator, Found};
-use super::events::EventLog;
-use super::handover::{Giving, Stand};
-use super::open::made_with;
-use super::prepare::{Known, Part, Planned, share_among};
-use super::team::{Team, Worker};
-use super::training::Trainer;
-use super::trouble::{Halt, Trouble};
+pub(in crate::run) mod evaluator;
+pub(in crate::run) mod handover;
+
 use crate::data::{Dataset, Rows};
 use crate::resolve::evaluations;
+use crate::run::control::Moved;
+use crate::run::engine::{Engine, Evaluated};
+use crate::run::events::EventLog;
+use crate::run::prepare::{Known, Part, Planned, share_among};
+use crate::run::team::open::made_with;
+use crate::run::team::{Team, Worker};
+use crate::run::training::Trainer;
+use crate::run::trouble::{Halt, Trouble};
+use evaluator::{Evaluator, Found};
+use handover::{Giving, Stand};
 use plimsoll_core::{
     Budget, Bytes, DeviceSpec, EvalResult, Evaluates, Event, Failure, LostDevice, Member, Sharing, micro_batches,
 };

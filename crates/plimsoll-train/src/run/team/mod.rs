@@ -2,20 +2,26 @@
 //! under. A team of one is the rule. What several do they do at the same time (`abreast`); what one of them refuses is dropped
 //! by all, so that they stay at the same step, and who is missed is left behind.
 
-use super::abreast::{Behind, Came, Hand, Task, abreast};
-use super::drift::SECONDS_LEAST;
-use super::engine::{Engine, StepInput, StepLoss};
-use super::far::spread::{Gathered, Member as Reached, Spread};
-use super::far::{Elsewhere, Hosts};
-use super::heartbeat::{Heart, Pulse, Watch, silent};
-use super::pace::quantile;
-use super::prepare::Part;
-use super::rehearsal::{Asked, Rehearsal};
-use super::retreat::Line;
-use super::samples::Continues;
-use super::trouble::Trouble;
+pub(in crate::run) mod abreast;
+pub(in crate::run) mod absent;
+pub(in crate::run) mod drift;
+pub mod open;
+pub(in crate::run) mod sharing;
+
 use crate::data::Rows;
 use crate::files::StoredTensor;
+use crate::inference::samples::Continues;
+use crate::run::engine::{Engine, StepInput, StepLoss};
+use crate::run::far::spread::{Gathered, Member as Reached, Spread};
+use crate::run::far::{Elsewhere, Hosts};
+use crate::run::heartbeat::{Heart, Pulse, Watch, silent};
+use crate::run::pace::quantile;
+use crate::run::prepare::Part;
+use crate::run::rehearsal::{Asked, Rehearsal};
+use crate::run::retreat::Line;
+use crate::run::trouble::Trouble;
+use abreast::{Behind, Came, Hand, Task, abreast};
+use drift::SECONDS_LEAST;
 use plimsoll_core::{
     Bytes, DType, DeviceKind, DeviceMemory, DevicePlan, DeviceSpec, HostSpec, MeasuredBy, Member, MemberResult, Plan,
     Sharing, Space,

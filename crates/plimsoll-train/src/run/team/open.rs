@@ -2,17 +2,17 @@
 //! there, and what becomes of a plan where a device turns out to be otherwise.
 
 use super::abreast::{Behind, Came, Hand, Task, abreast};
-use super::engine::Engine;
-use super::events::EventLog;
-use super::far::device::Line;
-use super::heartbeat::{Heart, Pulse, Watch, silent};
-use super::prepare::{Part, Planned};
-use super::rehearsal::{Asked, Rehearsal};
-use super::retreat;
-use super::team::{Team, Worker};
-use super::trouble::Trouble;
+use super::{Team, Worker};
 use crate::charges::{charged_programs, rounded};
 use crate::resolve::Resolved;
+use crate::run::engine::Engine;
+use crate::run::events::EventLog;
+use crate::run::far::device::Line;
+use crate::run::heartbeat::{Heart, Pulse, Watch, silent};
+use crate::run::prepare::{Part, Planned};
+use crate::run::rehearsal::{Asked, Rehearsal};
+use crate::run::retreat;
+use crate::run::trouble::Trouble;
 use crate::run_file::RunFile;
 use plimsoll_core::{Algorithms, Budget, Bytes, DType, DeviceKind, DeviceSpec, Event, Failure, HostSpec, Link, Plan};
 use plimsoll_device::cpu::executor;
@@ -63,7 +63,7 @@ pub fn open(
 
 /// What asks a device for a sign of life, from before it is opened on and beside all its work, however long that takes: a GPU
 /// by itself, one that is far through its process, which does the same there.
-pub(super) fn signs_of_life(spec: &DeviceSpec, line: Option<Arc<Line>>) -> Arc<dyn Fn() -> bool + Send + Sync> {
+pub(in crate::run) fn signs_of_life(spec: &DeviceSpec, line: Option<Arc<Line>>) -> Arc<dyn Fn() -> bool + Send + Sync> {
     match (line, spec.kind) {
         (Some(line), _) => Arc::new(move || line.answers()),
         (None, DeviceKind::Cuda) => Arc::new(cuda::open::answers(number_of(spec))),
@@ -146,7 +146,7 @@ const PLANS_MAX: u32 = 3;
 ///
 /// # Errors
 /// What the machine refuses, and who is lost.
-pub(super) fn open_team(
+pub(in crate::run) fn open_team(
     run: &RunFile,
     resolved: &Resolved,
     planned: Planned,
@@ -218,7 +218,7 @@ fn budget(run: &RunFile, resolved: &Resolved, device: &DeviceSpec) -> Budget {
 
 /// What a device was made with: a virtual one is as large as its user says, and of one on another host so much is kept for the
 /// run, whatever was learned of it.
-pub(super) fn made_with(run: &RunFile, resolved: &Resolved, device: &DeviceSpec) -> Option<Bytes> {
+pub(in crate::run) fn made_with(run: &RunFile, resolved: &Resolved, device: &DeviceSpec) -> Option<Bytes> {
     let here = device.host().is_none();
     let free = || if here { Memory::read().free } else { device.budget };
     let made_with = || device.budget.max(budget(run, resolved, device).of(free()));
@@ -226,7 +226,7 @@ pub(super) fn made_with(run: &RunFile, resolved: &Resolved, device: &DeviceSpec)
 }
 
 /// A device that has been opened.
-pub(super) struct Opened {
+pub(in crate::run) struct Opened {
     /// What it does, as it was planned with at last.
     pub part: Part,
     /// The device with its Programs.
@@ -246,7 +246,7 @@ pub(super) struct Opened {
 ///
 /// # Errors
 /// What the machine refuses, what does not fit any more, and a device that is lost.
-pub(super) fn open_part(
+pub(in crate::run) fn open_part(
     run: &RunFile,
     resolved: &Resolved,
     mut part: Part,

@@ -3,17 +3,17 @@
 //! them (`handover`), and is missed like the others where it is silent. When it is asked, and what becomes of the answer, is
 //! in `evaluation`.
 
-use super::engine::{Engine, Evaluated};
-use super::evaluation::{Cut, evaluate};
 use super::handover::{Handover, Stand, Taking};
-use super::heartbeat::{Heart, Pulse, Watch, silent};
-use super::open::{Opened, open_part};
-use super::pace::quantile;
-use super::prepare::{Part, load_weights};
-use super::rehearsal::{Asked, Rehearsal};
-use super::trouble::Trouble;
+use super::{Cut, evaluate};
 use crate::data::Dataset;
 use crate::resolve::Resolved;
+use crate::run::engine::{Engine, Evaluated};
+use crate::run::heartbeat::{Heart, Pulse, Watch, silent};
+use crate::run::pace::quantile;
+use crate::run::prepare::{Part, load_weights};
+use crate::run::rehearsal::{Asked, Rehearsal};
+use crate::run::team::open::{Opened, open_part};
+use crate::run::trouble::Trouble;
 use crate::run_file::RunFile;
 use plimsoll_core::{
     Bytes, DeviceMemory, DevicePlan, DeviceSpec, Evaluates, EvaluatorResult, Failure, MeasuredBy, Recipe, Space,

@@ -1,9 +1,9 @@
 //! What a run needs of a device: found out in a process like the one that it will be trained in, with model and data
 //! open, because what a process holds beside its arena can only be measured there. `plimsoll sweep` packs by it.
 
-use super::prepare::{Prepared, prepare};
 use crate::charges::ROUNDING_BYTES;
 use crate::data::{Batches, Order};
+use crate::run::prepare::{Prepared, prepare};
 use crate::run_file::{Length, RunFile};
 use plimsoll_core::{Bytes, DeviceKind, DeviceSpec, Failure, RunDemand};
 use plimsoll_plan::price::Prices;

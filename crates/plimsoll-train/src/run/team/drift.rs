@@ -2,7 +2,7 @@
 //! down (by heat, by another user) holds up all the others: then the shares are drawn anew. Small and short deviations
 //! change nothing.
 
-use super::pace::quantile;
+use crate::run::pace::quantile;
 use std::collections::{BTreeSet, VecDeque};
 
 /// How far a device's speed, against that of the others, may be from the plan before anything is done.
@@ -16,7 +16,7 @@ const SECONDS_SEEN: f64 = 1.0;
 const REST: u64 = 32;
 
 /// Work that is predicted to take less than this says nothing of a device's speed: what lies between counts for more.
-pub(super) const SECONDS_LEAST: f64 = 0.02;
+pub(in crate::run) const SECONDS_LEAST: f64 = 0.02;
 
 /// What was seen of each device's speed, and what came of it.
 #[derive(Clone, Debug, Default)]

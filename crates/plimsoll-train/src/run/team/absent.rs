@@ -1,7 +1,7 @@
 //! Devices of other hosts that were lost, and may come back: whoever brought them starts their processes anew. Each is asked for
 //! from beside the run; one that answers, and does nothing, can be taken in again.
 
-use super::far::Elsewhere;
+use crate::run::far::Elsewhere;
 use plimsoll_core::DeviceSpec;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

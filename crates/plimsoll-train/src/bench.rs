@@ -1,8 +1,8 @@
 //! One training step, timed: the same shapes, options and figures as `torch_step.py`, so that both
 //! can be run in turn.
 
-use super::engine::{Engine, StepInput};
 use crate::data::Rows;
+use crate::run::engine::{Engine, StepInput};
 use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, Failure, HostSpec, Link, Recipe, RecomputeLevel};
 use plimsoll_device::cuda;
 use plimsoll_device::cuda::open::OnGpu;

@@ -1,17 +1,19 @@
 //! What is done with a finished model: its loss on data, and tokens from a prompt.
 
-use super::engine::{Engine, Evaluated};
-use super::evaluation::{Cut, evaluate};
-use super::open::settle_gpu;
-use super::prepare::{dataset, load_weights};
-use super::samples::{Sampling, generate};
+pub mod samples;
+
 use crate::charges::settle_charges;
 use crate::data::{Dataset, Tokenizer};
 use crate::resolve::{Model, Resolved, Work};
+use crate::run::engine::{Engine, Evaluated};
+use crate::run::evaluation::{Cut, evaluate};
+use crate::run::prepare::{dataset, load_weights};
+use crate::run::team::open::settle_gpu;
 use crate::run_file::{Long, RunFile};
 use plimsoll_core::Failure;
 use plimsoll_plan::search::{Answer, search};
 use plimsoll_program::models::decoder::Generation;
+use samples::{Sampling, generate};
 use serde::Serialize;
 
 /// Sequences of an evaluation are no longer than this unless the user says so: a model's longest

@@ -8,16 +8,17 @@
 //! without any finished work the others, or those that were left out, go on without it; where there are none the run ends,
 //! resumable.
 
-use super::control::Moved;
-use super::evaluator::Evaluator;
-use super::events::EventLog;
-use super::prepare::question_of;
-use super::pressure::{Felt, Held, Pressure, room};
-use super::team::{Computing, Worker};
-use super::training::Trainer;
-use super::trouble::{Halt, Trouble};
+mod pressure;
+
 use crate::charges::charged_programs;
 use crate::resolve::Resolved;
+use crate::run::control::Moved;
+use crate::run::evaluation::evaluator::Evaluator;
+use crate::run::events::EventLog;
+use crate::run::prepare::question_of;
+use crate::run::team::{Computing, Worker};
+use crate::run::training::Trainer;
+use crate::run::trouble::{Halt, Trouble};
 use plimsoll_core::{Budget, Bytes, Class, DeviceSpec, Event, Failure, Plan, Recipe, Retreat};
 use plimsoll_device::calibration;
 use plimsoll_device::device::DeviceError;
@@ -25,6 +26,7 @@ use plimsoll_device::probe::Memory;
 use plimsoll_device::process;
 use plimsoll_plan::search::{Answer, Question, plan_of, search};
 use plimsoll_plan::team::same_count;
+use pressure::{Felt, Held, Pressure, room};
 use std::time::Instant;
 
 /// Refusals of a device, without any finished work between them, after which it is of no use.

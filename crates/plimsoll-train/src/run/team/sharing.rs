@@ -2,15 +2,15 @@
 //! slower than the plan says. The experiment stays what it is: every step has the same samples. Where devices keep what
 //! stands on them, only sequences go to others; else all goes by way of a checkpoint of the present step.
 
+use super::Worker;
 use super::absent::Absent;
-use super::events::EventLog;
-use super::prepare::{Known, Part, Planned, share_among, share_if_fits};
-use super::rehearsal::{Asked, Injection};
-use super::retreat::Left;
-use super::team::Worker;
-use super::training::Trainer;
-use super::trouble::{Halt, Trouble};
 use crate::run::checkpoint::newest;
+use crate::run::events::EventLog;
+use crate::run::prepare::{Known, Part, Planned, share_among, share_if_fits};
+use crate::run::rehearsal::{Asked, Injection};
+use crate::run::retreat::Left;
+use crate::run::training::Trainer;
+use crate::run::trouble::{Halt, Trouble};
 use plimsoll_core::{Bytes, Class, DeviceSpec, Event, Failure, LostDevice, Sharing};
 use plimsoll_plan::team::Only;
 use std::sync::Arc;
@@ -27,7 +27,7 @@ impl Trainer {
     /// A device is gone. What it computed of the present step is dropped, and where the others have all that the run needs,
     /// they go on from the last step that was finished. Where the state, or a part of it, is gone with it, they go on from the
     /// last checkpoint; where there are no others, those that were left out do.
-    pub(super) fn go_on_without(&mut self, rank: usize, why: &str, log: &mut EventLog) -> Result<(), Halt> {
+    pub(in crate::run) fn go_on_without(&mut self, rank: usize, why: &str, log: &mut EventLog) -> Result<(), Halt> {
         if self.team.len() > 1 && !self.team.holds_parts() {
             self.part_with(rank, why, log)?;
             return self.share_anew(why, log);
@@ -40,7 +40,7 @@ impl Trainer {
     }
 
     /// Lets a device that is gone leave a team whose others have all that the run needs, without another plan.
-    pub(super) fn part_with(&mut self, rank: usize, why: &str, log: &mut EventLog) -> Result<(), Failure> {
+    pub(in crate::run) fn part_with(&mut self, rank: usize, why: &str, log: &mut EventLog) -> Result<(), Failure> {
         let spec = self.lets_go(rank);
         let device = self.is_lost(spec, None);
         log.emit(Event::Lost { step: self.now, device, why: why.to_owned(), left: self.team.names(), back_to: None })
@@ -55,7 +55,7 @@ impl Trainer {
 
     /// A device is gone, and these are left of those that worked, who go back to a step perhaps. Says so, and how the run goes
     /// on; where nobody can go on with it, it stops.
-    pub(super) fn planned_without(
+    pub(in crate::run) fn planned_without(
         &mut self,
         gone: DeviceSpec,
         rest: &[DeviceSpec],
@@ -92,7 +92,7 @@ impl Trainer {
 
     /// A device that was lost is asked for, if it is another host's: one that is of no use, or that was to be lost, is not. Those
     /// that are back are looked at again: there are fewer devices now.
-    pub(super) fn may_come_back(&mut self, spec: DeviceSpec) {
+    pub(in crate::run) fn may_come_back(&mut self, spec: DeviceSpec) {
         self.absent.iter_mut().for_each(|absent| absent.declined = false);
         let was_to_be = |asked: &Arc<Asked>| match &asked.what {
             Injection::Loss { device, .. } | Injection::Silence { device, .. } => {
@@ -147,7 +147,7 @@ impl Trainer {
     }
 
     /// Those that could work on the run beside these, as they were measured before it: who evaluates is one of them.
-    pub(super) fn left_out(&self, team: &[DeviceSpec]) -> Vec<DeviceSpec> {
+    pub(in crate::run) fn left_out(&self, team: &[DeviceSpec]) -> Vec<DeviceSpec> {
         let is_other = |device: &&DeviceSpec| team.iter().all(|other| other.name != device.name);
         self.devices().filter(is_other).filter(|device| !self.is_gone(&device.name)).cloned().collect()
     }
@@ -174,7 +174,7 @@ impl Trainer {
 
     /// Takes in devices that were lost and are there again, where that saves more in the steps that are left than the way by a
     /// checkpoint takes. Between two steps.
-    pub(super) fn take_back(&mut self, log: &mut EventLog) -> Result<(), Halt> {
+    pub(in crate::run) fn take_back(&mut self, log: &mut EventLog) -> Result<(), Halt> {
         let is_back = |absent: &&Absent| absent.is_back() && !absent.declined;
         let back: Vec<DeviceSpec> = self.absent.iter().filter(is_back).map(|absent| absent.spec.clone()).collect();
         if back.is_empty() {
@@ -211,7 +211,7 @@ impl Trainer {
 
     /// A device has no recipe for its share that holds less than `line`: the others take some of it, or all. Whether they
     /// can.
-    pub(super) fn share_with_less(
+    pub(in crate::run) fn share_with_less(
         &mut self,
         rank: usize,
         line: Bytes,
@@ -238,7 +238,7 @@ impl Trainer {
 
     /// Devices that turn out to be faster or slower than planned share the work as they really are, in the same way. Those that
     /// were too slow for any of it are asked again after a rest, as fast as before the run. Between two steps.
-    pub(super) fn watch_drift(&mut self, log: &mut EventLog) -> Result<(), Halt> {
+    pub(in crate::run) fn watch_drift(&mut self, log: &mut EventLog) -> Result<(), Halt> {
         let at_work = self.team.workers().iter().filter(|worker| worker.sequences > 0);
         let at_work: Vec<String> = at_work.map(|worker| worker.device.name.clone()).collect();
         self.drift.work(&at_work);
@@ -330,13 +330,13 @@ impl Trainer {
         }
     }
 
-    pub(super) fn host_line(&self) -> Bytes {
+    pub(in crate::run) fn host_line(&self) -> Bytes {
         let lines = self.team.workers().iter().map(|worker| worker.line.host);
         lines.max().filter(|host| *host > Bytes::ZERO).unwrap_or(self.host)
     }
 
     /// The devices that are left share the work of a step anew, under the load lines that hold now.
-    pub(super) fn share_anew(&mut self, why: &str, log: &mut EventLog) -> Result<(), Halt> {
+    pub(in crate::run) fn share_anew(&mut self, why: &str, log: &mut EventLog) -> Result<(), Halt> {
         let start = Instant::now();
         let planned = self.fitting(&self.team.specs(), self.host_line())?;
         // The others have all that the run needs.
@@ -371,7 +371,7 @@ impl Trainer {
 
     /// All go over to other shares; who has none leaves. Where something that stands in parts, or is going to, has to go
     /// elsewhere, it does so by way of a checkpoint.
-    pub(super) fn take_shares(
+    pub(in crate::run) fn take_shares(
         &mut self,
         planned: Planned,
         why: &str,
