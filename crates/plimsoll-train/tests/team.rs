@@ -24,7 +24,7 @@ use plimsoll_program::passes::collectives::agree;
 use plimsoll_program::{Call, Lifetime, Op, OpKind, ProgramSet, Schedule, Share, TensorId};
 use plimsoll_train::data::Rows;
 use plimsoll_train::run::engine::{Engine, Evaluated, StepInput, StepLoss};
-use plimsoll_train::run::far::device::Line;
+use plimsoll_train::run::far::device::Connection;
 use plimsoll_train::run::far::host::Host;
 use plimsoll_train::run::far::spread::{self, Gathered, Member};
 use plimsoll_train::run::far::streams::{Streams, TcpWires, serve};
@@ -280,8 +280,8 @@ impl Case {
             let host = Host::new(listens()).expect("a thread");
             std::thread::spawn(move || serve(&host, asked, beside));
             let spec = DeviceSpec { name: format!("host{rank}/virtual:a"), ..device(self.kind) };
-            let line = Line::new(&spec.name, Arc::new(Streams::new(asks, aside))).expect("a thread");
-            Engine::open_far(line, answer.clone(), self.precision, &spec, None, silence, SEQUENCE, vocab)
+            let connection = Connection::new(&spec.name, Arc::new(Streams::new(asks, aside))).expect("a thread");
+            Engine::open_far(connection, answer.clone(), self.precision, &spec, None, silence, SEQUENCE, vocab)
                 .expect("it opens")
         };
         let first = Engine::new(
@@ -294,7 +294,7 @@ impl Case {
         );
         let mut engines: Vec<Engine> =
             std::iter::once(first).chain(answers.iter().enumerate().skip(1).map(far)).collect();
-        let member = |engine: &Engine| engine.far().map_or(Member::Here, |line| Member::Far(line.clone()));
+        let member = |engine: &Engine| engine.far().map_or(Member::Here, |connection| Member::Far(connection.clone()));
         let members: Vec<Member> = engines.iter().map(member).collect();
         let gathered = spread::Spread::gather(&members, &Driver(listens()), 1, false);
         let Gathered { transport, seats } = gathered.map_err(|(_, error)| error).expect("all come");

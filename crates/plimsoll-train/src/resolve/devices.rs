@@ -237,7 +237,8 @@ fn measure_links(file: &RunFile, request: &DevicesRequest, devices: &mut [Device
     let away: Vec<&DeviceSpec> = devices.iter().filter(|device| device.host().is_some()).collect();
     let first = |device: &&&DeviceSpec| away.iter().find(|other| other.host() == device.host()) == Some(*device);
     let measuring: Vec<&DeviceSpec> = away.iter().filter(|device| !several || first(device)).copied().collect();
-    let lines = measuring.iter().map(|device| file.elsewhere.line(&device.name)).collect::<Result<Vec<_>, _>>()?;
+    let connections =
+        measuring.iter().map(|device| file.elsewhere.connection(&device.name)).collect::<Result<Vec<_>, _>>()?;
     let lost = |(rank, error): (usize, DeviceError)| {
         let name = measuring.get(rank).map_or("this machine", |device| &device.name);
         let failure = far::out_of_reach(error);
@@ -246,7 +247,7 @@ fn measure_links(file: &RunFile, request: &DevicesRequest, devices: &mut [Device
             ..failure
         }
     };
-    let links = far::links::slowest(&lines, places[0].is_none(), &*hosts).map_err(lost)?;
+    let links = far::links::slowest(&connections, places[0].is_none(), &*hosts).map_err(lost)?;
     let of_host: Vec<(String, Link)> =
         measuring.iter().zip(&links).map(|(device, link)| (device.name.clone(), *link)).collect();
     for at in 0..devices.len() {

@@ -1,6 +1,6 @@
 //! One device with the Programs of a run: steps, evaluations, tokens. No files, no clock, no order.
 
-use super::far::device::{FarDevice, Line};
+use super::far::device::{Connection, FarDevice};
 use super::rehearsal::Rehearsal;
 use super::spaces::stored;
 use super::team::abreast::Gone;
@@ -192,7 +192,7 @@ pub struct Engine {
     device: Box<dyn Device>,
     gpu: Option<OnGpu>,
     /// The way to its process, where that is another one.
-    far: Option<Arc<Line>>,
+    far: Option<Arc<Connection>>,
     precision: DType,
     recipe: Recipe,
     sequence: usize,
@@ -245,12 +245,12 @@ impl Engine {
         Ok(engine)
     }
 
-    /// The same in the process at the other end of a line, see [`FarDevice::open`].
+    /// The same in the process at the other end of a connection, see [`FarDevice::open`].
     ///
     /// # Errors
     /// What that process says, or that it is gone.
     pub fn open_far(
-        line: Arc<Line>,
+        connection: Arc<Connection>,
         answer: Answer,
         precision: DType,
         spec: &DeviceSpec,
@@ -260,13 +260,13 @@ impl Engine {
         vocab: u64,
     ) -> Result<Engine, DeviceError> {
         let (set, placement) = (answer.set.clone(), answer.layout.placement);
-        let device = FarDevice::open(Arc::clone(&line), spec, set, placement, precision, algorithms, silence)?;
+        let device = FarDevice::open(Arc::clone(&connection), spec, set, placement, precision, algorithms, silence)?;
         let engine = Engine::new(Box::new(device), &answer.set, precision, answer.plan.recipe, sequence, vocab);
-        Ok(Engine { far: Some(line), ..engine })
+        Ok(Engine { far: Some(connection), ..engine })
     }
 
     /// The way to its process, where that is another one.
-    pub fn far(&self) -> Option<&Arc<Line>> {
+    pub fn far(&self) -> Option<&Arc<Connection>> {
         self.far.as_ref()
     }
 

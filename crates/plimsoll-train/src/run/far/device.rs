@@ -25,7 +25,7 @@ type Errand = (Vec<u8>, Sender<io::Result<Vec<u8>>>);
 
 /// The way to the process of a device. Who waits for an answer is let go when the device is missed: the thread that still
 /// waits is the courier's.
-pub struct Line {
+pub struct Connection {
     device: String,
     channel: Arc<dyn Channel>,
     courier: Mutex<Sender<Errand>>,
@@ -38,12 +38,12 @@ pub struct Line {
     pulse: Mutex<Option<Arc<Pulse>>>,
 }
 
-impl Line {
+impl Connection {
     /// The way to the device of this name.
     ///
     /// # Errors
     /// The system gives no thread.
-    pub fn new(device: &str, channel: Arc<dyn Channel>) -> Result<Arc<Line>, DeviceError> {
+    pub fn new(device: &str, channel: Arc<dyn Channel>) -> Result<Arc<Connection>, DeviceError> {
         let (courier, errands) = self::channel::<Errand>();
         let carried = Arc::clone(&channel);
         let carries = move || {
@@ -54,7 +54,7 @@ impl Line {
         };
         let thread = thread::Builder::new().name(format!("plimsoll-courier-{device}")).spawn(carries);
         thread.map_err(|_| DeviceError::NoThread { queue: "courier".to_owned() })?;
-        Ok(Arc::new(Line {
+        Ok(Arc::new(Connection {
             device: device.to_owned(),
             channel,
             courier: Mutex::new(courier),
@@ -178,7 +178,7 @@ impl Line {
 
 /// A device in another process.
 pub struct FarDevice {
-    line: Arc<Line>,
+    connection: Arc<Connection>,
     set: ProgramSet,
     arenas: [Bytes; 3],
     algorithms: Option<Algorithms>,
@@ -196,13 +196,13 @@ pub struct FarDevice {
 }
 
 impl FarDevice {
-    /// Opens a device in the process at the other end of a line, which gives its memory back by itself where it hears nothing
+    /// Opens a device in the process at the other end of a connection, which gives its memory back by itself where it hears nothing
     /// of the run for twice the `silence` after which a device is lost.
     ///
     /// # Errors
     /// What that process says, or that it is gone.
     pub fn open(
-        line: Arc<Line>,
+        connection: Arc<Connection>,
         spec: &DeviceSpec,
         set: ProgramSet,
         placement: Placement,
@@ -219,10 +219,10 @@ impl FarDevice {
             algorithms: algorithms.cloned(),
             silence: 2 * silence,
         };
-        let answer = line.ask(&request, &[])?.0;
+        let answer = connection.ask(&request, &[])?.0;
         let Request::Open { set, .. } = request else { unreachable!("it was just made") };
         let mut device = FarDevice {
-            line,
+            connection,
             set: *set,
             arenas: [Bytes::ZERO; 3],
             algorithms: None,
@@ -242,12 +242,12 @@ impl FarDevice {
     fn opened(&mut self, answer: Answer) -> Result<(), DeviceError> {
         match answer {
             Answer::Opened { place, arenas, algorithms } => {
-                *locked(&self.line.place) = place;
+                *locked(&self.connection.place) = place;
                 (self.arenas, self.algorithms) = (arenas, algorithms);
                 Ok(())
             }
-            Answer::Failed(fault) => Err(fault.error(&self.line.device)),
-            other => Err(self.line.lost(format!("it answers {other:?}"))),
+            Answer::Failed(fault) => Err(fault.error(&self.connection.device)),
+            other => Err(self.connection.lost(format!("it answers {other:?}"))),
         }
     }
 
@@ -264,9 +264,9 @@ impl FarDevice {
             return Err(failed);
         }
         self.deferred.push(last);
-        let attempt = self.line.attempt.load(Ordering::Relaxed);
+        let attempt = self.connection.attempt.load(Ordering::Relaxed);
         let request = Request::Work { attempt, commands: std::mem::take(&mut self.deferred) };
-        let mut answer = self.line.ask(&request, &std::mem::take(&mut self.bytes))?;
+        let mut answer = self.connection.ask(&request, &std::mem::take(&mut self.bytes))?;
         let mut of_file = None;
         loop {
             let mut read = Vec::new();
@@ -279,7 +279,7 @@ impl FarDevice {
                     let (Answer::Failed(fault), _) = answer else { unreachable!("it was just looked at") };
                     return Err(match of_file {
                         Some((tensor, source)) => DeviceError::File { tensor, source },
-                        None => fault.error(&self.line.device),
+                        None => fault.error(&self.connection.device),
                     });
                 }
                 (Answer::Reads { tensor, offset, bytes }, _) => {
@@ -289,14 +289,14 @@ impl FarDevice {
                 (Answer::Writes { tensor, offset }, bytes) => {
                     files.write(tensor, *offset, bytes).map_err(|error| (tensor.clone(), error))
                 }
-                (other, _) => return Err(self.line.lost(format!("it answers {other:?}"))),
+                (other, _) => return Err(self.connection.lost(format!("it answers {other:?}"))),
             };
             let failed = moved.err().map(|(tensor, error)| {
                 let why = error.to_string();
                 of_file = Some((tensor, error));
                 why
             });
-            answer = self.line.ask(&Request::Files { failed }, &read)?;
+            answer = self.connection.ask(&Request::Files { failed }, &read)?;
         }
     }
 
@@ -312,7 +312,7 @@ impl FarDevice {
 impl Drop for FarDevice {
     fn drop(&mut self) {
         // Where it is gone, so is its memory.
-        let _ = self.line.ask(&Request::Close, &[]);
+        let _ = self.connection.ask(&Request::Close, &[]);
     }
 }
 
@@ -397,7 +397,7 @@ impl Device for FarDevice {
     fn adopt(&mut self, set: ProgramSet, placement: Placement) -> Result<(), DeviceError> {
         self.settle()?;
         let request = Request::Adopt { set: Box::new(set), placement };
-        let answer = self.line.ask(&request, &[])?.0;
+        let answer = self.connection.ask(&request, &[])?.0;
         self.opened(answer)?;
         let Request::Adopt { set, .. } = request else { unreachable!("it was just made") };
         self.set = *set;
@@ -406,7 +406,7 @@ impl Device for FarDevice {
 
     fn room(&mut self) -> Option<Room> {
         let RoomFound { total, free, bound_by, held, measured } = self.look_at(Command::Room).0.room?;
-        *locked(&self.line.measured) = measured;
+        *locked(&self.connection.measured) = measured;
         Some(Room { memory: probe::Memory { total, free, bound_by }, held })
     }
 

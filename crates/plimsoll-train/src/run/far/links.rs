@@ -1,6 +1,6 @@
 //! How fast hosts reach each other: measured over the very wires that their devices will meet over, each two in turn.
 
-use super::device::Line;
+use super::device::Connection;
 use super::{Hosts, Invitation, spread};
 use plimsoll_core::Link;
 use plimsoll_device::device::DeviceError;
@@ -32,23 +32,23 @@ const ENDS: u8 = b'e';
 /// # Errors
 /// Of the rank that comes with it: who is gone, or does not reach the others.
 pub(crate) fn slowest(
-    lines: &[Arc<Line>],
+    connections: &[Arc<Connection>],
     and_here: bool,
     hosts: &dyn Hosts,
 ) -> Result<Vec<Link>, (usize, DeviceError)> {
     let wires = hosts.wires();
     let cut_off = |rank: usize, error: io::Error| DeviceError::CutOff { rank: rank as u32, why: error.to_string() };
     let mut places = Vec::new();
-    for (rank, line) in lines.iter().enumerate() {
-        places.push(line.find().map_err(|error| (rank, error))?);
+    for (rank, connection) in connections.iter().enumerate() {
+        places.push(connection.find().map_err(|error| (rank, error))?);
     }
     places.extend(and_here.then(|| wires.place()));
     let ranks = places.len();
     let secret = spread::secret().map_err(|error| (0, cut_off(0, error)))?;
     // Teams are counted from 1.
     let invitation = Invitation { team: 0, secret, places, epoch: Instant::now(), nccl: false };
-    let measure = |rank: usize| match lines.get(rank) {
-        Some(line) => line.measure(rank as u32, &invitation),
+    let measure = |rank: usize| match connections.get(rank) {
+        Some(connection) => connection.measure(rank as u32, &invitation),
         None => {
             let met = wires.meet(&invitation, rank as u32);
             met.and_then(|wires| measured(rank as u32, &wires)).map_err(|error| cut_off(rank, error))

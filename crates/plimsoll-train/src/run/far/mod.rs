@@ -19,7 +19,7 @@ pub mod ray;
 pub mod spread;
 pub mod streams;
 
-use self::device::Line;
+use self::device::Connection;
 use crate::run_file::RunFile;
 use plimsoll_core::{Algorithms, Bytes, CollectivesBy, DType, DeviceSpec, Exit, Failure, MeasuredBy, Space};
 use plimsoll_device::device::DeviceError;
@@ -117,14 +117,14 @@ impl Elsewhere {
     ///
     /// # Errors
     /// Nobody has said how, there is no such device, or its process cannot be started.
-    pub(crate) fn line(&self, device: &str) -> Result<Arc<Line>, Failure> {
+    pub(crate) fn connection(&self, device: &str) -> Result<Arc<Connection>, Failure> {
         let hosts = self.hosts().ok_or_else(|| {
             Failure::input(format!("run.devices: `{device}` is on another host, and nothing here reaches that"))
                 .hint("plimsoll train, plan and sweep reach the hosts of a cluster (docs/ray.md)")
         })?;
         let gone = |why: String| Failure::input(format!("run.devices: {device}: {why}"));
         let channel = hosts.channel(device).map_err(|error| gone(error.to_string()))?;
-        Ok(Line::new(device, channel)?)
+        Ok(Connection::new(device, channel)?)
     }
 
     /// Asks the process of a device what it is, can do, and may hold. `run` names it as its own process knows it.
@@ -132,7 +132,7 @@ impl Elsewhere {
     /// # Errors
     /// As above, and what that process says.
     pub(crate) fn describe(&self, device: &str, run: RunFile) -> Result<DeviceSpec, Failure> {
-        let spec = self.line(device)?.describe(run).map_err(out_of_reach)?;
+        let spec = self.connection(device)?.describe(run).map_err(out_of_reach)?;
         Ok(DeviceSpec { name: device.to_owned(), ..spec })
     }
 }

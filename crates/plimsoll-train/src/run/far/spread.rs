@@ -1,7 +1,7 @@
 //! How a team comes together some of whose devices live elsewhere: everybody gets wires to all others, and what the run
 //! says to all goes to each in its way.
 
-use super::device::Line;
+use super::device::Connection;
 use super::{Hosts, Invitation, locked};
 use plimsoll_device::device::DeviceError;
 use plimsoll_device::transport::wire::Wired;
@@ -20,16 +20,16 @@ use std::time::Instant;
 pub enum Member {
     /// In this process.
     Here,
-    /// At the other end of a line.
-    Far(Arc<Line>),
+    /// At the other end of a connection.
+    Far(Arc<Connection>),
 }
 
 impl Member {
     /// The way to it, where it is elsewhere.
-    fn far(&self) -> Option<&Arc<Line>> {
+    fn far(&self) -> Option<&Arc<Connection>> {
         match self {
             Member::Here => None,
-            Member::Far(line) => Some(line),
+            Member::Far(connection) => Some(connection),
         }
     }
 }
@@ -38,7 +38,7 @@ impl Member {
 pub struct Spread {
     epoch: Instant,
     here: Vec<Arc<Wired>>,
-    far: Vec<(u32, Arc<Line>)>,
+    far: Vec<(u32, Arc<Connection>)>,
     ranks: u32,
     attempt: AtomicU64,
     /// The last attempt in which somebody gave up, as all have been told.
@@ -72,7 +72,7 @@ impl Spread {
         let wires = hosts.wires();
         let place = |member: &Member| match member {
             Member::Here => wires.place(),
-            Member::Far(line) => line.place(),
+            Member::Far(connection) => connection.place(),
         };
         let cut_off = |rank: usize, error: io::Error| DeviceError::CutOff { rank: rank as u32, why: error.to_string() };
         let secret = secret().map_err(|error| (0, cut_off(0, error)))?;
@@ -81,9 +81,9 @@ impl Spread {
         let invitation = Invitation { team, secret: secret.clone(), places, epoch, nccl };
         let meets = Arc::clone(&wires);
         let join = move |rank: usize, member: &Member| match member {
-            Member::Far(line) => {
-                line.begin(0);
-                line.join(rank as u32, &invitation).map(|()| None)
+            Member::Far(connection) => {
+                connection.begin(0);
+                connection.join(rank as u32, &invitation).map(|()| None)
             }
             Member::Here => {
                 let found = meets.meet(&invitation, rank as u32).and_then(|all| Wired::new(rank as u32, all, epoch));
@@ -106,10 +106,10 @@ impl Spread {
                 (rank, Err(error)) if error.is_loss() => {
                     wires.call_off(&secret);
                     let others = members.iter().enumerate().filter(|(other, _)| *other != rank);
-                    for line in others.filter_map(|(_, member)| member.far()) {
-                        let (line, secret) = (Arc::clone(line), secret.clone());
+                    for connection in others.filter_map(|(_, member)| member.far()) {
+                        let (connection, secret) = (Arc::clone(connection), secret.clone());
                         // Without a thread it waits until nobody has come.
-                        let _ = thread::Builder::new().spawn(move || line.call_off(&secret));
+                        let _ = thread::Builder::new().spawn(move || connection.call_off(&secret));
                     }
                     return Err((rank, error));
                 }
@@ -175,10 +175,10 @@ impl Transport for Spread {
             return;
         }
         self.here.iter().for_each(|wired| wired.give_up_in(attempt, rank, why));
-        for (_, line) in self.far.iter().filter(|(far, _)| *far != rank) {
-            let (line, why) = (Arc::clone(line), why.to_owned());
+        for (_, connection) in self.far.iter().filter(|(far, _)| *far != rank) {
+            let (connection, why) = (Arc::clone(connection), why.to_owned());
             // Without a thread it hears of it from the others, or when its wire ends.
-            let _ = thread::Builder::new().spawn(move || line.give_up(attempt, rank, &why));
+            let _ = thread::Builder::new().spawn(move || connection.give_up(attempt, rank, &why));
         }
     }
 
@@ -189,6 +189,6 @@ impl Transport for Spread {
     fn clear(&self) {
         let attempt = self.attempt.fetch_add(1, Ordering::Relaxed) + 1;
         self.here.iter().for_each(|wired| wired.begin(attempt));
-        self.far.iter().for_each(|(_, line)| line.begin(attempt));
+        self.far.iter().for_each(|(_, connection)| connection.begin(attempt));
     }
 }

@@ -8,7 +8,10 @@
 //! without any finished work the others, or those that were left out, go on without it; where there are none the run ends,
 //! resumable.
 
+mod load_line;
 mod pressure;
+
+pub use load_line::LoadLine;
 
 use crate::charges::charged_programs;
 use crate::resolve::Resolved;
@@ -26,87 +29,16 @@ use plimsoll_device::probe::Memory;
 use plimsoll_device::process;
 use plimsoll_plan::search::{Answer, Question, plan_of, search};
 use plimsoll_plan::team::same_count;
-use pressure::{Felt, Held, Pressure, room};
+use pressure::{Felt, Held, room};
 use std::time::Instant;
 
 /// Refusals of a device, without any finished work between them, after which it is of no use.
 const TRIES: u32 = 6;
-/// Steps after a refusal before the run goes back to the recipe that was refused. Doubled each time that it is
-/// refused again.
-const PATIENCE_STEPS: u64 = 32;
 /// A recipe must be this much faster than the present one to be worth a move back up.
 const WORTH: f64 = 0.98;
 
 /// What the charges of the next start may be above those of this one.
 const WAVER: Bytes = Bytes::mib(4);
-
-/// What a run knows about the memory that a device may hold for it.
-pub struct Line {
-    /// As the user said, in the run file or later; of a device that was made with so much, what the run file's word came to then.
-    budget: Budget,
-    /// What a virtual device was made with, or is kept of one on another host: the most that the line can come to, and what a
-    /// share is one of.
-    made_with: Option<Bytes>,
-    /// The load line that holds: the budget, or less while others press.
-    pub(super) bytes: Bytes,
-    /// The load line of the host: what the user said came to at the start, or less while others press.
-    pub(super) host: Bytes,
-    host_budget: Bytes,
-    /// The most that has waited there.
-    host_wanted: Bytes,
-    /// The charges of the device without those of the Programs.
-    bare_charges: Bytes,
-    /// The recipe that the planner chose under the budget: where the run goes back to.
-    pub(super) home: Recipe,
-    /// When to go back up after a refusal: the step, and how many steps to wait the next time.
-    up: Option<u64>,
-    patience: u64,
-    /// On the device, and on the host beside a device that has memory of its own.
-    pressure: Pressure,
-    host_pressure: Pressure,
-    /// Whether the user has been told that others press in vain.
-    told: bool,
-}
-
-impl Line {
-    /// A run that starts with this plan, under what `budget` means for its device, which was perhaps `made_with` so much;
-    /// `programs` of its charges are those of its Programs.
-    pub fn new(budget: Budget, made_with: Option<Bytes>, plan: &Plan, programs: Bytes) -> Line {
-        let pressure = Pressure::new(Instant::now());
-        Line {
-            budget,
-            made_with,
-            bytes: plan.devices[0].budget_bytes,
-            host: plan.host.budget_bytes,
-            host_budget: plan.host.budget_bytes,
-            host_wanted: plan.host.arena_bytes,
-            bare_charges: plan.devices[0].charges_bytes.saturating_sub(programs),
-            home: plan.recipe.clone(),
-            up: None,
-            patience: PATIENCE_STEPS,
-            pressure,
-            host_pressure: pressure,
-            told: false,
-        }
-    }
-}
-
-impl Line {
-    /// What a budget comes to where the memory that the device is in has `free` for this run.
-    fn of(&self, budget: Budget, free: Bytes) -> Bytes {
-        budget.of(self.made_with.unwrap_or(free))
-    }
-
-    /// The same, or less where the device was not made with so much.
-    fn at_most(&self, bytes: Bytes) -> Bytes {
-        self.made_with.map_or(bytes, |made_with| bytes.min(made_with))
-    }
-
-    /// So much waits on the host now.
-    pub fn waits(&mut self, host: Bytes) {
-        self.host_wanted = self.host_wanted.max(host);
-    }
-}
 
 impl Trainer {
     /// Does some work until no device refuses any more, one rung lower each time, or is lost. Then the run has come further.
@@ -140,7 +72,7 @@ impl Trainer {
         &self.team.workers()[rank]
     }
 
-    fn line(&mut self, rank: usize) -> &mut Line {
+    fn line(&mut self, rank: usize) -> &mut LoadLine {
         &mut self.team.worker(rank).line
     }
 

@@ -37,7 +37,8 @@ impl Absent {
         let asks = move || {
             while ended.recv_timeout(std::mem::replace(&mut wait, LOOK)) == Err(RecvTimeoutError::Timeout) {
                 // What is asked aside is answered by a process whose device hangs, too; the rest waits for that.
-                if elsewhere.line(&name).is_ok_and(|line| line.answers() && line.find().is_ok()) {
+                if elsewhere.connection(&name).is_ok_and(|connection| connection.answers() && connection.find().is_ok())
+                {
                     return told.store(true, Ordering::Relaxed);
                 }
             }

@@ -1,164 +1,41 @@
 //! The devices that work on a run, each with its engine, its share of every step, and the load line that it is held
 //! under. A team of one is the rule. What several do they do at the same time (`abreast`); what one of them refuses is dropped
-//! by all, so that they stay at the same step, and who is missed is left behind.
+//! by all, so that they stay at the same step, and who is missed is left behind. `worker` is one device, `seats` is how all are told
+//! their places, `held` what they hold; `open` opens them, `absent` are those that may come back, `sharing` shares the work anew
+//! when a device is gone or `drift`s from its plan.
 
 pub(in crate::run) mod abreast;
 pub(in crate::run) mod absent;
 pub(in crate::run) mod drift;
+mod held;
 pub mod open;
+mod seats;
 pub(in crate::run) mod sharing;
+mod worker;
+
+pub use worker::{Computing, Worker};
 
 use crate::data::Rows;
 use crate::files::StoredTensor;
 use crate::inference::samples::Continues;
 use crate::run::engine::{Engine, StepInput, StepLoss};
-use crate::run::far::spread::{Gathered, Member as Reached, Spread};
-use crate::run::far::{Elsewhere, Hosts};
-use crate::run::heartbeat::{Heart, Pulse, Watch, silent};
+use crate::run::far::Elsewhere;
+use crate::run::heartbeat::{Watch, silent};
 use crate::run::pace::quantile;
 use crate::run::prepare::Part;
 use crate::run::rehearsal::{Asked, Rehearsal};
-use crate::run::retreat::Line;
 use crate::run::trouble::Trouble;
 use abreast::{Behind, Came, Hand, Task, abreast};
 use drift::SECONDS_LEAST;
-use plimsoll_core::{
-    Bytes, DType, DeviceKind, DeviceMemory, DevicePlan, DeviceSpec, HostSpec, MeasuredBy, Member, MemberResult, Plan,
-    Sharing, Space,
-};
-use plimsoll_device::cuda::collectives;
+use plimsoll_core::{Bytes, DType, DeviceSpec, Member, MemberResult, Plan, Sharing};
+use plimsoll_device::calibration;
 use plimsoll_device::device::{DeviceError, FileSpace, NoFiles};
-use plimsoll_device::transport::{Seat, Transport, memory};
-use plimsoll_device::{calibration, process};
-use plimsoll_plan::price::Prices;
-use plimsoll_plan::search::Answer;
-use plimsoll_program::Share;
-use std::ops::Range;
+use plimsoll_device::transport::Transport;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// One device at work.
-pub struct Worker {
-    /// What it is; its charges are those of its plan.
-    pub device: DeviceSpec,
-    /// What of each step is its own.
-    pub share: Share,
-    /// Sequences of each step that it computes.
-    pub sequences: u64,
-    /// The device with its Programs.
-    pub engine: Engine,
-    /// Its own plan, as if it were alone with its share.
-    pub plan: Plan,
-    /// The plan under which it held most so far.
-    pub largest: DevicePlan,
-    /// How much of its arena was used under that plan, measured.
-    used: Bytes,
-    /// The most that it held before the arenas that there are now, measured; none of a GPU.
-    held: Bytes,
-    /// The load line, and what moves it.
-    pub line: Line,
-    /// Its part of a step, where there are others.
-    rows: Rows,
-    computing: Computing,
-    /// What it computed in the last step took so long, measured and predicted; nothing where it does not tell.
-    computed: (f64, f64),
-    /// What was measured of that over what was predicted, in each step.
-    factors: Vec<f64>,
-    /// Its signs of life, where others may wait for it.
-    heart: Option<Heart>,
-}
-
 /// Fewer steps say nothing of a device's speed.
 const STEPS_LEAST: usize = 8;
-
-impl Worker {
-    /// A device that is open under the plan of its part, and gives signs of life.
-    pub fn new(part: &Part, engine: Engine, plan: Plan, line: Line, heart: Option<Heart>) -> Worker {
-        Worker {
-            device: part.device.clone(),
-            share: part.share.clone(),
-            sequences: part.sequences,
-            engine,
-            largest: plan.devices[0].clone(),
-            plan,
-            used: Bytes::ZERO,
-            held: Bytes::ZERO,
-            line,
-            rows: Rows::default(),
-            computing: Computing::of(&part.device, &part.answer),
-            computed: (0.0, 0.0),
-            factors: Vec::new(),
-            heart,
-        }
-    }
-
-    /// Whether its rates were measured just now beside other work: those of the processor can be.
-    fn is_disturbed(&self) -> bool {
-        self.device.kind == DeviceKind::Cpu && calibration::disturbed().is_some()
-    }
-
-    /// What is known of its life, where it is missed.
-    fn pulse(&self) -> Option<Arc<Pulse>> {
-        self.heart.as_ref().map(Heart::pulse)
-    }
-
-    /// Whether it has been silent for too long.
-    fn is_missed(&self) -> bool {
-        self.heart.as_ref().is_some_and(|heart| heart.pulse().is_lost())
-    }
-
-    /// Whether it lives in another process.
-    fn is_far(&self) -> bool {
-        self.engine.far().is_some()
-    }
-
-    /// How much of its arena was used, where that was never larger.
-    fn look_back(&mut self) {
-        if self.plan.devices[0].peak_bytes == self.largest.peak_bytes {
-            self.used = self.used.max(self.engine.stats().arena_measured_bytes);
-        }
-    }
-
-    /// It has gone over to another plan, which predicts what it computes.
-    pub fn goes_by(&mut self, plan: Plan, computing: Computing) {
-        self.computing = computing;
-        // Products of other sizes have algorithms now that the next checkpoint has to know.
-        self.plan = Plan { algorithms: self.engine.algorithms(), ..plan };
-        self.device.charges = self.plan.devices[0].charges_bytes;
-        self.line.waits(self.plan.host.arena_bytes);
-        if self.plan.devices[0].peak_bytes > self.largest.peak_bytes {
-            (self.largest, self.used) = (self.plan.devices[0].clone(), Bytes::ZERO);
-        }
-    }
-
-    /// The rows of a step that are its own; in the last step of all there may be fewer.
-    fn own(&self, rows: usize) -> Range<usize> {
-        let first = (self.share.first_sequence as usize).min(rows);
-        first..(first + self.sequences as usize).min(rows)
-    }
-}
-
-/// Predicted seconds in which a device computes before the update of a step.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Computing {
-    /// A forward and a backward pass.
-    micro_batch: f64,
-    /// What comes before the first and after the last.
-    once: f64,
-}
-
-impl Computing {
-    /// What a plan says.
-    pub fn of(device: &DeviceSpec, answer: &Answer) -> Computing {
-        let (rates, team_link) = (&device.rates, device.team_link);
-        let prices = Prices { rates, host: &HostSpec::NONE, precision: answer.precision, team_link };
-        let of = |programs: [&str; 2]| {
-            let found = programs.iter().filter_map(|name| answer.set.program(name));
-            found.map(|program| prices.computing_seconds(&answer.set, program)).sum()
-        };
-        Computing { micro_batch: of(["forward", "backward"]), once: of(["begin", "norm"]) }
-    }
-}
 
 /// All devices of a run, in the order of ranks.
 pub struct Team {
@@ -178,15 +55,6 @@ pub struct Team {
     elsewhere: Elsewhere,
     /// Teams that there have been.
     teams: u64,
-}
-
-/// What carries bytes between these devices: those of a GPU go through its staging.
-fn transport(workers: &[Worker]) -> Arc<dyn Transport> {
-    let ranks = workers.len() as u32;
-    match workers.iter().any(|worker| worker.device.kind == DeviceKind::Cuda) {
-        true => memory::Memory::in_rounds(ranks, collectives::ROUND_BYTES),
-        false => memory::Memory::between(ranks),
-    }
 }
 
 impl Continues for Team {
@@ -219,7 +87,7 @@ impl Team {
         behind: Behind,
         relieved: bool,
     ) -> Result<Team, Trouble> {
-        let transport = transport(&workers);
+        let transport = seats::transport(&workers);
         let (beside, held_beside) = (Bytes::ZERO, Bytes::ZERO);
         let mut team = Team {
             workers,
@@ -282,52 +150,6 @@ impl Team {
     fn missed(&self) -> Option<Trouble> {
         let rank = self.workers.iter().position(Worker::is_missed)?;
         Some(Trouble::Lost { rank, why: silent(&self.workers[rank].device.name, self.silence) })
-    }
-
-    /// Tells every device its place. Who falls silent meanwhile is missed, too.
-    fn seat(&mut self) -> Result<(), Trouble> {
-        self.watch();
-        if self.len() <= 1 {
-            return Ok(());
-        }
-        let apart = self.workers.iter().any(Worker::is_far);
-        let mut seats: Vec<Option<Seat>> = match self.elsewhere.hosts().filter(|_| apart) {
-            Some(hosts) => self.gather(&*hosts)?,
-            None => {
-                let seat = |rank| Some(Seat { rank, transport: Arc::clone(&self.transport), nccl: self.has_nccl() });
-                (0..self.len() as u32).map(seat).collect()
-            }
-        };
-        self.each(&mut NoFiles, |rank, _| {
-            let seat = seats[rank].take();
-            Some(Box::new(move |engine, _| Ok(engine.sit(seat)?)))
-        })?;
-        Ok(())
-    }
-
-    /// Whether all exchange by NCCL.
-    fn has_nccl(&self) -> bool {
-        self.workers.iter().all(|worker| worker.device.nccl.is_some())
-    }
-
-    /// Has devices find each other some of which live elsewhere: they meet over wires. Gives the seats of those that are here.
-    fn gather(&mut self, hosts: &dyn Hosts) -> Result<Vec<Option<Seat>>, Trouble> {
-        let reached = |worker: &Worker| match worker.engine.far() {
-            Some(line) => Reached::Far(Arc::clone(line)),
-            None => Reached::Here,
-        };
-        let members: Vec<Reached> = self.workers.iter().map(reached).collect();
-        self.teams += 1;
-        let lost = |(rank, error): (usize, DeviceError)| match Trouble::from(error).of_rank(rank) {
-            Trouble::Peer(error) => Trouble::Lost { rank, why: error.to_string() },
-            other => other,
-        };
-        let Gathered { transport, seats } =
-            Spread::gather(&members, hosts, self.teams, self.has_nccl()).map_err(lost)?;
-        self.transport = transport;
-        // Who is missed from now on is so by this team.
-        self.watch();
-        Ok(seats)
     }
 
     /// How many devices there are.
@@ -567,73 +389,6 @@ impl Team {
         worker
     }
 
-    /// What a device holds now, measured: a GPU by itself, the others in this process, of which what belongs to other
-    /// devices and to the host's side is not theirs.
-    pub fn held(&mut self, rank: usize) -> Bytes {
-        let elsewhere = self.arenas_beside(rank) + self.behind.bytes();
-        let worker = &mut self.workers[rank];
-        match worker.device.in_process() {
-            false => worker.engine.held(),
-            true => process::resident().unwrap_or(Bytes::ZERO).saturating_sub(elsewhere),
-        }
-    }
-
-    /// Before an arena changes or a device leaves: what was used and held under the arenas that there are. Nothing is asked
-    /// of a device that is `gone`.
-    pub fn look_back(&mut self, gone: Option<usize>) {
-        let peak = process::peak_resident().unwrap_or(Bytes::ZERO);
-        for rank in (0..self.len()).filter(|rank| Some(*rank) != gone) {
-            let held = peak.saturating_sub(self.arenas_beside(rank) + self.behind.peak_bytes());
-            let worker = &mut self.workers[rank];
-            worker.look_back();
-            worker.held = worker.held.max(held);
-        }
-        let behind = self.behind.peak_bytes();
-        self.held_beside = self.held_beside.max(peak.saturating_sub(self.arenas() + behind));
-        self.reset_peak();
-    }
-
-    /// What was held until now is no part of what anybody holds from now on.
-    pub fn reset_peak(&self) {
-        self.behind.forget();
-        let _ = process::reset_peak();
-    }
-
-    /// From now on a device beside the team has arenas of so many bytes in this process's memory, which held so much with
-    /// them before.
-    pub fn stands_beside(&mut self, arenas: Bytes, held: Bytes) {
-        (self.beside, self.held_beside) = (arenas, held);
-    }
-
-    /// What this process held at most with what stands beside the team, the team's own arenas left out, measured.
-    pub fn held_beside(&mut self) -> Option<Bytes> {
-        let peak = process::peak_resident().ok()?;
-        let behind = self.behind.peak_bytes();
-        Some(peak.saturating_sub(self.arenas() + behind).max(self.held_beside))
-    }
-
-    /// Bytes of the team's arenas in this process's memory.
-    fn arenas(&mut self) -> Bytes {
-        (0..self.len()).map(|rank| self.arenas_of(rank)).map(|[device, host]| device + host).sum()
-    }
-
-    /// Bytes of a device's arenas in this process's memory: its own, and on the host's side.
-    fn arenas_of(&mut self, rank: usize) -> [Bytes; 2] {
-        let worker = &mut self.workers[rank];
-        if worker.device.host().is_some() {
-            return [Bytes::ZERO; 2];
-        }
-        let of_process = worker.device.in_process();
-        let memory = worker.engine.device().memory();
-        [if of_process { memory.bytes(Space::Device) } else { Bytes::ZERO }, memory.bytes(Space::Host)]
-    }
-
-    /// Bytes of arenas in this process's memory that are not the device's own, those left behind not among them.
-    fn arenas_beside(&mut self, rank: usize) -> Bytes {
-        let [own, _] = self.arenas_of(rank);
-        self.arenas().saturating_sub(own) + self.beside
-    }
-
     /// The plan of all, from what each goes by now.
     pub fn plan(&self, before: &Plan) -> Plan {
         if let [only] = &self.workers[..] {
@@ -702,21 +457,6 @@ impl Team {
         self.seat()
     }
 
-    /// What all devices hold now, measured.
-    pub fn held_by_all(&mut self) -> Bytes {
-        if self.len() == 1 {
-            return self.held(0);
-        }
-        let beside = self.workers.iter_mut().filter(|worker| !worker.device.in_process());
-        let beside: Bytes = beside.map(|worker| worker.engine.held()).sum();
-        let here = self.workers.iter_mut().filter(|worker| worker.device.host().is_none());
-        let hosts = here.map(|worker| worker.engine.device().memory().bytes(Space::Host)).sum();
-        let process =
-            process::resident().unwrap_or(Bytes::ZERO).saturating_sub(hosts).saturating_sub(self.behind.bytes());
-        let none_here = !self.workers.iter().any(|worker| worker.device.in_process());
-        if none_here { beside } else { beside + process }
-    }
-
     /// The tensors of files that a Program reads or writes, of all devices together, each once.
     pub fn files(&self, program: &str) -> Vec<StoredTensor> {
         let stages = if self.workers[0].share.sharing == Some(Sharing::Layers) { self.len() } else { 1 };
@@ -751,39 +491,6 @@ impl Team {
             }))
         })?;
         Ok(())
-    }
-
-    /// What each device held, beside what its plan said.
-    pub fn memory(&mut self) -> Vec<DeviceMemory> {
-        let peak = process::peak_resident().ok();
-        (0..self.len())
-            .map(|rank| {
-                let elsewhere = self.arenas_beside(rank) + self.behind.peak_bytes();
-                let worker = &mut self.workers[rank];
-                worker.look_back();
-                let measured = match (worker.engine.gpu(), worker.engine.far()) {
-                    // All that it holds was taken at the start.
-                    (Some(gpu), _) => gpu.measured(),
-                    // Nothing that waits on a host is held elsewhere.
-                    (None, Some(line)) => line.measured(),
-                    // What waits on the host is not on the device, though it is in this process.
-                    (None, None) => {
-                        peak.map(|peak| (peak.saturating_sub(elsewhere).max(worker.held), MeasuredBy::Process))
-                    }
-                };
-                let plan = &worker.largest;
-                DeviceMemory {
-                    device: plan.name.clone(),
-                    budget_bytes: plan.budget_bytes,
-                    budget_bytes_at_end: Some(worker.line.bytes).filter(|line| *line != plan.budget_bytes),
-                    arena_bytes: plan.arena_bytes,
-                    arena_measured_bytes: worker.used,
-                    predicted_bytes: plan.peak_bytes,
-                    measured_bytes: measured.map(|(bytes, _)| bytes),
-                    measured_by: measured.map(|(_, by)| by),
-                }
-            })
-            .collect()
     }
 
     /// What each did in the last step; nothing of a device alone.
@@ -826,7 +533,7 @@ impl Team {
         self.look_back(Some(rank));
         let Worker { device, .. } = self.let_go(rank);
         self.reset_peak();
-        self.transport = transport(&self.workers);
+        self.transport = seats::transport(&self.workers);
         self.watch();
         device.name
     }

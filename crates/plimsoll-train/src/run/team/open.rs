@@ -7,11 +7,11 @@ use crate::charges::{charged_programs, rounded};
 use crate::resolve::Resolved;
 use crate::run::engine::Engine;
 use crate::run::events::EventLog;
-use crate::run::far::device::Line;
+use crate::run::far::device::Connection;
 use crate::run::heartbeat::{Heart, Pulse, Watch, silent};
 use crate::run::prepare::{Part, Planned};
 use crate::run::rehearsal::{Asked, Rehearsal};
-use crate::run::retreat;
+use crate::run::retreat::LoadLine;
 use crate::run::trouble::Trouble;
 use crate::run_file::RunFile;
 use plimsoll_core::{Algorithms, Budget, Bytes, DType, DeviceKind, DeviceSpec, Event, Failure, HostSpec, Link, Plan};
@@ -63,9 +63,12 @@ pub fn open(
 
 /// What asks a device for a sign of life, from before it is opened on and beside all its work, however long that takes: a GPU
 /// by itself, one that is far through its process, which does the same there.
-pub(in crate::run) fn signs_of_life(spec: &DeviceSpec, line: Option<Arc<Line>>) -> Arc<dyn Fn() -> bool + Send + Sync> {
-    match (line, spec.kind) {
-        (Some(line), _) => Arc::new(move || line.answers()),
+pub(in crate::run) fn signs_of_life(
+    spec: &DeviceSpec,
+    connection: Option<Arc<Connection>>,
+) -> Arc<dyn Fn() -> bool + Send + Sync> {
+    match (connection, spec.kind) {
+        (Some(connection), _) => Arc::new(move || connection.answers()),
         (None, DeviceKind::Cuda) => Arc::new(cuda::open::answers(number_of(spec))),
         // The processor answers for as long as threads run.
         _ => Arc::new(|| true),
@@ -204,7 +207,7 @@ fn open_worker(
     let made = || made_with.map_or_else(|| budget(run, resolved, &part.device), Budget::Amount);
     let budget = run.moved.get(&part.device.name).copied().unwrap_or_else(made);
     let Opened { part, engine, plan, programs, heart, watch } = open_part(run, resolved, part, asked, false)?;
-    let line = retreat::Line::new(budget, made_with, &plan, programs);
+    let line = LoadLine::new(budget, made_with, &plan, programs);
     Ok((Worker::new(&part, engine, plan, line, heart), watch))
 }
 
@@ -254,13 +257,13 @@ pub(in crate::run) fn open_part(
     evaluates: bool,
 ) -> Result<Opened, Trouble> {
     let (name, silence) = (part.device.name.clone(), silence(run));
-    let line = part.device.host().map(|_| run.elsewhere.line(&name)).transpose()?;
-    let signs = signs_of_life(&part.device, line.clone());
+    let connection = part.device.host().map(|_| run.elsewhere.connection(&name)).transpose()?;
+    let signs = signs_of_life(&part.device, connection.clone());
     let heart = Heart::start(&name, silence, move || signs());
     let pulse = heart.as_ref().map(Heart::pulse);
-    if let (Some(line), Some(pulse)) = (&line, &pulse) {
+    if let (Some(connection), Some(pulse)) = (&connection, &pulse) {
         // Who waits for its answers is let go when it is missed.
-        line.watched_by(Arc::clone(pulse));
+        connection.watched_by(Arc::clone(pulse));
     }
     let watched = pulse.iter().map(|pulse| (0, name.clone(), Arc::clone(pulse))).collect();
     // Who waits for it looks by itself.
@@ -269,7 +272,7 @@ pub(in crate::run) fn open_part(
     let task: Task<_> = Box::new(move |engine, _| {
         let plan;
         let programs;
-        (*engine, plan, programs) = open_engine(&run, &resolved, &mut part, line, &asked, beats, evaluates)?;
+        (*engine, plan, programs) = open_engine(&run, &resolved, &mut part, connection, &asked, beats, evaluates)?;
         Ok((part, plan, programs))
     });
     let hand = Hand { rank: 0, engine: Engine::gone(&name), pulse: pulse.clone(), task };
@@ -291,7 +294,7 @@ fn open_engine(
     run: &RunFile,
     resolved: &Resolved,
     part: &mut Part,
-    far: Option<Arc<Line>>,
+    far: Option<Arc<Connection>>,
     asked: &[Arc<Asked>],
     pulse: Option<Arc<Pulse>>,
     evaluates: bool,
@@ -313,9 +316,9 @@ fn open_engine(
         let played = played.map(|budget| DeviceSpec { budget, rates: rates.clone(), ..part.device.clone() });
         let spec = played.as_ref().unwrap_or(&part.device);
         let opened = match &far {
-            Some(line) => {
-                let line = Arc::clone(line);
-                Engine::open_far(line, answer, precision, spec, algorithms, silence(run), sequence, vocab)
+            Some(connection) => {
+                let connection = Arc::clone(connection);
+                Engine::open_far(connection, answer, precision, spec, algorithms, silence(run), sequence, vocab)
             }
             None => Engine::open(answer, precision, spec, algorithms, run.scratch(), sequence, vocab),
         };
