@@ -246,8 +246,7 @@ impl Clock {
         parts.clear();
         op.each_access(&|_| 0, &mut |Access { operand, mode, .. }| {
             let Some(first_slot) = shared[operand.tensor.0 as usize] else { return };
-            let slots = i64::from(set.tensor(operand.tensor).slots);
-            let slot = first_slot + operand.slot.at(variable, 0).rem_euclid(slots) as usize;
+            let slot = first_slot + set.tensor(operand.tensor).slot(operand.slot.at(variable, 0)) as usize;
             let (first, writes) = (operand.offset.at(variable, 0), mode != Mode::Read);
             let known = touched[slot].iter().position(|part| part.first == first).unwrap_or_else(|| {
                 touched[slot].push(Touched { first, ..Touched::default() });

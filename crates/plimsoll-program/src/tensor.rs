@@ -49,6 +49,11 @@ impl Tensor {
     pub fn bytes(&self) -> u64 {
         self.elements() * self.dtype.bytes()
     }
+
+    /// Which of its slots a number means, modulo how many there are.
+    pub fn slot(&self, number: i64) -> u32 {
+        number.rem_euclid(i64::from(self.slots)) as u32
+    }
 }
 
 /// A number that may depend on the block's variable (a layer, a chunk) and on the micro-batch:
@@ -110,6 +115,11 @@ impl Operand {
     /// One slot, whatever the iteration.
     pub const fn slot(tensor: TensorId, slot: i64) -> Operand {
         Operand { tensor, slot: Index::fixed(slot), offset: Index::fixed(0) }
+    }
+
+    /// Its first byte within the slot of its tensor, in one iteration.
+    pub fn first_byte(self, tensor: &Tensor, variable: i64, micro_batch: i64) -> u64 {
+        self.offset.at(variable, micro_batch) as u64 * tensor.dtype.bytes()
     }
 
     /// The slots of a tensor of so many that it may stand in in one iteration: one, or one for each micro-batch in

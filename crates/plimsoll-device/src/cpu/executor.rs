@@ -167,15 +167,11 @@ impl<'a, T: Real> Frame<'a, T> {
 
     /// The operand's first byte in its arena.
     fn offset(&self, operand: &Operand) -> u64 {
-        let tensor = self.site.set.tensor(operand.tensor);
-        let slot =
-            operand.slot.at(self.site.variable, self.site.micro_batch).rem_euclid(i64::from(tensor.slots)) as u32;
-        self.site.placement.offset(operand.tensor, slot) + self.first_byte(operand)
+        self.site.placement.first_byte(self.site.set, operand, self.site.variable, self.site.micro_batch)
     }
 
     fn first_byte(&self, operand: &Operand) -> u64 {
-        operand.offset.at(self.site.variable, self.site.micro_batch) as u64
-            * self.site.set.tensor(operand.tensor).dtype.bytes()
+        operand.first_byte(self.site.set.tensor(operand.tensor), self.site.variable, self.site.micro_batch)
     }
 
     fn of<E: bytemuck::Pod>(&self, operand: &Operand, elements: u64) -> &'a [E] {

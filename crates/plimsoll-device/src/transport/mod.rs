@@ -229,9 +229,7 @@ impl Meeting {
             let dtype = site.set.tensor(piece.input.tensor).dtype;
             let at = |operand: &Operand, elements: u64| {
                 let tensor = site.set.tensor(operand.tensor);
-                let slot = operand.slot.at(site.variable, site.micro_batch).rem_euclid(i64::from(tensor.slots));
-                let first = operand.offset.at(site.variable, site.micro_batch) as u64 * tensor.dtype.bytes();
-                let offset = site.placement.offset(operand.tensor, slot as u32) + first;
+                let offset = site.placement.first_byte(site.set, operand, site.variable, site.micro_batch);
                 // SAFETY: the promise of this function; the slice itself is given up at once for its address, which
                 // stays good for as long as the arena does.
                 unsafe {

@@ -162,7 +162,7 @@ pub fn check(set: &ProgramSet) -> Result<(), Malformed> {
                             space: tensor.space,
                         });
                     }
-                    let slot = access.operand.slot.at(variable, 0).rem_euclid(i64::from(tensor.slots)) as u32;
+                    let slot = tensor.slot(access.operand.slot.at(variable, 0));
                     let first = access.operand.offset.at(variable, 0);
                     let end = first + access.elements as i64;
                     if first < 0 || end > tensor.elements() as i64 {
@@ -186,9 +186,8 @@ pub fn check(set: &ProgramSet) -> Result<(), Malformed> {
                     }
                 }
                 for access in accesses.iter().filter(|a| a.mode != Mode::Read) {
-                    let slots = i64::from(set.tensor(access.operand.tensor).slots);
-                    written
-                        .insert((access.operand.tensor, access.operand.slot.at(variable, 0).rem_euclid(slots) as u32));
+                    let slot = set.tensor(access.operand.tensor).slot(access.operand.slot.at(variable, 0));
+                    written.insert((access.operand.tensor, slot));
                 }
             }
             let last = phase.programs.last() == Some(&number);
@@ -249,7 +248,7 @@ impl Number {
 /// What an access touches in one iteration.
 struct Place {
     tensor: TensorId,
-    slot: i64,
+    slot: u32,
     first: i64,
     end: i64,
     writes: bool,
@@ -260,7 +259,7 @@ impl Place {
         let first = access.operand.offset.at(variable, 0);
         Place {
             tensor: access.operand.tensor,
-            slot: access.operand.slot.at(variable, 0).rem_euclid(i64::from(set.tensor(access.operand.tensor).slots)),
+            slot: set.tensor(access.operand.tensor).slot(access.operand.slot.at(variable, 0)),
             first,
             end: first + access.elements as i64,
             writes: access.mode != Mode::Read,

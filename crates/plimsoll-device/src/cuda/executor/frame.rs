@@ -87,14 +87,12 @@ impl Frame<'_> {
 
     /// The operand's first byte in its tensor's slot.
     pub(super) fn first_byte(&self, operand: &Operand) -> u64 {
-        self.index(operand.offset) as u64 * self.dtype(operand).bytes()
+        operand.first_byte(self.plan.set.tensor(operand.tensor), self.variable, self.micro_batch)
     }
 
     /// The operand's first byte in the arena of its space.
     pub(super) fn offset(&self, operand: &Operand) -> u64 {
-        let slots = i64::from(self.plan.set.tensor(operand.tensor).slots);
-        let slot = self.index(operand.slot).rem_euclid(slots) as u32;
-        self.placement.offset(operand.tensor, slot) + self.first_byte(operand)
+        self.placement.first_byte(&self.plan.set, operand, self.variable, self.micro_batch)
     }
 
     /// The shape of a product and its operands, where the op is one.

@@ -50,7 +50,7 @@ impl Frame<'_> {
             .filter(|access| self.space(&access.operand) == Space::Device)
             .map(|access| {
                 let tensor = self.plan.set.tensor(access.operand.tensor);
-                let slot = self.index(access.operand.slot).rem_euclid(i64::from(tensor.slots)) as u32;
+                let slot = tensor.slot(self.index(access.operand.slot));
                 let start = self.placement.offset(access.operand.tensor, slot);
                 let bytes = access.elements * tensor.dtype.bytes();
                 (start, self.offset(&access.operand) + bytes, access.operand.tensor, slot)
@@ -77,7 +77,7 @@ impl Frame<'_> {
         for access in op.accesses(&|id| self.plan.set.tensor(id).elements()) {
             let tensor = self.plan.set.tensor(access.operand.tensor);
             if tensor.space == Space::Device {
-                let slot = self.index(access.operand.slot).rem_euclid(i64::from(tensor.slots)) as u32;
+                let slot = tensor.slot(self.index(access.operand.slot));
                 let first = self.placement.offset(access.operand.tensor, slot) % 256;
                 placement.offsets[access.operand.tensor.0 as usize][slot as usize] = Some(first);
                 let end = first + self.first_byte(&access.operand) + access.elements * tensor.dtype.bytes();
