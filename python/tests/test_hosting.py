@@ -21,7 +21,7 @@ import plimsoll
 from hosts import ALPHA, BETA, Host
 from plimsoll.ray.cluster import Cluster
 from plimsoll.ray.hosting import Asked, Hosting, find
-from runs import NEAR, RUN_SECONDS, Left, Started, events, listening, numbers, processes, train, words, workers
+from runs import NEAR, RUN_SECONDS, SETTINGS, Left, Started, events, listening, numbers, processes, train, words, workers
 from shapes import MIB, node
 
 #: A machine with two cards, one that gives its processor, and one that was not joined with `plimsoll join`.
@@ -138,6 +138,15 @@ def test_shares_of_one_device_that_are_too_much_together_are_refused() -> None:
 #: Enough for somebody to be lost in the middle.
 STEPS = 40
 
+def test_who_is_gone_is_said_to_be_so_and_how_a_processor_is_named(tmp_path: Path) -> None:
+    there = [*THERE, node("d/cuda:0", 6000, alive=False, gone="it does not answer any more")]
+    assert [one.name for one in find(["ray"], None, there, FREE)] == [one.name for one in found("ray")]
+    with pytest.raises(plimsoll.InputError, match="run.devices: d/cuda:0 is gone"):
+        find(["ray:d/cuda:0"], None, there, FREE)
+    with pytest.raises(plimsoll.InputError, match="needs a load line: ray:a/cpu=600MiB"):
+        find(["ray:a/cpu"], None, there, FREE)
+
+
 def test_of_several_nodes_of_a_host_that_with_the_most_memory_gives_its_processor() -> None:
     there = [node("a/cuda:0", 20000), node("a/cuda:1", 6000), node("a/cuda:2", 6000)]
     free = {name: {"vram_mib": 1000.0, "memory": memory * MIB} for name, memory in (("a/cuda:0", 200.0), ("a/cuda:1", 900.0), ("a/cuda:2", 300.0))}
@@ -183,11 +192,32 @@ def test_a_run_over_two_hosts_ends_with_the_bits_of_one(pair: tuple[Host, Host],
     for device in there.result["memory"]:
         assert 0 < device["measured_bytes"] <= device["budget_bytes"] == 280 * MIB
         assert device["arena_measured_bytes"] == device["arena_bytes"]
-    # The run is over, and so are its workers.
-    patience = time.monotonic() + 30
-    while (left_over := workers(alpha)) and time.monotonic() < patience:
-        time.sleep(0.2)
-    assert left_over == {}
+    # The run is over, and so are its workers; what they had is free for the next one, which does not have to wait.
+    assert workers(alpha) == {}
+    again = alpha.plimsoll(*words(tmp_path / "again", "ray", 1))
+    assert again.returncode == 0, again.stderr
+    lines = [device["budget_bytes"] for device in json.loads((tmp_path / "again" / "plan.json").read_text())["devices"]]
+    assert lines == [600 * MIB, 300 * MIB]
+
+
+def test_a_share_that_is_named_is_taken_even_if_it_is_the_usual_one(pair: tuple[Host, Host], tmp_path: Path) -> None:
+    for share, line in (((), 600), (("memory.budget=90%",), 540), (("memory.budget=50%",), 300)):
+        settings = [*SETTINGS, "run.devices=ray:alpha/virtual:a,host=1MiB", *share]
+        planned = pair[0].plimsoll("plan", "--json", *(word for setting in settings for word in ("--set", setting)))
+        assert planned.returncode == 0, planned.stderr
+        assert [device["budget_bytes"] for device in json.loads(planned.stdout)["devices"]] == [line * MIB]
+
+
+def test_one_device_that_cannot_hold_its_own_process_is_refused_and_nothing_is_put_elsewhere(
+    pair: tuple[Host, Host], tmp_path: Path
+) -> None:
+    # Its interpreter with Ray takes more than that, whatever the run's own process would do with.
+    for command in ("plan", "train"):
+        settings = [*SETTINGS, f"run.dir={tmp_path / 'run'}", "run.devices=ray:beta/virtual:b=90MiB"]
+        refused = pair[0].plimsoll(command, *(word for setting in settings for word in ("--set", setting)))
+        assert refused.returncode == 3, refused.stdout + refused.stderr
+        assert "does not fit: the smallest recipe holds " in refused.stderr and "fallback" not in refused.stdout, refused.stdout
+    assert not (tmp_path / "run" / "run.toml").exists()
 
 
 def test_a_worker_that_finds_no_rates_measures_them_under_its_line(pair: tuple[Host, Host], tmp_path: Path) -> None:

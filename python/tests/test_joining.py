@@ -575,6 +575,16 @@ def test_a_machine_leaves_without_ray(command: Path, tmp_path: Path, no_ray: dic
         assert ours.members(raylet) == []
 
 
+def test_an_answer_that_nobody_reads_is_no_failure(command: Path, tmp_path: Path) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    try:
+        ended = subprocess.run([command, "leave"], stdout=writes, stderr=subprocess.PIPE, text=True, timeout=60, cwd=tmp_path)
+    finally:
+        os.close(writes)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_a_program_without_a_python_beside_it_takes_the_one_of_the_shell(command: Path, tmp_path: Path) -> None:
     alone = shutil.copy(command, tmp_path / "plimsoll")
 

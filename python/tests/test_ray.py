@@ -249,6 +249,12 @@ def test_a_pulled_cable_is_noticed_and_a_run_goes_on_without_who_is_cut_off(pair
     report: Report = json.loads(tried.stdout)
     assert [device["name"] for device in report["devices"]] == ["alpha/virtual:a"]
     assert report["warnings"][0].startswith("beta/virtual:b is missing: ")
+    # Whoever asks for all there is, is told who is not among them; who asks for that one, that it is gone.
+    rest = train(alpha, tmp_path / "rest", "ray", 2)
+    warned = [event["message"] for event in rest.events if event["event"] == "warning"]
+    assert any(message.startswith("beta/virtual:b of the cluster is gone, ") for message in warned), warned
+    named = alpha.plimsoll("plan", "--devices", "ray:beta/virtual:b")
+    assert named.returncode == 2 and "run.devices: beta/virtual:b is gone\n" in named.stderr, named.stderr
     # The other side does not wait for ever, either, and gives back by itself what it held.
     cut = beta.plimsoll("cluster")
     assert cut.returncode == 2 and cut.stderr.startswith("error: nobody answers at 10.77.0.1:7300"), cut.stderr

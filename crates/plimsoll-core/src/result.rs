@@ -12,7 +12,7 @@ pub struct RunResult {
     pub steps: u64,
     /// The training loss.
     pub loss: LossSpan,
-    /// Tokens (padding counted) a second, over the steps alone.
+    /// Tokens (padding counted) a second, over all steps since the last start and nothing but them.
     pub tokens_per_second: f64,
     /// Seconds of an optimizer step.
     pub step_seconds: StepSeconds,

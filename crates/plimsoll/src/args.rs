@@ -765,7 +765,7 @@ mod tests {
         let file = args.resolve().unwrap();
         assert_eq!(file.model.preset.as_deref(), Some("qwen2.5-7b"));
         assert_eq!(file.run.devices, "rtx3090,host=64GiB");
-        assert_eq!(file.memory.budget.to_string(), "6GiB");
+        assert_eq!(file.memory.line().to_string(), "6GiB");
         assert_eq!(file.memory.allow.len(), 3);
         assert_eq!((file.data.sequence, file.train.batch_tokens), (512, 4096));
         assert_eq!(file.model.ignore_config_keys, ["odd"]);

@@ -28,10 +28,10 @@ fn main() -> ExitCode {
         }
     };
     let (json, words) = (cli.command.json(), cli.command.words());
-    // A plan says it by itself, a sweep before its runs start.
-    let says_it = matches!(cli.command, Command::Train(_) | Command::Plan(_) | Command::Sweep(_));
+    // A plan says it by itself, a sweep before its runs start; other commands predict nothing.
+    let predicts = matches!(cli.command, Command::Bench { .. });
     let ended = run(cli.command);
-    if let Some(disturbed) = disturbed().filter(|_| !says_it && ended.is_ok()) {
+    if let Some(disturbed) = disturbed().filter(|_| predicts && ended.is_ok()) {
         say::note(&disturbed);
     }
     let exit = ended.unwrap_or_else(|failure| {

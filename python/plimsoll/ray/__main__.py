@@ -28,8 +28,17 @@ def main(words: Sequence[str] | None = None) -> int:
     print(f"error: {failed}", file=sys.stderr)
     if "--json" in words:
         said = {"exit": failed.exit_code, "message": failed.message, "hints": failed.hints}
-        print(json.dumps({"error": said}))
+        _say(json.dumps({"error": said}))
     return failed.exit_code
+
+
+def _say(text: str) -> None:
+    """Prints a line of an answer."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # Nobody wants to read on, and there is nobody to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Parser(argparse.ArgumentParser):
@@ -104,17 +113,17 @@ def _join(args: argparse.Namespace) -> int:
     )
     token = ours.token_path().read_text() if joined.head else None
     if args.json:
-        print(json.dumps(_as_json(joined, shares, token), indent=2))
+        _say(json.dumps(_as_json(joined, shares, token), indent=2))
         return 0
-    print(f"{'the head of' if joined.head else 'part of'} the cluster at {joined.address}, as {joined.ip}")
+    _say(f"{'the head of' if joined.head else 'part of'} the cluster at {joined.address}, as {joined.ip}")
     for (device, given), raylet in zip(shares, joined.raylets):
         simulated = " (simulated)" if device.simulated else ""
         of_which = "" if given.vram_mib is not None else f", {readable(given.store_bytes)} of it for what Ray stores"
-        print(f"  {raylet.name}{simulated}: {device.model}, {readable(device.line_bytes)}{of_which}")
+        _say(f"  {raylet.name}{simulated}: {device.model}, {readable(device.line_bytes)}{of_which}")
     if token is not None:
         base = "" if joined.base == ports.BASE else f" --ports {joined.base}"
-        print(f"on every other machine: plimsoll join {joined.address} --token {token}{base}")
-    print("see it with: plimsoll cluster; try it with: plimsoll verify")
+        _say(f"on every other machine: plimsoll join {joined.address} --token {token}{base}")
+    _say("see it with: plimsoll cluster; try it with: plimsoll verify")
     return 0
 
 
@@ -144,13 +153,13 @@ def _leave(args: argparse.Namespace) -> int:
     left = joining.leave()
     if args.json:
         address, ended = (None, 0) if left is None else (left[0].address, left[1])
-        print(json.dumps({"address": address, "processes_ended": ended, "ends_for": others}, indent=2))
+        _say(json.dumps({"address": address, "processes_ended": ended, "ends_for": others}, indent=2))
         return 0
     if left is None:
-        print("this machine is part of no cluster")
+        _say("this machine is part of no cluster")
         return 0
     joined, ended = left
-    print(f"left {joined.address}; processes ended: {ended}")
+    _say(f"left {joined.address}; processes ended: {ended}")
     return 0
 
 
@@ -159,7 +168,7 @@ def _cluster(args: argparse.Namespace) -> int:
 
     with _quietly(), cluster.connected(args.address):
         seen = cluster.look()
-    print(json.dumps(seen, indent=2) if args.json else cluster.table(seen))
+    _say(json.dumps(seen, indent=2) if args.json else cluster.table(seen))
     joined = None if args.address else ours.known()
     if joined and (ended := ours.ended(joined)):
         gone = " and ".join(joined.raylets[number].name for number in ended)
@@ -172,7 +181,7 @@ def _verify(args: argparse.Namespace) -> int:
 
     with _quietly(), cluster.connected(args.address):
         report = verifying.verify(share=_share(args.share), seconds=args.seconds)
-    print(json.dumps(report, indent=2) if args.json else verifying.table(report))
+    _say(json.dumps(report, indent=2) if args.json else verifying.table(report))
     return 0 if report["right"] else errors.InputError.exit_code
 
 

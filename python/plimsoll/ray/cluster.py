@@ -111,7 +111,10 @@ def connected(address: str | None = None) -> Iterator[str]:
         # Ray would wait a minute for a node that the head has given up.
         raise _dropped_out(joined)
     import ray
+    from ray._private import worker
 
+    # What it has to say of nodes is for no screen, and without a head it would ask again and again, with all of a core.
+    setattr(worker, "listen_error_messages", lambda *_: None)  # noqa: B010
     try:
         ray.init(
             address=address, namespace="plimsoll", log_to_driver=False, logging_level="ERROR", _node_ip_address=own_ip

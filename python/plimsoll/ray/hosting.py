@@ -35,6 +35,8 @@ START_SECONDS = 60.0
 LOOK_SECONDS = 1.0
 #: How long bytes that somebody has given back are waited for: Ray is behind with its books. Of a sweep, that its runs stop, too.
 BOOKS_SECONDS, SWEEP_SECONDS = 5.0, 20.0
+#: How long Ray is waited for as what a run had is given back: it does so by itself when this process is gone.
+RELEASE_SECONDS = 5.0
 #: How long the runs of a sweep that is gone may take to stop: a step and a checkpoint.
 LEFT_SECONDS = 600.0
 #: Names, for a run of a sweep, what that has kept of its device (``run/far/ray.rs`` knows it by the same name).
@@ -88,9 +90,10 @@ class Worker:
         return self.host.answer(request)
 
 
-def find(words: list[str], budget: str | None, there: list[Node], free: Free) -> list[Asked]:
-    """What the words of ``run.devices`` mean on these nodes; ``ray`` is all of them. ``budget`` is the most that a device may hold
-    which is named without a load line: an amount, or a share of what is free."""
+def find(words: list[str], budget: str | None, every: list[Node], free: Free) -> list[Asked]:
+    """What the words of ``run.devices`` mean on these nodes; ``ray`` is all that are there. ``budget`` is the most that a device may
+    hold which is named without a load line: an amount, or a share of what is free."""
+    there, gone = alive(every), [_name(node) for node in every if not node["alive"]]
     asked: list[Asked] = []
 
     def take(node: Node, name: str, of_it: Said) -> None:
@@ -100,8 +103,8 @@ def find(words: list[str], budget: str | None, there: list[Node], free: Free) ->
 
     for of_it in itertools.chain.from_iterable(map(said, words)):
         if of_it["host"] is None:
-            for every in there:
-                take(every, _name(every), {**of_it, "word": f"ray:{_name(every)}"})
+            for node in there:
+                take(node, _name(node), {**of_it, "word": f"ray:{_name(node)}"})
             continue
         name = f"{of_it['host']}/{of_it['device']}"
         named = {_name(node): node for node in there}
@@ -110,11 +113,26 @@ def find(words: list[str], budget: str | None, there: list[Node], free: Free) ->
         # Of several nodes of a host the one with the most of it: the last that is put there.
         by_memory = sorted(there, key=lambda node: free.get(node["id"], {}).get("memory", 0.0))
         hosts = {_name(node).partition("/")[0]: node for node in by_memory if of_host}
-        node = named.get(name) or hosts.get(name.partition("/")[0])
-        if node is None:
-            raise InputError(f"run.devices: no node of the cluster is called {name}", [f"there is: {', '.join(named)}"])
-        take(node, name, of_it)
+        found = named.get(name) or hosts.get(name.partition("/")[0])
+        if found is None:
+            raise _nobody(name, of_it, list(named), gone)
+        take(found, name, of_it)
     return asked
+
+
+def alive(every: list[Node]) -> list[Node]:
+    """Those that are there."""
+    return [node for node in every if node["alive"]]
+
+
+def _nobody(name: str, of_it: Said, there: list[str], gone: list[str]) -> InputError:
+    """Why no node has this device."""
+    if name in gone:
+        return InputError(f"run.devices: {name} is gone", ["what brings it back is said on its machine by: plimsoll cluster"])
+    hints = [f"there is: {', '.join(there)}"]
+    if re.match("cpu$|virtual:", of_it["device"]) and any(one.partition("/")[0] == name.partition("/")[0] for one in there):
+        hints.insert(0, f"what no node gives is made of its host's memory, and needs a load line: ray:{name}=600MiB")
+    return InputError(f"run.devices: no node of the cluster is called {name}", hints)
 
 
 def _name(node: Node) -> str:
@@ -149,18 +167,21 @@ class Hosting:
     def __init__(self, wanted: dict[str, Any]) -> None:
         import ray
 
-        there = [node for node in nodes() if node["alive"]]
-        self.whose = _whose(wanted["run"], there)
+        every = nodes()
+        # Whoever asks for all is told who is not among them.
+        self.missed = [node["name"] for node in every if not node["alive"]] if "ray" in wanted["devices"] else []
+        self.whose = _whose(wanted["run"], alive(every))
         promised = None if wanted["for_runs"] else os.environ.get(KEPT)
         if promised is not None:
-            self.asked = _promised(promised, wanted["devices"], there)
+            self.asked = _promised(promised, wanted["devices"], every)
         else:
-            self.asked = _found(wanted, there)
+            self.asked = _found(wanted, every)
             if not self.asked:
                 raise InputError("the cluster has no devices")
             # A sweep loses its devices one by one.
             for together in [[one] for one in self.asked] if wanted["for_runs"] else [self.asked]:
                 if not _keep(together, self.whose):
+                    _check_there(together)
                     raise DoesNotFit("the cluster does not keep what the run needs", ["see what runs there: plimsoll cluster"])
         # A run of a sweep has one device and meets nobody.
         self.alone = promised is not None
@@ -183,7 +204,7 @@ class Hosting:
         # Devices of this machine that the run has itself are met where a worker of it would be, which a firewall knows.
         at = ports.of_raylet(joined.base, 0) if joined and joined.ip == ip else None
         wires = list(range(at.wires_first, at.wires_last + 1)) if at else [0]
-        return {"devices": [one.word for one in self.asked], "ip": ip, "ports": wires}
+        return {"devices": [one.word for one in self.asked], "ip": ip, "ports": wires, "missed": self.missed}
 
     def there(self) -> dict[str, str]:
         """The devices that are there, each with what is kept of it, by its name: the runs of a sweep are placed in that. From now
@@ -192,8 +213,8 @@ class Hosting:
 
         while self.workers:
             ray.kill(self.workers.popitem()[1])
-        alive = {node["name"]: node for node in nodes() if node["alive"]}
-        there = [(one, alive[one.node["name"]]) for one in self.asked if one.node["name"] in alive]
+        by_name = {node["name"]: node for node in alive(nodes())}
+        there = [(one, by_name[one.node["name"]]) for one in self.asked if one.node["name"] in by_name]
         for one, node in there:
             if node["id"] != one.node["id"]:
                 # It takes its time, and others are asked for meanwhile.
@@ -205,6 +226,18 @@ class Hosting:
         patience = time.monotonic() + LEFT_SECONDS
         while time.monotonic() < patience and any(_holds(one, available()) for one in self.asked):
             time.sleep(LOOK_SECONDS)
+
+    def release(self) -> None:
+        """Ends the workers and gives back what is kept for them. Ray would do it when it misses this process, which takes a moment
+        in which another run would be refused."""
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        for worker in self.workers.values():
+            ray.kill(worker)
+        if not self.alone:
+            for group in {one.place.placement_group.id: one.place.placement_group for one in self.asked}.values():
+                remove_placement_group(group)
 
     def answer(self, device: str, aside: bool, request: bytes) -> bytes:
         """Carries a request to a worker, and its answer back. One that is gone is started anew, for whoever asks later."""
@@ -242,7 +275,7 @@ class Hosting:
 
         if self.workers[one.name] is not gone:
             return
-        there = next((node for node in nodes() if node["alive"] and node["name"] == one.node["name"]), None)
+        there = next((node for node in alive(nodes()) if node["name"] == one.node["name"]), None)
         if there is None or not self._keep_anew(one, there):
             return
         worker = _start(one, self.alone, self.whose)
@@ -268,20 +301,21 @@ class Hosting:
         return True
 
 
-def _found(wanted: dict[str, Any], there: list[Node]) -> list[Asked]:
+def _found(wanted: dict[str, Any], every: list[Node]) -> list[Asked]:
     """The devices that are wanted. What is kept of one although nobody is at work on it has just been given back, or is about to
     be: it is looked again for some seconds."""
     until = time.monotonic() + (SWEEP_SECONDS if wanted["for_runs"] else BOOKS_SECONDS)
     while True:
         free = available()
         try:
-            return find(wanted["devices"], wanted["budget"], there, free)
+            return find(wanted["devices"], wanted["budget"], every, free)
         except DoesNotFit:
+            there = alive(every)
             idle = any(node["kept"] and (wanted["for_runs"] or not node["runs"]) for node in there)
             if not (idle or any(_unbooked(node, free) for node in there)) or time.monotonic() > until:
                 raise
         time.sleep(LOOK_SECONDS / 2)
-        there = [node for node in nodes() if node["alive"]]
+        every = nodes()
 
 
 def _unbooked(node: Node, free: Free) -> bool:
@@ -300,7 +334,7 @@ def _whose(run: str | None, there: list[Node]) -> str:
     return f"{host}:{run}" if run else f"a sweep of {host}"
 
 
-def _promised(kept: str, words: list[str], there: list[Node]) -> list[Asked]:
+def _promised(kept: str, words: list[str], every: list[Node]) -> list[Asked]:
     """The device of a run that a sweep gives a part of what it has kept, by the name of that. Ray has the run wait until those
     before it have given theirs back."""
     from ray.util.placement_group import get_placement_group, placement_group_table
@@ -308,7 +342,7 @@ def _promised(kept: str, words: list[str], there: list[Node]) -> list[Asked]:
     try:
         group = get_placement_group(kept)
         known = placement_group_table(group)
-        (one,) = find(words, None, there, {known["bundles_to_node_id"][0]: known["bundles"][0]})
+        (one,) = find(words, None, every, {known["bundles_to_node_id"][0]: known["bundles"][0]})
     except (KeyError, ValueError) as error:
         raise InputError(f"{', '.join(words)} is not there any more: what was kept of it is gone") from error
     one.place = _place(group, 0)
@@ -330,6 +364,12 @@ def _keep(asked: list[Asked], whose: str) -> bool:
     return True
 
 
+def _check_there(asked: list[Asked]) -> None:
+    """That the nodes of these devices are there."""
+    if gone := _gone(asked):
+        raise InputError(f"run.devices: {' and '.join(gone)} does not answer any more", ["see who is there: plimsoll cluster"])
+
+
 def _place(group: Any, number: int) -> Any:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -341,10 +381,15 @@ def _comes(asked: list[Asked], has_come: Callable[[], bool]) -> bool:
     is gone."""
     patience = time.monotonic() + START_SECONDS
     while not has_come():
-        alive = {node["id"] for node in nodes() if node["alive"]}
-        if time.monotonic() > patience or any(one.node["id"] not in alive for one in asked):
+        if time.monotonic() > patience or _gone(asked):
             return False
     return True
+
+
+def _gone(asked: list[Asked]) -> list[str]:
+    """Those of these devices whose nodes are not there any more."""
+    there = {node["id"] for node in alive(nodes())}
+    return [one.name for one in asked if one.node["id"] not in there]
 
 
 def _holds(one: Asked, free: Free) -> bool:
@@ -427,7 +472,10 @@ def main() -> None:
             carry(hosting, come, to)
             if wanted["for_runs"]:
                 hosting.give_back()
-            # Threads that still wait for a worker end with this process, and the workers with it.
+            # Without a head nobody answers to it. Threads that still wait for a worker end with this process.
+            releases = threading.Thread(target=hosting.release, daemon=True)
+            releases.start()
+            releases.join(RELEASE_SECONDS)
     except PlimsollError as error:
         failed = error
     except Exception as error:

@@ -4,8 +4,8 @@
 //! Rates lie in `devices.json`, charges in `charges.json`, what devices fell short of in `shortfalls.json`, the algorithms of a GPU's
 //! products in `algorithms.json`, rates of disks in `disks.json`, in the folder `PLIMSOLL_CACHE`, else
 //! `$XDG_CACHE_HOME/plimsoll`, else `~/.cache/plimsoll`. Those of another processor or GPU, thread count, driver or version
-//! of Plimsoll are not used, and rates measured while other programs took the cores are not kept. A folder that cannot
-//! be written costs the next run another measurement, and nothing else.
+//! of Plimsoll are not used, and rates measured while other programs took the cores are kept for some minutes only. A folder
+//! that cannot be written costs the next run another measurement, and nothing else.
 //!
 //! Here are the rates. The other four have rooms of their own, and `store` the folder with what they share.
 
@@ -31,11 +31,15 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use store::{load, save};
 
 /// How long the measurement at the first use takes.
 pub const SHORT: Duration = Duration::from_millis(1500);
+
+/// So long rates are good that were measured while other programs took the cores: whoever gives several commands in a row is
+/// not measured for each.
+pub const DISTURBED: Duration = Duration::from_secs(300);
 
 /// Rates and where they come from.
 #[derive(Clone, Debug, PartialEq)]
@@ -53,7 +57,7 @@ pub enum Source {
     Cached,
     /// Measured just now.
     Measured,
-    /// Measured just now while other programs took the cores: good for this run, too low for others, so not kept.
+    /// Measured within [`DISTURBED`] while other programs took the cores: good for what is done now, and too low for later.
     Disturbed {
         /// The share of the time in which its threads had to wait for them.
         contention: f64,
@@ -62,8 +66,7 @@ pub enum Source {
     Confined,
 }
 
-/// What this process knows of the CPU by its threads: what was measured while others took the cores is not kept on disk, but
-/// measured once.
+/// What this process knows of the CPU by its threads: nothing is measured twice.
 static HERE: Mutex<BTreeMap<u32, Calibration>> = Mutex::new(BTreeMap::new());
 
 /// The share of the time in which others had the cores while this process measured rates that are not kept because of it.
@@ -106,8 +109,10 @@ fn cpu_cached(
     room: Bytes,
 ) -> Result<Calibration, BenchError> {
     let key = Key::of(cpu, threads);
-    if let Some(known) = folder.and_then(|folder| read(folder).into_iter().find(|known| known.key == key)) {
-        return Ok(Calibration { rates: known.rates, source: Source::Cached });
+    let known = folder.and_then(|folder| read(folder).into_iter().find(|known| known.key == key));
+    if let Some(known) = known.filter(|known| known.disturbed.is_none_or(|disturbed| disturbed.holds_at(now()))) {
+        let disturbed = known.disturbed.map(|disturbed| Source::Disturbed { contention: disturbed.contention });
+        return Ok(Calibration { rates: known.rates, source: disturbed.unwrap_or(Source::Cached) });
     }
     let whole = Extent::whole(cpu);
     let extent = whole.within(room, threads);
@@ -118,10 +123,15 @@ fn cpu_cached(
         false if extent != whole => Source::Confined,
         false => Source::Measured,
     };
-    if let (Some(folder), Source::Measured) = (folder, source) {
-        keep_measured(folder, cpu, std::slice::from_ref(&measured));
+    let rates = rates(&measured);
+    let disturbed = match source {
+        Source::Disturbed { contention } => Some(Disturbed { contention, at: now() }),
+        _ => None,
+    };
+    if let (Some(folder), Source::Measured | Source::Disturbed { .. }) = (folder, source) {
+        keep(folder, vec![Known { key, rates: rates.clone(), disturbed }]);
     }
-    Ok(Calibration { rates: rates(&measured), source })
+    Ok(Calibration { rates, source })
 }
 
 /// A GPU's rates: from the cache, or measured now (in about [`SHORT`], and what its kernels take to be made ready) and
@@ -140,7 +150,7 @@ pub fn gpu(here: &'static Here, card: &Card) -> Result<Calibration, BenchError> 
     Context::end(card.index);
     let rates = rates(&measured?);
     if let Some(folder) = &folder {
-        keep(folder, vec![Known { key, rates: rates.clone() }]);
+        keep(folder, vec![Known { key, rates: rates.clone(), disturbed: None }]);
     }
     Ok(Calibration { rates, source: Source::Measured })
 }
@@ -151,13 +161,15 @@ pub fn store(bench: &Bench) {
     keep_measured(&folder, &Cpu::read(), &bench.devices);
     let Ok(here) = cuda::gpus::here() else { return };
     let measured = |card: &Card| bench.devices.iter().find(|device| device.device == format!("cuda:{}", card.index));
-    let known = |card| Some(Known { key: Key::of_gpu(here, card), rates: rates(measured(card)?) });
+    let known = |card| Some(Known { key: Key::of_gpu(here, card), rates: rates(measured(card)?), disturbed: None });
     keep(&folder, here.cards.iter().filter_map(known).collect());
 }
 
 fn keep_measured(folder: &Path, cpu: &Cpu, measured: &[DeviceBench]) {
     let good = measured.iter().filter(|device| device.device == "cpu" && !device.disturbed());
-    keep(folder, good.map(|device| Known { key: Key::of(cpu, device.threads), rates: rates(device) }).collect());
+    let known =
+        |device: &DeviceBench| Known { key: Key::of(cpu, device.threads), rates: rates(device), disturbed: None };
+    keep(folder, good.map(known).collect());
 }
 
 /// What the planner needs of a measurement.
@@ -223,6 +235,27 @@ struct Known {
     #[serde(flatten)]
     key: Key,
     rates: Rates,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    disturbed: Option<Disturbed>,
+}
+
+/// When other programs had the cores while rates were measured, and how much.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+struct Disturbed {
+    contention: f64,
+    /// Seconds since the epoch.
+    at: u64,
+}
+
+impl Disturbed {
+    /// Whether rates are still good that were measured so.
+    fn holds_at(self, now: u64) -> bool {
+        now.checked_sub(self.at).is_some_and(|age| age < DISTURBED.as_secs())
+    }
+}
+
+fn now() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
 /// Where rates are kept.
@@ -329,16 +362,35 @@ mod tests {
     }
 
     #[test]
+    fn rates_measured_beside_other_programs_hold_for_some_minutes() {
+        let folder = tempfile::tempdir().unwrap();
+        let read = || cpu_cached(Some(folder.path()), &cpu("a"), 1, Duration::ZERO, Bytes(u64::MAX)).unwrap();
+        let kept = |age: u64| {
+            let disturbed = Some(Disturbed { contention: 0.3, at: now() - age });
+            keep(folder.path(), vec![Known { key: Key::of(&cpu("a"), 1), rates: example(), disturbed }]);
+        };
+        kept(60);
+        assert_eq!(read(), Calibration { rates: example(), source: Source::Disturbed { contention: 0.3 } });
+        kept(DISTURBED.as_secs());
+        assert_ne!(read().rates, example());
+        // A clock that was set back says nothing of their age.
+        assert!(!Disturbed { contention: 0.3, at: 10 }.holds_at(9));
+    }
+
+    #[test]
     fn rates_of_another_processor_thread_count_or_version_are_not_used() {
         let folder = tempfile::tempdir().unwrap();
-        let known = |key: Key| Known { key, rates: example() };
+        let known = |key: Key| Known { key, rates: example(), disturbed: None };
         let mine = Key::of(&cpu("a"), 2);
         keep(folder.path(), vec![known(mine.clone()), known(Key::of(&cpu("b"), 2)), known(Key::of(&cpu("a"), 1))]);
         keep(folder.path(), vec![known(Key { plimsoll: "0.0.0".to_owned(), ..mine.clone() })]);
         let found: Vec<Known> = read(folder.path()).into_iter().filter(|known| known.key == mine).collect();
         assert_eq!(found, [known(mine.clone())]);
         // A new measurement takes the place of the old one.
-        keep(folder.path(), vec![Known { key: mine.clone(), rates: Rates { f32_flops: 5.0, ..example() } }]);
+        keep(
+            folder.path(),
+            vec![Known { key: mine.clone(), rates: Rates { f32_flops: 5.0, ..example() }, disturbed: None }],
+        );
         assert_eq!(read(folder.path()).len(), 4);
         assert_eq!(cpu_cached(Some(folder.path()), &cpu("a"), 2, SHORT, Bytes::ZERO).unwrap().rates.f32_flops, 5.0);
     }
@@ -365,7 +417,7 @@ mod tests {
             assert!(read(folder.path()).is_empty(), "{text}");
         }
         let zero = Rates { f32_flops: 0.0, ..example() };
-        keep(folder.path(), vec![Known { key: Key::of(&cpu("a"), 1), rates: zero }]);
+        keep(folder.path(), vec![Known { key: Key::of(&cpu("a"), 1), rates: zero, disturbed: None }]);
         assert!(read(folder.path()).is_empty());
     }
 
@@ -374,7 +426,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let blocked = folder.path().join("file");
         fs::write(&blocked, "").unwrap();
-        keep(&blocked, vec![Known { key: Key::of(&cpu("a"), 1), rates: example() }]);
+        keep(&blocked, vec![Known { key: Key::of(&cpu("a"), 1), rates: example(), disturbed: None }]);
         assert!(read(&blocked).is_empty());
     }
 }

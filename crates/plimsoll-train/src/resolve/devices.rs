@@ -56,8 +56,8 @@ pub fn disturbed() -> Option<String> {
     calibration::disturbed().map(|share| {
         format!(
             "rates: others took {:.0} % of the processor's time while it was measured, so predicted times may be far off, and \
-             no share of the peak is told; every start measures again until it is left alone; plimsoll bench devices does \
-             so once and for all",
+             no share of the peak is told; it is measured again after some minutes, until it is left alone; plimsoll bench \
+             devices, on a machine that is, does so once and for all",
             100.0 * share
         )
     })
@@ -124,7 +124,7 @@ fn check_lines(file: &RunFile, devices: &[DeviceRequest], total: Bytes) -> Resul
         |asked: &&DeviceRequest| matches!(asked, DeviceRequest::Cpu { .. } | DeviceRequest::Virtual { .. });
     // Of one that was moved while the run was under way its new place is what counts.
     let named = |asked: &DeviceRequest| {
-        let budget = (!file.moved.contains_key(&asked.name())).then(|| asked.budget().unwrap_or(file.memory.budget));
+        let budget = (!file.moved.contains_key(&asked.name())).then(|| asked.budget().unwrap_or(file.memory.line()));
         budget.and_then(Budget::amount).map(|line| (asked.name(), line))
     };
     let given: Vec<(String, Bytes)> = devices.iter().filter(of_machine).filter_map(named).collect();
@@ -157,7 +157,7 @@ fn above(key: &str, given: &[(String, Bytes)], place: &str, total: Bytes) -> Res
 fn free_on(here: &'static Here, card: &Card, file: &RunFile, own: Option<Budget>) -> Result<Bytes, Failure> {
     let name = format!("cuda:{}", card.index);
     let key = if own.is_some() { "run.devices" } else { "memory.budget" };
-    let given = own.unwrap_or(file.memory.budget).amount().filter(|_| !file.moved.contains_key(&name));
+    let given = own.unwrap_or(file.memory.line()).amount().filter(|_| !file.moved.contains_key(&name));
     let given = given.map(|line| (name, line));
     above(key, given.as_slice(), &card.name, card.memory_bytes)?;
     Ok(cuda::open::free_bytes(here, card)?)
@@ -399,7 +399,7 @@ fn device(file: &RunFile, asked: &DeviceRequest) -> Result<DeviceSpec, Failure> 
             Ok(DeviceSpec { team_link: team_link.map_or(device.team_link, LinkRequest::link), ..device })
         }
         DeviceRequest::Paper { name, budget, team_link } => {
-            let device = paper::paper(name, budget.unwrap_or(file.memory.budget));
+            let device = paper::paper(name, budget.unwrap_or(file.memory.line()));
             let device = device.expect("requests name devices of the table");
             Ok(DeviceSpec { team_link: team_link.map_or(device.team_link, LinkRequest::link), ..device })
         }

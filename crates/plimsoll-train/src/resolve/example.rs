@@ -19,7 +19,7 @@ pub(super) fn example_pair(file: &RunFile) -> String {
     const SLOWER: f64 = 0.57;
     let cores = (0.8 * Cpu::read().usable_cores()).min(1.0 + SLOWER);
     let pace = |share: f64| (100.0 * cores * share / (1.0 + SLOWER)).floor() / 100.0;
-    let line = |mib| Budget::Amount(Bytes::mib(mib).min(file.memory.budget.of(Memory::read().free)));
+    let line = |mib| Budget::Amount(Bytes::mib(mib).min(file.memory.line().of(Memory::read().free)));
     format!("virtual:large={}@{},virtual:small={}@{}", line(48), pace(1.0), line(32), pace(SLOWER))
 }
 

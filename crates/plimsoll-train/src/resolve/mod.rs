@@ -20,7 +20,7 @@ pub use question::{optimizer, team_question};
 use crate::run_file::{FallbackTo, RunFile};
 use devices::{cpu, exchange_by_host, exchange_by_nccl};
 use plan::order;
-use plimsoll_core::{DeviceKind, DeviceSpec, Failure, Fallback};
+use plimsoll_core::{DeviceKind, DeviceSpec, Failure, Fallback, Plan};
 use plimsoll_plan::request::DeviceRequest;
 use plimsoll_plan::search::{Answer, Question, search};
 use plimsoll_program::models::decoder::Generation;
@@ -98,9 +98,7 @@ impl Resolved {
         Ok(answer)
     }
 
-    /// The answer, or where it does not fit, the last rung: the processor does the work of an accelerator that cannot
-    /// hold it, if that fits under the host's load line. `plan` plans for the device that there then is; its charges
-    /// may be settled there. What belongs to the experiment stays what it would have been.
+    /// The answer, or where it does not fit, that of the last rung, see [`Resolved::on_cpu`].
     ///
     /// # Errors
     /// As planning.
@@ -110,9 +108,28 @@ impl Resolved {
         answer: Answer,
         plan: impl FnOnce(&mut Resolved, &RunFile) -> Result<Answer, Failure>,
     ) -> Result<Answer, Failure> {
-        let accelerator = matches!(self.device.kind, DeviceKind::Cuda | DeviceKind::Virtual);
-        if answer.plan.fits || !accelerator || file.run.fallback == FallbackTo::None {
+        if answer.plan.fits {
             return Ok(answer);
+        }
+        Ok(self.on_cpu(file, &answer.plan, plan)?.unwrap_or(answer))
+    }
+
+    /// The last rung, where a plan does not fit: the processor does the work of accelerators that cannot hold it, if that fits
+    /// under the host's load line. `plan` plans for the device that there then is; its charges may be settled there. What
+    /// belongs to the experiment stays what it would have been. This machine's processor takes no work of other machines'
+    /// devices.
+    ///
+    /// # Errors
+    /// As planning.
+    pub fn on_cpu(
+        &mut self,
+        file: &RunFile,
+        refused: &Plan,
+        plan: impl FnOnce(&mut Resolved, &RunFile) -> Result<Answer, Failure>,
+    ) -> Result<Option<Answer>, Failure> {
+        let accelerator = matches!(self.device.kind, DeviceKind::Cuda | DeviceKind::Virtual);
+        if !accelerator || file.run.fallback == FallbackTo::None || file.devices().elsewhere() {
+            return Ok(None);
         }
         let mut decided = file.clone();
         decided.decide_precision(self.device.kind);
@@ -120,13 +137,14 @@ impl Resolved {
         let mut on_cpu = plan(self, &decided)?;
         if !on_cpu.plan.fits {
             self.device = left;
-            return Ok(answer);
+            return Ok(None);
         }
-        let needs_bytes = answer.plan.devices[0].peak_bytes;
+        self.others.clear();
+        let needs_bytes = refused.devices[0].peak_bytes;
         let fallback = Fallback { device: left.name, budget_bytes: left.budget, needs_bytes };
         on_cpu.plan.fallback = Some(fallback.clone());
         self.fallback = Some(fallback);
-        Ok(on_cpu)
+        Ok(Some(on_cpu))
     }
 
     /// That the devices are here.

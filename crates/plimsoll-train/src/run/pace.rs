@@ -27,6 +27,12 @@ impl Pace {
         self.seconds.is_empty()
     }
 
+    /// Steps a second, over all; none where no step was done.
+    pub fn steps_per_second(&self) -> Option<f64> {
+        let seconds: f64 = self.seconds.iter().sum();
+        (seconds > 0.0).then(|| self.seconds.len() as f64 / seconds)
+    }
+
     /// The value below which `share` of all lie.
     pub fn quantile(&self, share: f64) -> f64 {
         quantile(&self.seconds, share)
@@ -61,6 +67,14 @@ pub fn quantile(values: &[f64], share: f64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_step_that_took_longer_counts_in_the_rate_of_all() {
+        let mut pace = Pace::default();
+        assert_eq!(pace.steps_per_second(), None);
+        [0.1, 0.1, 0.1, 0.7].into_iter().for_each(|seconds| pace.push(seconds));
+        assert!((pace.steps_per_second().unwrap() - 4.0).abs() < 1e-9 && pace.quantile(0.5) == 0.1);
+    }
 
     #[test]
     fn steps_before_and_after_a_turn_are_told_apart_and_one_in_which_it_happened_is_of_neither() {

@@ -185,11 +185,14 @@ pub fn prepare(mut run: RunFile, known: Option<&Known>) -> Result<Prepared, Fail
     let left_over = charges(run.batch_sequences(), u64::from(run.data.sequence)) > before;
     let mut planned = if resolved.others.is_empty() {
         let answer = planned_alone(&mut resolved, &run, known)?;
-        let answer = resolved.or_on_cpu(&run, answer, |resolved, run| planned_alone(resolved, run, known))?;
         Planned::alone(&resolved.device, &run, answer, known)
     } else {
         planned_team(&mut resolved, &run, known, evaluations(&run, eval.as_ref().map(Dataset::rows)))?
     };
+    if !planned.plan.fits {
+        let on_cpu = resolved.on_cpu(&run, &planned.plan, |resolved, run| planned_alone(resolved, run, known))?;
+        planned = on_cpu.map_or(planned, |answer| Planned::alone(&resolved.device, &run, answer, known));
+    }
     planned.plan.learned = planned.parts.iter().find_map(|part| learned(&part.device));
     planned.plan.disturbed = disturbed();
     planned.plan.of = Some(plan_of_what(&run, &resolved.model.config));
@@ -230,7 +233,7 @@ fn planned_alone(resolved: &mut Resolved, run: &RunFile, known: Option<&Known>) 
         return Ok(answer);
     }
     let answer = with_own_programs(resolved, run, answer)?;
-    if answer.plan.fits || near >= measured {
+    if answer.plan.fits || near >= measured || !resolved.device.in_process() {
         return Ok(answer);
     }
     let refused = resolved.device.charges;

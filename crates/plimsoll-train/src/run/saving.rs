@@ -131,14 +131,15 @@ impl Trainer {
         let predicted = self.plan.predicted.step_seconds;
         let path = self.folder.join("result.json");
         let before = fs::read(&path).ok().and_then(|text| serde_json::from_slice::<RunResult>(&text).ok());
-        let step_seconds = match before.filter(|before| before.steps == self.info.step) {
+        let (step_seconds, tokens_per_second) = match before.filter(|before| before.steps == self.info.step) {
             // Nothing was left to do, and those who did it have said how long it took.
-            Some(before) if self.pace.is_empty() => before.step_seconds,
+            Some(before) if self.pace.is_empty() => (before.step_seconds, before.tokens_per_second),
             _ => {
                 if self.pace.is_empty() {
                     self.pace.push(self.info.elapsed_seconds / self.info.step.max(1) as f64);
                 }
-                StepSeconds { median: self.pace.quantile(0.5), p95: self.pace.quantile(0.95), predicted }
+                let seconds = StepSeconds { median: self.pace.quantile(0.5), p95: self.pace.quantile(0.95), predicted };
+                (seconds, tokens * self.pace.steps_per_second().unwrap_or(0.0))
             }
         };
         for (retreat, seconds) in self.retreats.iter_mut().zip(self.pace.after_turns()) {
@@ -149,12 +150,11 @@ impl Trainer {
         for what in not_rehearsed.iter().filter(|_| status == RunStatus::Done) {
             log.emit(Event::Warning { message: format!("{what}: never reached, so nothing was rehearsed") })?;
         }
-        let median = step_seconds.median;
         let result = RunResult {
             status,
             steps: self.info.step,
             loss: LossSpan { first: self.info.first_loss, last: self.info.last_loss },
-            tokens_per_second: if median > 0.0 { tokens / median } else { 0.0 },
+            tokens_per_second,
             step_seconds,
             eval: self.last_eval.map(|(_, result)| result),
             memory,

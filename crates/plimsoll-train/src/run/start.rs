@@ -193,6 +193,7 @@ impl Run {
         warnings.extend(self.prepared.run.moved_lines());
         warnings.extend(self.prepared.run.lost_base().filter(|_| self.saves));
         warnings.extend(self.prepared.run.idle_budget());
+        warnings.extend(self.prepared.run.elsewhere.missed());
         warnings.extend(self.prepared.resolved.fallback.as_ref().map(ToString::to_string));
         let control = Control::listen(&folder)
             .map_err(|error| {

@@ -297,8 +297,9 @@ impl Default for LoraSection {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct MemorySection {
-    /// The load line of each device that has none of its own: `90%` of what is free, or `6GiB`.
-    pub budget: Budget,
+    /// The load line of each device that has none of its own: a share of what is free, or `6GiB`; see [`MemorySection::line`].
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub budget: Option<Budget>,
     /// The load line of the host, in the same words.
     pub host: Budget,
     /// The most that the scratch file may hold, in the same words; without it there is none.
@@ -312,9 +313,16 @@ pub struct MemorySection {
     pub allow: Vec<Rung>,
 }
 
+impl MemorySection {
+    /// The load line of each device that has none of its own: without a word, 90 % of what is free.
+    pub fn line(&self) -> Budget {
+        self.budget.unwrap_or(Budget::DEVICE)
+    }
+}
+
 impl Default for MemorySection {
     fn default() -> MemorySection {
-        MemorySection { budget: Budget::DEVICE, host: Budget::HOST, file: None, file_dir: None, allow: Vec::new() }
+        MemorySection { budget: None, host: Budget::HOST, file: None, file_dir: None, allow: Vec::new() }
     }
 }
 
@@ -485,14 +493,16 @@ impl RunFile {
                 any_gpu || asked.name() == device
             })
             .and_then(|asked| asked.budget());
-        own.unwrap_or(self.memory.budget)
+        own.unwrap_or(self.memory.line())
     }
 
     /// What is said of a load line that no device goes by, since each has an amount of its own.
     pub fn idle_budget(&self) -> Option<String> {
-        let devices = self.devices().devices;
-        let all_own = !devices.is_empty() && devices.iter().all(|asked| asked.budget().is_some());
-        let budget = Some(self.memory.budget).filter(|budget| all_own && *budget != Budget::DEVICE)?;
+        let devices = self.devices();
+        let own = |asked: &DeviceRequest| asked.budget().is_some();
+        // Those of a cluster have an amount of it by now.
+        let all_own = !devices.devices.is_empty() && devices.devices.iter().all(own) && !devices.elsewhere();
+        let budget = self.memory.budget.filter(|budget| all_own && *budget != Budget::DEVICE)?;
         Some(format!("memory.budget = {budget} holds no device: run.devices gives each an amount of its own"))
     }
 

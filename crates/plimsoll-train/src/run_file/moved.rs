@@ -25,7 +25,7 @@ fn path(run_dir: &Path) -> PathBuf {
 impl RunFile {
     /// The load line of a device that is named with its `own`: where it was moved, else that, else that of all.
     pub(crate) fn line_of(&self, device: &str, own: Option<Budget>) -> Budget {
-        self.moved.get(device).copied().or(own).unwrap_or(self.memory.budget)
+        self.moved.get(device).copied().or(own).unwrap_or(self.memory.line())
     }
 
     /// Takes over the lines that were moved when a run was under way in this folder, those of which this file says now what
@@ -96,7 +96,7 @@ mod tests {
         assert_eq!(taken(&run).moved, run.moved);
         assert_eq!((taken(&run).line_of("cpu", Some(to(9))), run.line_of("cuda:0", Some(to(9)))), (to(6), to(9)));
         let mut edited = run.clone();
-        edited.memory.budget = to(4);
+        edited.memory.budget = Some(to(4));
         assert_eq!(
             taken(&edited).moved.keys().collect::<Vec<_>>(),
             ["virtual:a"],

@@ -30,6 +30,7 @@ fn every_key_has_an_expectation_and_every_expectation_a_key() {
     file.recipe.micro_batch = Some(1);
     (file.model.adapter, file.train.rungs) = (Some("a".into()), Some(vec![]));
     file.run.max_temperature = Some(80.0);
+    file.memory.budget = Some(Budget::DEVICE);
     (file.memory.file, file.memory.file_dir) = (Some(Budget::HOST), Some("d".into()));
     let table: toml::Table = file.to_toml().parse().unwrap();
     let written: BTreeSet<String> = table
@@ -96,7 +97,7 @@ fn settings_are_merged_over_the_file() {
     assert_eq!(file.data.train, ["a.jsonl"]);
     assert_eq!(file.run.devices, "cpu=6GiB");
     assert_eq!(file.memory.allow, [Rung::Bf16, Rung::Int8, Rung::Nf4]);
-    assert_eq!(file.memory.budget, Budget::Amount(Bytes::mib(600)));
+    assert_eq!(file.memory.budget, Some(Budget::Amount(Bytes::mib(600))));
     assert_eq!(file.recipe.recompute, [RecomputeLevel::Block]);
     assert_eq!(file.train.betas, [0.8, 0.9]);
     assert_eq!(parse("train = { steps = 5 }", &["model.path=m", "train.steps=6"]).unwrap().train.steps, Some(6));
@@ -333,10 +334,10 @@ fn any_file() -> impl Strategy<Value = RunFile> {
         if flags[2] {
             (file.train.optimizer, file.train.schedule) = (Optimizer::Sgd, RateSchedule::Linear);
         }
-        file.memory.budget = if flags[3] {
-            Budget::Amount(Bytes(bytes))
-        } else {
-            format!("{count}e-1%").parse().unwrap_or(Budget::HOST)
+        file.memory.budget = match (flags[3], flags[1]) {
+            (true, _) => Some(Budget::Amount(Bytes(bytes))),
+            (false, true) => format!("{count}e-1%").parse().ok(),
+            (false, false) => None,
         };
         file.memory.allow = if flags[4] { vec![Rung::Nf4, Rung::Bf16] } else { Vec::new() };
         file.recipe.micro_batch = flags[5].then_some(1);

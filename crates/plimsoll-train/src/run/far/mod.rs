@@ -90,17 +90,30 @@ pub trait Hosts: Send + Sync {
 pub struct Elsewhere {
     hosts: Option<Arc<dyn Hosts>>,
     devices: Option<DevicesRequest>,
+    missed: Vec<String>,
 }
 
 impl Elsewhere {
     /// They are reached like this.
     pub fn by(hosts: Arc<dyn Hosts>) -> Elsewhere {
-        Elsewhere { hosts: Some(hosts), devices: None }
+        Elsewhere { hosts: Some(hosts), ..Elsewhere::default() }
     }
 
     /// The devices that the words of the run file have turned out to be.
     pub fn of(self, devices: DevicesRequest) -> Elsewhere {
         Elsewhere { devices: Some(devices), ..self }
+    }
+
+    /// Devices that would be among them, and are gone.
+    pub fn without(self, missed: Vec<String>) -> Elsewhere {
+        Elsewhere { missed, ..self }
+    }
+
+    /// What is said of those.
+    pub fn missed(&self) -> impl Iterator<Item = String> {
+        let said =
+            |device: &String| format!("{device} of the cluster is gone, and is done without: see plimsoll cluster");
+        self.missed.iter().map(said)
     }
 
     /// These, where that is not for the run file to say.

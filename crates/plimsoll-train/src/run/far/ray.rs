@@ -8,7 +8,7 @@
 use super::streams::{TcpWires, receive, send};
 use super::{Channel, Elsewhere, Hosts, Wires, decode, encode, locked};
 use crate::run_file::RunFile;
-use plimsoll_core::{Budget, Exit, Failure};
+use plimsoll_core::{Exit, Failure};
 use plimsoll_plan::request::{DeviceRequest, DevicesRequest};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
@@ -49,6 +49,8 @@ enum Placed {
         ip: IpAddr,
         /// Where the run's own devices may be met, the first that is free; 0 is any.
         ports: Vec<u16>,
+        /// Devices of the cluster that were asked for with all others, and are gone.
+        missed: Vec<String>,
     },
     Failed {
         exit: u8,
@@ -85,7 +87,7 @@ pub fn reach(run: &mut RunFile, python: &Path) -> Result<(), Failure> {
 fn bring(run: &mut RunFile, python: &Path, for_runs: bool) -> Result<Arc<Process>, Failure> {
     let asked = run.devices();
     // The cluster's lines are the usual share of what was free when it was joined.
-    let budget = (run.memory.budget != Budget::DEVICE).then(|| run.memory.budget.to_string());
+    let budget = run.memory.budget.map(|budget| budget.to_string());
     let (away, own): (Vec<DeviceRequest>, Vec<DeviceRequest>) = asked
         .devices
         .into_iter()
@@ -94,11 +96,11 @@ fn bring(run: &mut RunFile, python: &Path, for_runs: bool) -> Result<Arc<Process
     let folder = (!for_runs).then(folder);
     let wanted = Wanted { devices: away.iter().map(ToString::to_string).collect(), budget, for_runs, run: folder };
     let (process, mut says) = Process::start(python)?;
-    let (devices, ip, ports) = match process.place(&wanted, &mut says)? {
-        Placed::There { devices, ip, ports } => {
+    let (devices, ip, ports, missed) = match process.place(&wanted, &mut says)? {
+        Placed::There { devices, ip, ports, missed } => {
             // Where all others are elsewhere, they are who is met.
             let ports = if own.is_empty() { vec![0] } else { ports };
-            (own.iter().map(ToString::to_string).chain(devices).collect::<Vec<_>>().join(","), ip, ports)
+            (own.iter().map(ToString::to_string).chain(devices).collect::<Vec<_>>().join(","), ip, ports, missed)
         }
         Placed::Failed { exit, message, hints } => {
             let exits = [Exit::Input, Exit::DoesNotFit, Exit::Stopped];
@@ -119,7 +121,7 @@ fn bring(run: &mut RunFile, python: &Path, for_runs: bool) -> Result<Arc<Process
     let thread = thread::Builder::new().name("plimsoll-ray".to_owned()).spawn(move || answers.all(says));
     thread.map_err(|error| Failure::bug(format!("the system gives no thread: {error}")))?;
     let named = DevicesRequest { host: asked.host, file: asked.file, ..named };
-    run.elsewhere = Elsewhere::by(Arc::new(Cluster { process: Arc::clone(&process), wires })).of(named);
+    run.elsewhere = Elsewhere::by(Arc::new(Cluster { process: Arc::clone(&process), wires })).of(named).without(missed);
     Ok(process)
 }
 
