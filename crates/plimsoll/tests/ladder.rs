@@ -232,8 +232,15 @@ fn what_no_rung_brings_under_the_line_of_a_device_is_done_by_the_processor_and_s
     let weights = |run: &str| std::fs::read(place.path(run).join("model/model.safetensors")).unwrap();
     assert!(weights("run") == weights("on-cpu"));
 
-    let planned = place.succeed(&[&["plan", "run.toml", "--json"][..], &small].concat()).json();
-    assert_eq!(planned["fallback"]["device"], "virtual:a");
+    let plan = |devices: [&str; 2]| place.succeed(&[&["plan", "run.toml", "--json"][..], &devices].concat()).json();
+    assert_eq!(plan(small)["fallback"]["device"], "virtual:a");
+    // Several that cannot hold it together are no different, in a plan as in a run.
+    let pair = ["--devices", "virtual:a=2MiB@0.5,virtual:b=3MiB@0.2"];
+    place.succeed(&[&["train", "run.toml", "--set", "run.dir=pair"][..], &pair].concat());
+    for fallback in [plan(pair)["fallback"].clone(), place.json("pair/result.json")["fallback"].clone()] {
+        assert!(fallback["device"].as_str().is_some_and(|device| device.starts_with("virtual:")), "{fallback}");
+    }
+    assert!(weights("pair") == weights("on-cpu"));
     let generate = ["generate", "run/model", "--prompt", "abc", "--max-tokens", "3"];
     let done = place.succeed(&[&generate[..], &small].concat());
     assert!(done.stderr.starts_with(&format!("note: {says}")), "{}", done.stderr);
@@ -340,7 +347,7 @@ fn rates_that_were_measured_beside_other_programs_are_called_so_and_nothing_is_l
     // The table of `plan` is the one that `train` begins with.
     let said = place.succeed(&["train", "run.toml"]).stdout;
     let table = said.replace('\n', " ").replace("  ", " ");
-    assert!(table.contains("rates: others took ") && table.contains("plimsoll bench devices"), "{table}");
+    assert!(table.contains("rates: others took ") && table.contains("once and for all"), "{table}");
     assert!(table.contains("no share of the peak is told"), "{table}");
     let text = beside.end();
     assert_eq!(text.code, Some(0), "{}", text.stderr);

@@ -158,6 +158,17 @@ fn adapters_mismatch(missing: &[String], extra: &[String]) -> String {
     }
 }
 
+/// What a directory is that is no model, where a run has left it.
+fn what_it_is_instead(dir: &Path) -> Option<String> {
+    let adapter = |dir: &Path| dir.join("adapter_config.json").is_file();
+    if dir.join("model/config.json").is_file() {
+        return Some(format!("this is the folder of a run, and its model is {}", dir.join("model").display()));
+    }
+    let of_run = dir.join("adapter");
+    let adapters = [dir, &of_run].into_iter().find(|dir| adapter(dir))?;
+    Some(format!("these are adapters: name the model that they belong to, with --adapter {}", adapters.display()))
+}
+
 impl FilesError {
     /// An error of the system, with a full disk told apart.
     pub fn io(path: &Path, doing: &'static str, source: io::Error) -> FilesError {
@@ -173,6 +184,9 @@ impl FilesError {
         match self {
             FilesError::DiskFull { .. } => {
                 vec!["free some space or write to another disk; what was saved before is intact".into()]
+            }
+            FilesError::NoFile { path, .. } if path.ends_with("config.json") => {
+                path.parent().and_then(what_it_is_instead).into_iter().collect()
             }
             FilesError::Header { .. } | FilesError::Index { .. } => {
                 vec!["the file may be damaged or half downloaded: fetch it again".into()]

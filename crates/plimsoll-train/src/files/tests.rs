@@ -250,6 +250,15 @@ fn a_configuration_alone_is_a_model_without_weights() {
     assert!(message.starts_with("config.json: `model_type` is \"gpt2\", which is not supported"), "{message}");
     fs::remove_file(dir.path().join("config.json")).unwrap();
     assert_eq!(refusal(dir.path()), "config.json: no such file");
+    let hints = || Failure::from(ModelDir::open(dir.path(), &[]).unwrap_err()).hints;
+    assert_eq!(hints(), [""; 0]);
+    // What a run leaves is mistaken for a model easily.
+    fs::create_dir(dir.path().join("adapter")).unwrap();
+    fs::write(dir.path().join("adapter/adapter_config.json"), "{}").unwrap();
+    assert!(hints()[0].ends_with("/adapter") && hints()[0].starts_with("these are adapters: "), "{:?}", hints());
+    fs::create_dir(dir.path().join("model")).unwrap();
+    fs::write(dir.path().join("model/config.json"), "{}").unwrap();
+    assert!(hints()[0].ends_with("/model"), "{:?}", hints());
     assert_eq!(refusal(&dir.path().join("absent")), "DIR: no such directory");
     assert!(refusal(&dir.path().join("absent.json")).ends_with("no such file"));
 }
