@@ -381,8 +381,8 @@ impl SweepArgs {
     /// What is wrong with them.
     pub fn devices(&self, before: Option<&str>) -> Result<RunFile, Failure> {
         let devices = self.devices.as_deref().or(before).map(|devices| setting("run.devices", devices));
-        let budget = self.budget.clone().unwrap_or_else(|| Budget::DEVICE.to_string());
-        let settings: Vec<String> = devices.into_iter().chain([setting("memory.budget", &budget)]).collect();
+        let budget = self.budget.as_deref().map(|budget| setting("memory.budget", budget));
+        let settings: Vec<String> = devices.into_iter().chain(budget).collect();
         RunFile::load(None, &settings)
     }
 

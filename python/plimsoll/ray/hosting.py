@@ -303,19 +303,26 @@ class Hosting:
 
 def _found(wanted: dict[str, Any], every: list[Node]) -> list[Asked]:
     """The devices that are wanted. What is kept of one although nobody is at work on it has just been given back, or is about to
-    be: it is looked again for some seconds."""
-    until = time.monotonic() + (SWEEP_SECONDS if wanted["for_runs"] else BOOKS_SECONDS)
+    be: it is looked again for some seconds, so that nobody is given what is left beside it. A sweep waits for others' runs, too,
+    where it would be given nothing."""
+    began = time.monotonic()
     while True:
-        free = available()
+        free, there = available(), alive(every)
+        comes = any(_unbooked(node, free) or node["kept"] and not node["runs"] for node in there)
+        found, failed = list[Asked](), None
         try:
-            return find(wanted["devices"], wanted["budget"], every, free)
-        except DoesNotFit:
-            there = alive(every)
-            idle = any(node["kept"] and (wanted["for_runs"] or not node["runs"]) for node in there)
-            if not (idle or any(_unbooked(node, free) for node in there)) or time.monotonic() > until:
-                raise
-        time.sleep(LOOK_SECONDS / 2)
-        every = nodes()
+            found = find(wanted["devices"], wanted["budget"], every, free)
+        except DoesNotFit as error:
+            failed = error
+            comes = comes or wanted["for_runs"] and any(node["kept"] for node in there)
+        patience = SWEEP_SECONDS if failed and wanted["for_runs"] else BOOKS_SECONDS
+        if comes and time.monotonic() - began < patience:
+            time.sleep(LOOK_SECONDS / 2)
+            every = nodes()
+        elif failed:
+            raise failed
+        else:
+            return found
 
 
 def _unbooked(node: Node, free: Free) -> bool:

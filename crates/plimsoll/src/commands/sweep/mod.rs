@@ -68,7 +68,7 @@ pub fn run(args: &SweepArgs) -> Result<Exit, Failure> {
     }
     for (name, file) in &asked {
         let (said, own) = (&file.memory, MemorySection::default());
-        if (said.budget, said.host) != (own.budget, own.host) {
+        if (said.line(), said.host) != (own.line(), own.host) {
             say::note(&format!(
                 "{name}: its load lines are the sweep's to give, [memory] budget and host are not used"
             ));
