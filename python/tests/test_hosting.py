@@ -138,13 +138,18 @@ def test_shares_of_one_device_that_are_too_much_together_are_refused() -> None:
 #: Enough for somebody to be lost in the middle.
 STEPS = 40
 
-def test_who_is_gone_is_said_to_be_so_and_how_a_processor_is_named(tmp_path: Path) -> None:
+
+def test_who_is_gone_is_said_to_be_so_and_how_a_processor_is_named() -> None:
     there = [*THERE, node("d/cuda:0", 6000, alive=False, gone="it does not answer any more")]
     assert [one.name for one in find(["ray"], None, there, FREE)] == [one.name for one in found("ray")]
     with pytest.raises(plimsoll.InputError, match="run.devices: d/cuda:0 is gone"):
         find(["ray:d/cuda:0"], None, there, FREE)
+    with pytest.raises(plimsoll.InputError, match="run.devices: d/virtual:x is gone"):
+        find(["ray:d/virtual:x=300MiB@0.2"], None, there, FREE)
     with pytest.raises(plimsoll.InputError, match="needs a load line: ray:a/cpu=600MiB"):
         find(["ray:a/cpu"], None, there, FREE)
+    with pytest.raises(plimsoll.InputError, match="called `my machine/cuda:0`, which no run can name\n  hint: a node's name is"):
+        find(["ray"], None, [node("my machine/cuda:0", 6000)], FREE)
 
 
 def test_of_several_nodes_of_a_host_that_with_the_most_memory_gives_its_processor() -> None:
@@ -163,7 +168,7 @@ def test_a_worker_that_is_gone_is_started_anew_whoever_has_ended_it(
     error = getattr(ray.exceptions, ended)(*words)
     hosting, gone, started = Hosting.__new__(Hosting), mock.MagicMock(), threading.Event()
     hosting.asked, hosting.workers = found("b/cpu"), {"b/cpu": gone}
-    hosting.starting, hosting.one_at_a_time = set(), threading.Lock()
+    hosting.starting, hosting.one_at_a_time, hosting.over = set(), threading.Lock(), False
     monkeypatch.setattr(ray, "get", mock.Mock(side_effect=error))
     monkeypatch.setattr(hosting, "_start_anew", lambda one, before: started.set() if before is gone else None)
     with pytest.raises(type(error)):

@@ -103,24 +103,26 @@ fn batches(args: &Args, folder: &Path, binary: &Path) -> Result<()> {
         let scale = args.cores / speeds.iter().sum::<f64>();
         let paces: Vec<f64> = speeds.iter().map(|speed| (1000.0 * speed * scale).floor() / 1000.0).collect();
         let speed = |paces: &[f64]| -> Result<RunResult> { train(binary, folder, &devices(args, paces)) };
+        // Of a median step: a slow one is the machine's.
+        let rate = |result: &RunResult| (args.sequences * 64) as f64 / result.step_seconds.median;
         let mut alone = 0.0;
         let mut known: Vec<(f64, f64)> = Vec::new();
         for &pace in &paces {
             let tokens = match known.iter().find(|(of, _)| *of == pace) {
                 Some((_, tokens)) => *tokens,
-                None => speed(&[pace])?.tokens_per_second,
+                None => rate(&speed(&[pace])?),
             };
             known.push((pace, tokens));
             alone += tokens;
         }
         let together = speed(&paces)?;
         let slowest = paces.iter().copied().fold(f64::INFINITY, f64::min);
-        let even = speed(&vec![slowest; paces.len()])?.tokens_per_second;
-        let (share, to_even) = (together.tokens_per_second / alone, together.tokens_per_second / even);
+        let even = rate(&speed(&vec![slowest; paces.len()])?);
+        let (share, to_even) = (rate(&together) / alone, rate(&together) / even);
         let predicted = (args.sequences * 64) as f64 / together.step_seconds.predicted;
         println!(
             "{name:<10} {alone:>9.0} {:>9.0} {predicted:>9.0} {:>6.1}% {to_even:>6.2}x",
-            together.tokens_per_second,
+            rate(&together),
             100.0 * share
         );
         if share < SUM_LEAST || speeds[1] == 0.57 && to_even < EVEN_LEAST {

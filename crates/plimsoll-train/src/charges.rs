@@ -1,6 +1,6 @@
 //! What a device of this process is charged with beside its arena: what the process holds anyway, its rows, and its Programs.
 //! The plans of a run file (`resolve`) and of a run (`run::prepare`) are charged alike. What a GPU is charged with is measured
-//! when it is opened (`run::open`); what planners make of charges is not here.
+//! when it is opened (`run::team::open`); what planners make of charges is not here.
 
 use crate::data::{Loader, Rows};
 use crate::run_file::RunFile;

@@ -104,8 +104,10 @@ impl Command {
             Command::Bench { what: BenchCommand::Step(_) } => true,
             Command::Eval(args) => args.json,
             Command::Generate(args) => args.json,
-            Command::Merge(_) | Command::Join(_) | Command::Leave(_) => false,
-            Command::Cluster(args) | Command::Verify(args) => args.words.iter().any(|word| word == "--json"),
+            Command::Merge(_) => false,
+            Command::Join(args) | Command::Leave(args) | Command::Cluster(args) | Command::Verify(args) => {
+                args.words.iter().any(|word| word == "--json")
+            }
         }
     }
 }

@@ -237,10 +237,18 @@ fn what_no_rung_brings_under_the_line_of_a_device_is_done_by_the_processor_and_s
     // Several that cannot hold it together are no different, in a plan as in a run.
     let pair = ["--devices", "virtual:a=2MiB@0.5,virtual:b=3MiB@0.2"];
     place.succeed(&[&["train", "run.toml", "--set", "run.dir=pair"][..], &pair].concat());
-    for fallback in [plan(pair)["fallback"].clone(), place.json("pair/result.json")["fallback"].clone()] {
-        assert!(fallback["device"].as_str().is_some_and(|device| device.starts_with("virtual:")), "{fallback}");
-    }
+    let fallbacks = [plan(pair)["fallback"].clone(), place.json("pair/result.json")["fallback"].clone()];
+    assert!(fallbacks[0]["device"].is_string() && fallbacks[0] == fallbacks[1], "{fallbacks:?}");
     assert!(weights("pair") == weights("on-cpu"));
+    // A processor that is named does no more than it is asked to, and who wants everybody is not given the processor alone.
+    for bound in
+        [&["virtual:a=2MiB@0.5,cpu=20MiB"][..], &["virtual:a=2MiB@0.5,virtual:b=3MiB@0.2", "--set", "run.team=all"]]
+    {
+        for command in ["plan", "train"] {
+            let done = place.run(&[&[command, "run.toml", "--set", "run.dir=bound", "--devices"][..], bound].concat());
+            assert_eq!(done.code, Some(3), "{}", done.stderr);
+        }
+    }
     let generate = ["generate", "run/model", "--prompt", "abc", "--max-tokens", "3"];
     let done = place.succeed(&[&generate[..], &small].concat());
     assert!(done.stderr.starts_with(&format!("note: {says}")), "{}", done.stderr);

@@ -195,12 +195,13 @@ def _kept() -> dict[str, list[Kept]]:
 
     kept: dict[str, list[Kept]] = {}
     for group in placement_group_table().values():
-        if group["state"] == "CREATED":
+        # One that has lost a node is being placed anew, and has the others still.
+        if group["state"] in ("CREATED", "RESCHEDULING"):
             for number, bundle in group["bundles"].items():
                 for resource, unit in (("vram_mib", 1 << 20), ("memory", 1)):
                     if amount := int(bundle.get(resource, 0.0)) * unit:
                         of = Kept(what=unmarked(group["name"]), resource=resource, bytes=amount)
-                        kept.setdefault(group["bundles_to_node_id"][number], []).append(of)
+                        kept.setdefault(group["bundles_to_node_id"].get(number, ""), []).append(of)
     return kept
 
 

@@ -24,7 +24,7 @@ from typing import IO, Any
 from plimsoll import _native
 from plimsoll.errors import Bug, DoesNotFit, InputError, PlimsollError, Stopped
 from plimsoll.ray import ours, ports
-from plimsoll.ray.cluster import Free, Node, available, available_bytes, connected, nodes, whole_bytes
+from plimsoll.ray.cluster import Free, Node, available, connected, nodes, whole_bytes
 from plimsoll.ray.devices import Said, said
 from plimsoll.ray.reasons import reason
 
@@ -93,12 +93,13 @@ class Worker:
 def find(words: list[str], budget: str | None, every: list[Node], free: Free) -> list[Asked]:
     """What the words of ``run.devices`` mean on these nodes; ``ray`` is all that are there. ``budget`` is the most that a device may
     hold which is named without a load line: an amount, or a share of what is free."""
-    there, gone = alive(every), [_name(node) for node in every if not node["alive"]]
+    there = alive(every)
     asked: list[Asked] = []
 
     def take(node: Node, name: str, of_it: Said) -> None:
         if any(one.name == name for one in asked):
             raise InputError(f"run.devices: {name} is named twice")
+        _check_name(name)
         asked.append(_of(node, name, of_it, budget, free, asked))
 
     for of_it in itertools.chain.from_iterable(map(said, words)):
@@ -115,7 +116,7 @@ def find(words: list[str], budget: str | None, every: list[Node], free: Free) ->
         hosts = {_name(node).partition("/")[0]: node for node in by_memory if of_host}
         found = named.get(name) or hosts.get(name.partition("/")[0])
         if found is None:
-            raise _nobody(name, of_it, list(named), gone)
+            raise _nobody(name, of_it, every)
         take(found, name, of_it)
     return asked
 
@@ -125,14 +126,25 @@ def alive(every: list[Node]) -> list[Node]:
     return [node for node in every if node["alive"]]
 
 
-def _nobody(name: str, of_it: Said, there: list[str], gone: list[str]) -> InputError:
+def _nobody(name: str, of_it: Said, every: list[Node]) -> InputError:
     """Why no node has this device."""
-    if name in gone:
+    host, names = name.partition("/")[0], [_name(node) for node in alive(every)]
+    of_host = [node for node in every if _name(node).partition("/")[0] == host]
+    if of_host and not alive(of_host) or any(_name(node) == name for node in of_host):
         return InputError(f"run.devices: {name} is gone", ["what brings it back is said on its machine by: plimsoll cluster"])
-    hints = [f"there is: {', '.join(there)}"]
-    if re.match("cpu$|virtual:", of_it["device"]) and any(one.partition("/")[0] == name.partition("/")[0] for one in there):
+    hints = [f"there is: {', '.join(names)}"] if names else ["nobody is there: see plimsoll cluster"]
+    if of_host and re.match("cpu$|virtual:", of_it["device"]):
         hints.insert(0, f"what no node gives is made of its host's memory, and needs a load line: ray:{name}=600MiB")
     return InputError(f"run.devices: no node of the cluster is called {name}", hints)
+
+
+def _check_name(name: str) -> None:
+    """That run files can name a device: what a node is called is for whoever has started it to say."""
+    try:
+        said(f"ray:{name}")
+    except InputError:
+        hint = "a node's name is HOST/DEVICE, of letters, digits and `.-_`, such as alpha/cuda:0: plimsoll cluster shows them"
+        raise InputError(f"run.devices: the cluster has a device called `{name}`, which no run can name", [hint]) from None
 
 
 def _name(node: Node) -> str:
@@ -168,8 +180,6 @@ class Hosting:
         import ray
 
         every = nodes()
-        # Whoever asks for all is told who is not among them.
-        self.missed = [node["name"] for node in every if not node["alive"]] if "ray" in wanted["devices"] else []
         self.whose = _whose(wanted["run"], alive(every))
         promised = None if wanted["for_runs"] else os.environ.get(KEPT)
         if promised is not None:
@@ -183,12 +193,24 @@ class Hosting:
                 if not _keep(together, self.whose):
                     _check_there(together)
                     raise DoesNotFit("the cluster does not keep what the run needs", ["see what runs there: plimsoll cluster"])
+        # Whoever asks for all is told who is not among them.
+        self.missed = [node["name"] for node in nodes() if not node["alive"]] if "ray" in wanted["devices"] else []
         # A run of a sweep has one device and meets nobody.
         self.alone = promised is not None
-        self.workers = {one.name: _start(one, self.alone, self.whose) for one in self.asked}
+        self.workers = dict[str, Any]()
         #: Devices whose worker is being started anew.
         self.starting: set[str] = set()
-        self.one_at_a_time = threading.Lock()
+        self.one_at_a_time, self.over = threading.Lock(), False
+        try:
+            self._begin()
+        except BaseException:
+            self.release()
+            raise
+
+    def _begin(self) -> None:
+        """Starts the workers."""
+        for one in self.asked:
+            self.workers[one.name] = _start(one, self.alone, self.whose)
         for one in self.asked:
             ready = self.workers[one.name].device.remote()
             try:
@@ -233,7 +255,9 @@ class Hosting:
         import ray
         from ray.util.placement_group import remove_placement_group
 
-        for worker in self.workers.values():
+        # From now on none is started anew.
+        self.over = True
+        for worker in list(self.workers.values()):
             ray.kill(worker)
         if not self.alone:
             for group in {one.place.placement_group.id: one.place.placement_group for one in self.asked}.values():
@@ -265,7 +289,7 @@ class Hosting:
                 self.starting.discard(device)
 
         with self.one_at_a_time:
-            if device not in self.starting:
+            if device not in self.starting and not self.over:
                 self.starting.add(device)
                 threading.Thread(target=work, daemon=True).start()
 
@@ -308,13 +332,15 @@ def _found(wanted: dict[str, Any], every: list[Node]) -> list[Asked]:
     began = time.monotonic()
     while True:
         free, there = available(), alive(every)
-        comes = any(_unbooked(node, free) or node["kept"] and not node["runs"] for node in there)
         found, failed = list[Asked](), None
         try:
             found = find(wanted["devices"], wanted["budget"], every, free)
+            # What others have is not waited for.
+            there = [one.node for one in found]
         except DoesNotFit as error:
             failed = error
-            comes = comes or wanted["for_runs"] and any(node["kept"] for node in there)
+        comes = any(_unbooked(node, free) or node["kept"] and not node["runs"] for node in there)
+        comes = comes or failed is not None and wanted["for_runs"] and any(node["kept"] for node in there)
         patience = SWEEP_SECONDS if failed and wanted["for_runs"] else BOOKS_SECONDS
         if comes and time.monotonic() - began < patience:
             time.sleep(LOOK_SECONDS / 2)
@@ -327,9 +353,12 @@ def _found(wanted: dict[str, Any], every: list[Node]) -> list[Asked]:
 
 def _unbooked(node: Node, free: Free) -> bool:
     """Whether bytes of a node are neither free nor kept for anybody: they are being given back."""
-    resource = "memory" if node["vram_mib"] is None else "vram_mib"
-    kept = sum(one["bytes"] for one in node["kept"] if one["resource"] == resource)
-    return available_bytes(node, free) + kept < whole_bytes(node)
+
+    def lacks(resource: str, whole: int, unit: int) -> bool:
+        left = int(free.get(node["id"], {}).get(resource, 0.0)) * unit
+        return left + sum(one["bytes"] for one in node["kept"] if one["resource"] == resource) < whole
+
+    return lacks("memory", node["memory_bytes"], 1) or lacks("vram_mib", (node["vram_mib"] or 0) * MIB, MIB)
 
 
 def _whose(run: str | None, there: list[Node]) -> str:
@@ -374,7 +403,7 @@ def _keep(asked: list[Asked], whose: str) -> bool:
 def _check_there(asked: list[Asked]) -> None:
     """That the nodes of these devices are there."""
     if gone := _gone(asked):
-        raise InputError(f"run.devices: {' and '.join(gone)} does not answer any more", ["see who is there: plimsoll cluster"])
+        raise InputError(f"run.devices: {' and '.join(gone)} cannot be reached any more", ["see who is there: plimsoll cluster"])
 
 
 def _place(group: Any, number: int) -> Any:

@@ -128,7 +128,7 @@ fn cpu_cached(
         Source::Disturbed { contention } => Some(Disturbed { contention, at: now() }),
         _ => None,
     };
-    if let (Some(folder), Source::Measured | Source::Disturbed { .. }) = (folder, source) {
+    if let Some(folder) = folder.filter(|_| extent == whole) {
         keep(folder, vec![Known { key, rates: rates.clone(), disturbed }]);
     }
     Ok(Calibration { rates, source })
@@ -283,12 +283,14 @@ fn plausible(rates: &Rates) -> bool {
         })
 }
 
-/// Adds entries, replacing those of the same key.
+/// Adds entries, replacing those of the same key; what was measured beside other programs replaces nothing that was not.
 fn keep(folder: &Path, new: Vec<Known>) {
     if new.is_empty() {
         return;
     }
     let mut known = read(folder);
+    let better = |new: &Known| known.iter().any(|old| old.key == new.key && old.disturbed.is_none());
+    let new: Vec<Known> = new.into_iter().filter(|new| new.disturbed.is_none() || !better(new)).collect();
     known.retain(|old| new.iter().all(|new| new.key != old.key));
     known.extend(new);
     save(folder, RATES, &known);
@@ -373,6 +375,10 @@ mod tests {
         assert_eq!(read(), Calibration { rates: example(), source: Source::Disturbed { contention: 0.3 } });
         kept(DISTURBED.as_secs());
         assert_ne!(read().rates, example());
+        // Whoever was left alone meanwhile knows better.
+        keep_measured(folder.path(), &cpu("a"), &[DeviceBench { threads: 1, ..measured(0.01) }]);
+        kept(60);
+        assert_eq!(read().source, Source::Cached);
         // A clock that was set back says nothing of their age.
         assert!(!Disturbed { contention: 0.3, at: 10 }.holds_at(9));
     }

@@ -17,7 +17,7 @@ pub use plan::{Planned, check_followed, plan};
 pub(crate) use question::{evaluations, host, lora, question, staging};
 pub use question::{optimizer, team_question};
 
-use crate::run_file::{FallbackTo, RunFile};
+use crate::run_file::{FallbackTo, RunFile, TeamOf};
 use devices::{cpu, exchange_by_host, exchange_by_nccl};
 use plan::order;
 use plimsoll_core::{DeviceKind, DeviceSpec, Failure, Fallback, Plan};
@@ -102,7 +102,7 @@ impl Resolved {
     ///
     /// # Errors
     /// As planning.
-    pub fn or_on_cpu(
+    pub(crate) fn or_on_cpu(
         &mut self,
         file: &RunFile,
         answer: Answer,
@@ -116,19 +116,23 @@ impl Resolved {
 
     /// The last rung, where a plan does not fit: the processor does the work of accelerators that cannot hold it, if that fits
     /// under the host's load line. `plan` plans for the device that there then is; its charges may be settled there. What
-    /// belongs to the experiment stays what it would have been. This machine's processor takes no work of other machines'
-    /// devices.
+    /// belongs to the experiment stays what it would have been. A processor that is named itself, for so much, does no more than
+    /// that; it takes no work of other machines' devices, and none of a team that nobody may be left out of.
     ///
     /// # Errors
     /// As planning.
-    pub fn on_cpu(
+    pub(crate) fn on_cpu(
         &mut self,
         file: &RunFile,
         refused: &Plan,
         plan: impl FnOnce(&mut Resolved, &RunFile) -> Result<Answer, Failure>,
     ) -> Result<Option<Answer>, Failure> {
         let accelerator = matches!(self.device.kind, DeviceKind::Cuda | DeviceKind::Virtual);
-        if !accelerator || file.run.fallback == FallbackTo::None || file.devices().elsewhere() {
+        let asked = file.devices();
+        let has_cpu = asked.devices.iter().any(|asked| matches!(asked, DeviceRequest::Cpu { .. }));
+        let several = refused.team.len() > 1 || !self.others.is_empty();
+        let bound = has_cpu || asked.elsewhere() || several && file.run.team == TeamOf::All;
+        if !accelerator || bound || file.run.fallback == FallbackTo::None {
             return Ok(None);
         }
         let mut decided = file.clone();
@@ -140,8 +144,9 @@ impl Resolved {
             return Ok(None);
         }
         self.others.clear();
-        let needs_bytes = refused.devices[0].peak_bytes;
-        let fallback = Fallback { device: left.name, budget_bytes: left.budget, needs_bytes };
+        let lacks = &refused.devices[0];
+        let (device, budget_bytes, needs_bytes) = (lacks.name.clone(), lacks.budget_bytes, lacks.peak_bytes);
+        let fallback = Fallback { device, budget_bytes, needs_bytes };
         on_cpu.plan.fallback = Some(fallback.clone());
         self.fallback = Some(fallback);
         Ok(Some(on_cpu))

@@ -190,6 +190,8 @@ pub fn prepare(mut run: RunFile, known: Option<&Known>) -> Result<Prepared, Fail
         planned_team(&mut resolved, &run, known, evaluations(&run, eval.as_ref().map(Dataset::rows)))?
     };
     if !planned.plan.fits {
+        // What a team held is nothing that a processor is charged with.
+        let known = known.filter(|known| known.team.is_empty());
         let on_cpu = resolved.on_cpu(&run, &planned.plan, |resolved, run| planned_alone(resolved, run, known))?;
         planned = on_cpu.map_or(planned, |answer| Planned::alone(&resolved.device, &run, answer, known));
     }

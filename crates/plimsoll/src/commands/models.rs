@@ -156,7 +156,7 @@ fn train(file: &RunFile, folder: &Path, row: &mut ModelRow) -> Result<(), Failur
     row.measured_seconds = Some(start.elapsed().as_secs_f64());
     row.recipe = Some(result.recipe);
     row.measured_step_seconds = Some(result.step_seconds.median);
-    row.tokens_per_second = Some(result.tokens_per_second);
+    row.tokens_per_second = Some(file.train.batch_tokens as f64 / result.step_seconds.median);
     row.steps = Some(result.steps);
     row.retreats = Some(result.retreats.len() as u64);
     if let Some(memory) = result.memory.first() {

@@ -21,6 +21,7 @@ use std::process::Command;
 /// What is wrong with the run file, the model or the devices.
 pub fn run(args: &PlanArgs) -> Result<Exit, Failure> {
     let file = reached(args.resolve()?)?;
+    file.elsewhere.missed().for_each(|missed| say::note(&missed));
     let Planned { resolved, devices, answer } = plan(&file, args.explain)?;
     if args.json {
         let json = serde_json::to_string_pretty(&answer.plan).expect("a plan is plain data");

@@ -306,7 +306,7 @@ impl Evaluator {
         let _ = engine.memory();
         let measured = match (engine.gpu(), engine.far()) {
             (Some(gpu), _) => gpu.measured(),
-            (None, Some(line)) => line.measured(),
+            (None, Some(connection)) => connection.measured(),
             (None, None) => held.map(|held| (held, MeasuredBy::Process)),
         };
         Some(DeviceMemory {

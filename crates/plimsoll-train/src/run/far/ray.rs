@@ -108,7 +108,7 @@ fn bring(run: &mut RunFile, python: &Path, for_runs: bool) -> Result<Arc<Process
             return Err(Failure { exit, message, hints });
         }
     };
-    let named = named(&devices)?;
+    let named: DevicesRequest = devices.parse()?;
     let at = |error: io::Error| {
         Failure::input(format!(
             "Ray says that this machine is {ip}, and none of its ports for wires can be taken: {error}"
@@ -123,15 +123,6 @@ fn bring(run: &mut RunFile, python: &Path, for_runs: bool) -> Result<Arc<Process
     let named = DevicesRequest { host: asked.host, file: asked.file, ..named };
     run.elsewhere = Elsewhere::by(Arc::new(Cluster { process: Arc::clone(&process), wires })).of(named).without(missed);
     Ok(process)
-}
-
-/// The devices as the cluster names them. The words that were asked for have been read before; what a node is called is for
-/// whoever has started it to say.
-fn named(devices: &str) -> Result<DevicesRequest, Failure> {
-    devices.parse().map_err(|error| {
-        Failure::input(format!("run.devices: the cluster names its devices as `{devices}`: {error}"))
-            .hint("a node's name is HOST/DEVICE, of letters, digits and `.-_`, such as alpha/cuda:0: plimsoll cluster shows them")
-    })
 }
 
 /// Names, for a run, what a sweep has kept of its device: the run is placed in that, and asks Ray for nothing of its own.
@@ -324,18 +315,5 @@ impl Drop for Process {
         // One that has ended already is not killed, and what it has placed ends with it either way.
         let _ = child.kill();
         let _ = child.wait();
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_node_by_whose_name_no_run_can_go_is_no_bug_of_ours() {
-        assert_eq!(named("alpha/cuda:0=600MiB@1gbit").unwrap().devices.len(), 1);
-        let failure = named("my machine/cuda:0=600MiB").unwrap_err();
-        assert_eq!(failure.exit, Exit::Input);
-        assert!(failure.message.starts_with("run.devices: ") && failure.message.contains("`my machine/cuda:0`"));
     }
 }

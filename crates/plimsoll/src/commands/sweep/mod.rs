@@ -81,6 +81,7 @@ pub fn run(args: &SweepArgs) -> Result<Exit, Failure> {
         say::answer(&planning(names.len() - done));
     }
     let (devices, kept) = kept(devices)?;
+    devices.elsewhere.missed().for_each(|missed| say::note(&missed));
     let places = Places::find(&devices, kept, args.workers.or(known.and_then(|report| report.workers)))?;
     let (folder, runs, report) = match before {
         Some((folder, runs, mut report)) => {
