@@ -156,6 +156,11 @@ def nodes() -> list[Node]:
     return of_interest(listed, lives)
 
 
+def alive(every: list[Node]) -> list[Node]:
+    """Those that are there."""
+    return [node for node in every if node["alive"]]
+
+
 class Life(NamedTuple):
     """When a node started and ended, in milliseconds since the epoch, and whether it was told to end; 0 is not known, or not yet."""
 
@@ -168,20 +173,20 @@ def of_interest(listed: list[Node], lives: Mapping[str, Life]) -> list[Node]:
     """The nodes that are there, and those that are missed: of a name the last, unless that has left, and none whose machine has
     joined again since, with whatever devices."""
     life = {node["id"]: lives.get(node["id"], Life()) for node in listed}
-    alive, last = list[Node](), dict[tuple[str, str], Node]()
+    there, last = list[Node](), dict[tuple[str, str], Node]()
     for node in sorted(listed, key=lambda node: life[node["id"]].start_ms):
         named = (node["name"], node["ip"])
         last.pop(named, None)
         if node["alive"]:
-            alive.append(node)
+            there.append(node)
         elif not life[node["id"]].left:
             last[named] = node
 
     def replaced(gone: Node) -> bool:
-        return any(node["ip"] == gone["ip"] and 0 < life[gone["id"]].end_ms < life[node["id"]].start_ms for node in alive)
+        return any(node["ip"] == gone["ip"] and 0 < life[gone["id"]].end_ms < life[node["id"]].start_ms for node in there)
 
     missed = [node for node in last.values() if not replaced(node)]
-    return sorted(alive, key=lambda node: node["name"]) + sorted(missed, key=lambda node: node["name"])
+    return sorted(there, key=lambda node: node["name"]) + sorted(missed, key=lambda node: node["name"])
 
 
 def unmarked(name: str) -> str:
@@ -301,7 +306,7 @@ def look() -> Cluster:
 
     seen = nodes()
     ask = ray.remote(max_retries=0)(facts)
-    asked = [(node, ask.options(**on(node)).remote()) for node in seen if node["alive"]]
+    asked = [(node, ask.options(**on(node)).remote()) for node in alive(seen)]
     patience, unkept = time.monotonic() + ANSWER_SECONDS, available()
     for node, answer in asked:
         try:

@@ -24,7 +24,7 @@ from typing import IO, Any
 from plimsoll import _native
 from plimsoll.errors import Bug, DoesNotFit, InputError, PlimsollError, Stopped
 from plimsoll.ray import ours, ports
-from plimsoll.ray.cluster import Free, Node, available, connected, nodes, whole_bytes
+from plimsoll.ray.cluster import Free, Node, alive, available, connected, nodes, whole_bytes
 from plimsoll.ray.devices import Said, said
 from plimsoll.ray.reasons import reason
 
@@ -99,12 +99,12 @@ def find(words: list[str], budget: str | None, every: list[Node], free: Free) ->
     def take(node: Node, name: str, of_it: Said) -> None:
         if any(one.name == name for one in asked):
             raise InputError(f"run.devices: {name} is named twice")
-        _check_name(name)
         asked.append(_of(node, name, of_it, budget, free, asked))
 
     for of_it in itertools.chain.from_iterable(map(said, words)):
         if of_it["host"] is None:
             for node in there:
+                _check_name(_name(node))
                 take(node, _name(node), {**of_it, "word": f"ray:{_name(node)}"})
             continue
         name = f"{of_it['host']}/{of_it['device']}"
@@ -119,11 +119,6 @@ def find(words: list[str], budget: str | None, every: list[Node], free: Free) ->
             raise _nobody(name, of_it, every)
         take(found, name, of_it)
     return asked
-
-
-def alive(every: list[Node]) -> list[Node]:
-    """Those that are there."""
-    return [node for node in every if node["alive"]]
 
 
 def _nobody(name: str, of_it: Said, every: list[Node]) -> InputError:
@@ -191,7 +186,9 @@ class Hosting:
             # A sweep loses its devices one by one.
             for together in [[one] for one in self.asked] if wanted["for_runs"] else [self.asked]:
                 if not _keep(together, self.whose):
-                    _check_there(together)
+                    if gone := _gone(together):
+                        hints = ["see who is there: plimsoll cluster"]
+                        raise InputError(f"run.devices: {' and '.join(gone)} cannot be reached any more", hints)
                     raise DoesNotFit("the cluster does not keep what the run needs", ["see what runs there: plimsoll cluster"])
         # Whoever asks for all is told who is not among them.
         self.missed = [node["name"] for node in nodes() if not node["alive"]] if "ray" in wanted["devices"] else []
@@ -398,12 +395,6 @@ def _keep(asked: list[Asked], whose: str) -> bool:
     for number, one in enumerate(asked):
         one.place, one.kept = _place(group, number), name
     return True
-
-
-def _check_there(asked: list[Asked]) -> None:
-    """That the nodes of these devices are there."""
-    if gone := _gone(asked):
-        raise InputError(f"run.devices: {' and '.join(gone)} cannot be reached any more", ["see who is there: plimsoll cluster"])
 
 
 def _place(group: Any, number: int) -> Any:

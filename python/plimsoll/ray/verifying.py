@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from plimsoll import _native
 from plimsoll.errors import DoesNotFit, InputError
 from plimsoll.ray import ports
-from plimsoll.ray.cluster import Facts, Node, available, available_bytes, columns, facts, nodes, on, whole_bytes
+from plimsoll.ray.cluster import Facts, Node, alive, available, available_bytes, columns, facts, nodes, on, whole_bytes
 from plimsoll.ray.devices import readable, said
 from plimsoll.ray.reasons import reason
 from plimsoll.run_file import settings
@@ -124,11 +124,11 @@ def verify(*, share: float, seconds: float) -> Report:
     import ray
 
     every = nodes()
-    alive = [node for node in every if node["alive"]]
-    if not alive:
+    there = alive(every)
+    if not there:
         raise InputError("there is nobody to verify")
-    busy = _busy(alive, share)
-    tried = [node for node in alive if node["name"] not in busy]
+    busy = _busy(there, share)
+    tried = [node for node in there if node["name"] not in busy]
     prover = ray.remote(max_restarts=0)(Prover)
     name = f"plimsoll verify ({os.getpid()}-{secrets.token_hex(3)})"
     provers = [
@@ -141,7 +141,7 @@ def verify(*, share: float, seconds: float) -> Report:
         taken = _answers([one.take.remote(_bytes(node, share)) for node, one in zip(tried, provers)])
         computed = _answers([one.compute.remote(seconds) for one in provers])
         judged = {node["name"]: _judge(node, _bytes(node, share), *found) for node, *found in zip(tried, told, taken, computed)}
-        devices = [judged.get(node["name"]) or _device(node, _bytes(node, share), busy[node["name"]], busy=True) for node in alive]
+        devices = [judged.get(node["name"]) or _device(node, _bytes(node, share), busy[node["name"]], busy=True) for node in there]
         able = [(node, one) for node, one, fact in zip(tried, provers, told) if not isinstance(fact, Exception)]
         links = [way for one, other in itertools.combinations(able, 2) for way in _link(one, other)]
     finally:
@@ -267,7 +267,7 @@ def warnings(every: list[Node], devices: list[Device]) -> list[str]:
     clocks = [fact["clock"] for _, fact in told]
     if clocks and max(clocks) - min(clocks) > CLOCK_SECONDS:
         said.append(f"clocks are {max(clocks) - min(clocks):.1f} s apart, or a node is slow to answer")
-    cards = {node["ip"]: 0.0 for node in every if node["alive"]}
+    cards = {node["ip"]: 0.0 for node in alive(every)}
     for node in every:
         cards[node["ip"]] = cards.get(node["ip"], 0.0) + node["gpus"]
     on_bus = {node["ip"]: fact["cards"] for node in every for name, fact in told if name == node["name"]}

@@ -69,7 +69,7 @@ pub enum Source {
 /// What this process knows of the CPU by its threads: nothing is measured twice.
 static HERE: Mutex<BTreeMap<u32, Calibration>> = Mutex::new(BTreeMap::new());
 
-/// The share of the time in which others had the cores while this process measured rates that are not kept because of it.
+/// The share of the time in which others had the cores while rates were measured that this process goes by.
 pub fn disturbed() -> Option<f64> {
     let here = HERE.lock().unwrap_or_else(PoisonError::into_inner);
     let shares = here.values().filter_map(|known| match known.source {
