@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """What only a GPU can show, in less than eight minutes: run this on a machine that has one.
 
-    python3 gpu_check.py [--device cuda:0] [--seconds 460] [--out FOLDER] [--only found,ops,...]
+    python3 gpu_check.py [--device cuda:0] [--seconds 470] [--out FOLDER] [--only found,ops,...]
 
 It lies beside the programs that it runs (plimsoll, plimsoll-check, torch_step.py), as `cargo xtask gpu-check` packed
 them, and needs neither Rust nor a network; torch and transformers where they are to be compared with. What a section
-found is written to FOLDER (or $OUT) as it ends: all figures to gpu-check.json, the table to gpu-check.txt, so that a run
-that is cut off leaves what it had. The table comes last, also when a section fails or the run is asked to end; the
+found is written to FOLDER (or $OUT) as it ends: all figures to gpu-check.json, the table to gpu-check.txt, and what every
+program that was run said to gpu-check.log, so that a run that is cut off leaves what it had. The table comes last, also when a section fails or the run is asked to end; the
 exit code is 0 when everything held that was shown.
 
 `--rehearse` runs the same flow in small, on a stand-in for a GPU, so that it is known to work before there is one.
@@ -29,7 +29,7 @@ MIB, GIB = 1 << 20, 1 << 30
 
 # Sizes of the real check, and of its rehearsal. Seconds are the most that a section may take.
 REAL = {
-    "seconds": {"found": 75, "ops": 25, "plans": 60, "soak": 20, "kill": 30, "curve": 60, "speed": 200},
+    "seconds": {"found": 65, "ops": 35, "plans": 55, "soak": 20, "kill": 30, "curve": 65, "speed": 200},
     "dtypes": ["f32", "bf16"],
     "cases": 100_000,
     "case_seconds": 25,
@@ -43,11 +43,15 @@ REAL = {
     # SmolLM2-135M (its config.json on the hub).
     "curve_model": dict(hidden=576, layers=30, heads=9, kv_heads=3, ffn=1536, vocab=49152),
     "curve_run": dict(sequence=512, rows=8, steps=40),
-    # Llama-3.2-1B and Qwen2.5-1.5B (their config.json), with a head of its own, as torch_step.py has.
+    # Llama-3.2-1B and Qwen2.5-1.5B (their config.json), with a head of its own, as torch_step.py has. As many sequences as
+    # PyTorch, compiled, is expected to have room for on 80 GB; half of them where it has not.
     "shapes": {
-        "llama-3.2-1b": dict(vocab=128256, layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, sequence=2048, batch=4),
-        "qwen2.5-1.5b": dict(vocab=151936, layers=28, hidden=1536, heads=12, kv_heads=2, ffn=8960, sequence=2048, batch=4),
+        "llama-3.2-1b": dict(vocab=128256, layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, sequence=2048, batch=8),
+        "qwen2.5-1.5b": dict(vocab=151936, layers=28, hidden=1536, heads=12, kv_heads=2, ffn=8960, sequence=2048, batch=6),
     },
+    # Of the memory of PyTorch's better way, ours gets so much; and is so fast at least.
+    "memory": 0.6,
+    "pace": 0.8,
     "step": dict(steps=6, warmup=3),
     "bench_seconds": 8,
 }
@@ -66,6 +70,8 @@ REHEARSAL = {
     "curve_model": dict(hidden=32, layers=2, heads=2, kv_heads=1, ffn=48, vocab=97),
     "curve_run": dict(sequence=24, rows=2, steps=6),
     "shapes": {"toy": dict(vocab=128, layers=2, hidden=32, heads=2, kv_heads=1, ffn=64, sequence=16, batch=2)},
+    "memory": 0.6,
+    "pace": 0.8,
     "step": dict(steps=2, warmup=1),
     "bench_seconds": 1,
 }
@@ -146,6 +152,14 @@ class Section:
             environment["LD_LIBRARY_PATH"] = ":".join(filter(None, [str(self.options.libraries), known]))
         return environment
 
+    def log(self, command, outcome, seconds, said, complained):
+        """What a program said, whole where it complains, and how it ended."""
+        words = [str(word) if len(str(word)) < 200 else f"{str(word)[:200]}…" for word in command]
+        with open(self.options.out / "gpu-check.log", "a") as log:
+            log.write(f"== {self.name}: {' '.join(words)}\n== {outcome}, {seconds:.1f} s\n")
+            for stream in [(said or "")[-4000:], (complained or "")[-40000:]]:
+                log.write(f"{stream.rstrip()}\n" if stream.strip() else "")
+
     def start(self, *arguments, program="plimsoll", **more):
         command = [str(self.options.programs / program), *map(str, arguments)]
         return subprocess.Popen(
@@ -155,14 +169,18 @@ class Section:
 
     def run(self, *arguments, program="plimsoll", seconds=None, exits=(0,)):
         """Standard output of one of our programs."""
-        child = self.start(*arguments, program=program)
+        child, started = self.start(*arguments, program=program), time.monotonic()
+        tell = lambda outcome, said, complained: self.log(
+            [program, *arguments], outcome, time.monotonic() - started, said, complained)
         try:
             said, complained = child.communicate(timeout=seconds or self.left)
-        except subprocess.TimeoutExpired:
-            raise Failed(f"{program} {arguments[0]}: no end in time", end(child)) from None
-        except CutOff:
-            end(child)
-            raise
+        except (subprocess.TimeoutExpired, CutOff) as over:
+            said, complained = end(child)
+            tell("no end in time", said, complained)
+            if isinstance(over, CutOff):
+                raise
+            raise Failed(f"{program} {arguments[0]}: no end in time", said) from None
+        tell(f"exit {child.returncode}", said, complained)
         if child.returncode not in exits:
             lines = (complained.strip() or said.strip()).splitlines()
             raise Failed(f"{program} {arguments[0]}: exit {child.returncode}: {' / '.join(lines[-4:])}")
@@ -170,28 +188,36 @@ class Section:
 
     def python(self, *arguments, seconds=None):
         """Standard output of this Python."""
+        command, started = [sys.executable, *map(str, arguments)], time.monotonic()
+        name = pathlib.Path(command[1]).name
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+        )
         try:
-            done = subprocess.run(
-                [sys.executable, *map(str, arguments)], stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                timeout=seconds or self.left, env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"},
-            )
-        except subprocess.TimeoutExpired:
-            raise Failed(f"{pathlib.Path(str(arguments[0])).name}: no end in time") from None
-        if done.returncode != 0:
-            raise Failed(f"{pathlib.Path(str(arguments[0])).name}: {' / '.join(done.stderr.strip().splitlines()[-3:])}")
-        return done.stdout
+            said, complained = child.communicate(timeout=seconds or self.left)
+        except (subprocess.TimeoutExpired, CutOff) as over:
+            self.log(command, "no end in time", time.monotonic() - started, *end(child))
+            if isinstance(over, CutOff):
+                raise
+            raise Failed(f"{name}: no end in time") from None
+        self.log(command, f"exit {child.returncode}", time.monotonic() - started, said, complained)
+        if child.returncode != 0:
+            raise Failed(f"{name}: {' / '.join(complained.strip().splitlines()[-3:])}", complained)
+        return said
 
 
 def end(child):
-    """Ends a program and what it has started: a worker that hangs would keep the GPU, and the pipes. What it had printed."""
+    """Ends a program and what it has started: a worker that hangs would keep the GPU, and the pipes. What it had printed,
+    on both streams."""
     try:
         os.killpg(child.pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
     try:
-        return child.communicate(timeout=5)[0]
+        return child.communicate(timeout=5)
     except subprocess.TimeoutExpired:
-        return ""
+        return "", ""
 
 
 def last_json(said):
@@ -269,21 +295,22 @@ def run_file(folder):
 
 def found(section):
     """What is here."""
+    try:
+        query = "--query-gpu=name,driver_version,memory.total,memory.used,temperature.gpu,clocks.sm"
+        smi = subprocess.run(["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True, timeout=20)
+        section.keep("nvidia_smi", smi.stdout.strip() or smi.stderr.strip())
+        section.add("nvidia-smi", smi.stdout.strip().splitlines()[0], None)
+    except (OSError, IndexError, subprocess.TimeoutExpired):
+        section.add("nvidia-smi", "not here", None)
+    # For people, too, in the log.
+    section.run("devices")
     machine = whole_json(section.run("devices", "--json"))
     section.keep("devices", machine)
     gpus = [device for device in machine["devices"] if device["kind"] == "cuda"]
     ours = [device for device in gpus if device["name"] == section.options.device]
     section.add("the device", ", ".join(f"{d['name']}: {d['model']}" for d in gpus) or "none", bool(ours))
     if not ours:
-        print(section.run("devices"))
         raise Failed(f"there is no {section.options.device}: all that follows needs it")
-    try:
-        query = "--query-gpu=name,driver_version,memory.total,memory.used,temperature.gpu,clocks.sm"
-        smi = subprocess.run(["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True, timeout=20)
-        section.add("nvidia-smi", smi.stdout.strip().splitlines()[0], None)
-        section.keep("nvidia_smi", smi.stdout.strip())
-    except (OSError, IndexError, subprocess.TimeoutExpired):
-        section.add("nvidia-smi", "not here", None)
     seconds = section.sizes["bench_seconds"]
     bench = section.folder / "bench.json"
     try:
@@ -342,6 +369,9 @@ def plans(section):
     """Planned = used, for the arena and the whole device, and never above a budget that is imposed."""
     shown = tally(section, "plans", "--only", "plans", "--dtype", "bf16", "--runs", section.sizes["plans"], "--size",
                   section.sizes["plan_size"], "--seconds", max(1, int(section.left) - 3))
+    unseen = sum(count for sort, count in shown["covered"].items() if sort.startswith("whole device not seen"))
+    if unseen:
+        section.add("whole device and budgets, for want of NVML", f"not seen in {unseen}", False)
     ran = sum(count for sort, count in shown["covered"].items() if sort.startswith("under "))
     least = section.sizes["plans_least"]
     section.add("configurations that fit and ran", f"{ran} (at least {least})", ran >= least)
@@ -408,8 +438,8 @@ def has_torch(section):
     try:
         section.python("-c", "import torch, transformers", seconds=min(60, section.left))
         return True
-    except Failed:
-        section.add("transformers", "not here: nothing to compare with", None)
+    except Failed as failed:
+        section.add("transformers", f"not here, nothing to compare with: {failed}", None)
         return False
 
 
@@ -555,12 +585,14 @@ def loss_curve(torch, work, loss_of, rows, attention="sdpa", parts=1, throughout
 
 
 def speed(section):
-    """A training step, ours and PyTorch's in turn."""
+    """A training step of PyTorch's, and ours in a share of its memory, in turn."""
     shapes = section.sizes["shapes"]
     for number, (name, shape) in enumerate(shapes.items()):
         until = time.monotonic() + section.left / (len(shapes) - number)
         try:
-            speed_of(section, name, shape, until)
+            if not speed_of(section, name, shape, until) and shape["batch"] > 1:
+                smaller = {**shape, "batch": shape["batch"] // 2}
+                speed_of(section, f"{name}, {smaller['batch']} sequences", smaller, until)
         except Failed as failed:
             # A card that is too small for a shape says so, which is no fault of speed.
             section.add(f"{name}: ours", failed, None if "exit 3" in str(failed) else False)
@@ -572,48 +604,77 @@ ON_DEVICE = ("import sys, runpy, torch; torch.set_default_device(sys.argv[1]); s
 
 
 def speed_of(section, name, shape, until):
+    """Whether PyTorch had room for it in one way at least."""
     peer = section.options.programs / "torch_step.py"
     left = lambda: max(1.0, until - time.monotonic())
     words = [word for key, value in {**shape, **section.sizes["step"]}.items()
              for word in (f"--{key.replace('_', '-')}", str(value))]
-    ours = last_json(section.run("bench", "step", "--device", section.options.device, "--dtype", "bf16", *words,
-                                 seconds=left()))
-    section.keep(f"{name}: ours", ours)
-    # What PyTorch's own allocator reserves stands beside it: neither counts the context.
-    memory = ours["arena_bytes"] / MIB
-    whole = ours.get("device_mib") or 0.0
-    section.add(f"{name}: ours", f"{ours['tokens_per_second']:.0f} tokens/s, {memory:.0f} MiB ({whole:.0f} with "
-                f"context and libraries)", None)
-    share = ours["limit_step_seconds"] / ours["step_seconds_median"]
-    section.add(f"{name}: share of the measured product peak", f"{100 * share:.0f} %", None)
-    where = sorted(ours["seconds_by_op"].items(), key=lambda item: -item[1])[:6]
-    total = sum(ours["seconds_by_op"].values()) or 1.0
-    section.add(f"{name}: where it goes", ", ".join(f"{op} {100 * t / total:.0f} %" for op, t in where), None)
-    peers = {}
+    peers, missing = {}, []
     device = "cpu" if section.options.rehearse else section.options.device
     for kind, more in {"eager": [], "compile": ["--compile"]}.items():
         if not peer.exists() or (section.options.rehearse and kind == "compile"):
             section.add(f"{name}: PyTorch {kind}", "not here", None)
+            missing.append(kind)
             continue
+        # Ours needs some time after it.
         try:
-            peers[kind] = last_json(section.python(
-                "-c", ON_DEVICE, device, peer, "--device", device, "--dtype", "bf16", *more, *words, seconds=left()))
+            theirs = last_json(section.python("-c", ON_DEVICE, device, peer, "--device", device, "--dtype", "bf16", *more,
+                                              *words, seconds=max(1.0, left() - 25)))
         except Failed as failed:
-            section.add(f"{name}: PyTorch {kind}", failed, None)
+            has_no_room = "OutOfMemoryError" in failed.said
+            section.add(f"{name}: PyTorch {kind}", "has no room for it" if has_no_room else failed, None)
+            if not has_no_room:
+                missing.append(kind)
             continue
-        theirs = peers[kind]
+        peers[kind] = theirs
         section.keep(f"{name}: {kind}", theirs)
         section.add(f"{name}: PyTorch {kind}", f"{theirs['tokens_per_second']:.0f} tokens/s, "
                     f"{theirs.get('peak_device_mib', 0):.0f} MiB", None)
-    if peers:
-        best = max(peers.values(), key=lambda theirs: theirs["tokens_per_second"])
-        ratio = ours["tokens_per_second"] / best["tokens_per_second"]
-        # A rehearsal's figures are of no GPU; and beside one peer of two nothing is the better.
-        judged = lambda held: None if section.options.rehearse or len(peers) < 2 else held
-        section.add(f"{name}: speed beside the better", f"{ratio:.2f} × (at least 0.8)", judged(ratio >= 0.8))
-        if best.get("peak_device_mib"):
-            ratio = memory / best["peak_device_mib"]
-            section.add(f"{name}: memory beside it", f"{ratio:.2f} × (at most 0.6)", judged(ratio <= 0.6))
+    if not peers and not missing:
+        return False
+    best = max(peers.values(), key=lambda theirs: theirs["tokens_per_second"], default={})
+    # As it comes, and under a line: neither ours nor what PyTorch's own allocator reserves counts the context.
+    share, pace = section.sizes["memory"], section.sizes["pace"]
+    line = share * best.get("peak_device_mib", 0.0)
+    for way in ["as it comes", f"in {share} of its memory"]:
+        more = [] if way == "as it comes" else ["--memory", f"{line:.2f}MiB"]
+        if more and not line:
+            continue
+        try:
+            ours = last_json(section.run("bench", "step", "--device", section.options.device, "--dtype", "bf16", *words, *more,
+                                         "--threads", min(8, os.cpu_count() or 1), seconds=left()))
+        except Failed as failed:
+            # As it comes it may need the whole device; under the line it has to run.
+            section.add(f"{name}: ours {way}", failed, False if more else None)
+            continue
+        section.keep(f"{name}: ours {way}", ours)
+        tell_of(section, f"{name}: ours {way}", ours)
+        if section.options.rehearse:
+            # The peer was on no device.
+            line = 0.95 * ours["arena_bytes"] / MIB
+        if best:
+            ratio = ours["tokens_per_second"] / best["tokens_per_second"]
+            # A rehearsal's figures are of no GPU; and beside one peer of two nothing is the better.
+            judged = None if section.options.rehearse or missing or not more else ratio >= pace
+            wanted = f"at least {pace}" + (f"; not judged, without PyTorch {' and '.join(missing)}" if missing else "")
+            section.add(f"{name}: ours {way}, beside PyTorch's better", f"{ratio:.2f} × its speed ({wanted})", judged)
+    return True
+
+
+def tell_of(section, what, ours):
+    """Rows of a step of ours."""
+    memory, whole = ours["arena_bytes"] / MIB, ours.get("device_mib") or 0.0
+    section.add(what, f"{ours['tokens_per_second']:.0f} tokens/s, {memory:.0f} MiB ({whole:.0f} with context and libraries), "
+                f"{ours['host_bytes'] / MIB:.0f} MiB on the host", None)
+    recipe = ours["recipe"]
+    levels = ", ".join(f"{recipe['recompute'].count(level)} × {level}" for level in sorted(set(recipe["recompute"])))
+    section.add(f"{what}: recipe", f"micro-batches of {recipe['micro_batch']}; recomputed: {levels}", None)
+    share = ours["limit_step_seconds"] / ours["step_seconds_median"]
+    section.add(f"{what}: share of the measured product peak", f"{100 * share:.0f} %; predicted "
+                f"{1e3 * ours['predicted_step_seconds']:.0f} ms, took {1e3 * ours['step_seconds_median']:.0f} ms", None)
+    where = sorted(ours["seconds_by_op"].items(), key=lambda item: -item[1])[:6]
+    total = sum(ours["seconds_by_op"].values()) or 1.0
+    section.add(f"{what}: where it goes", ", ".join(f"{op} {100 * t / total:.0f} %" for op, t in where), None)
 
 
 SECTIONS = {"found": found, "ops": ops, "plans": plans, "soak": soak, "kill": kill, "curve": curve, "speed": speed}
@@ -632,13 +693,26 @@ def arguments():
     return parser.parse_args()
 
 
+def watch(folder):
+    """Clocks, temperature, load and memory every other second, in a file; while it runs, the driver stays awake."""
+    query = "--query-gpu=timestamp,index,clocks.sm,clocks.mem,temperature.gpu,power.draw,utilization.gpu,memory.used"
+    try:
+        with open(folder / "nvidia-smi.csv", "w") as file:
+            return subprocess.Popen(["nvidia-smi", "-l", "2", query, "--format=csv"], stdin=subprocess.DEVNULL, stdout=file,
+                                    stderr=subprocess.DEVNULL)
+    except OSError:
+        return None
+
+
 def main():
     options = arguments()
     if options.worker:
         return worker(options.worker)
     sizes = REHEARSAL if options.rehearse else REAL
     wanted = options.only.split(",")
-    share = options.seconds / sum(sizes["seconds"].values()) if options.seconds else 1.0
+    if unknown := set(wanted) - set(SECTIONS):
+        sys.exit(f"no such section: {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    share = options.seconds / sum(sizes["seconds"][name] for name in wanted) if options.seconds else 1.0
     report = Report()
     began = report.began
     options.out.mkdir(parents=True, exist_ok=True)
@@ -653,6 +727,7 @@ def main():
     report.figures["began"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     what = "a stand-in for a GPU (runs on the CPU)" if options.rehearse else options.device
     folder = pathlib.Path(tempfile.mkdtemp(prefix="plimsoll-gpu-check-"))
+    onlooker = watch(options.out)
     # Time that a section did not need goes to those behind it.
     deadline = began
     try:
@@ -677,6 +752,8 @@ def main():
     except CutOff as word:
         report.add("all", "cut off", word, False)
     finally:
+        if onlooker:
+            onlooker.kill()
         shutil.rmtree(folder, ignore_errors=True)
 
     report.write(options.out, what)

@@ -49,6 +49,7 @@ fn shape(draw: &mut Draw, args: &Args) -> StepShape {
             warmup: 2,
             dtype: draw.of(&[DType::F32, DType::Bf16]),
             checkpoint: draw.chance(0.4),
+            memory: None,
             device: args.device.clone(),
             rank: 0,
             base: Base::Plain,

@@ -149,6 +149,9 @@ fn dtype(text: &str) -> Result<DType, String> {
     [DType::F32, DType::Bf16].into_iter().find(|dtype| dtype.to_string() == text).ok_or("expected f32 or bf16".into())
 }
 
+/// A worker whose device is lost ends with this: the next case needs a new process.
+const LOST: i32 = 75;
+
 /// What a worker says.
 #[derive(Serialize, Deserialize)]
 enum Word {
@@ -225,6 +228,9 @@ fn work(options: &Options, numbers: std::ops::Range<u64>, started: Instant) -> a
             one_failure("no case panics", format!("{case}: {said}"))
         });
         say(&Word::Ends(tally))?;
+        if options.device.is_lost() {
+            std::process::exit(LOST);
+        }
     }
     Ok(())
 }
@@ -286,7 +292,7 @@ fn supervise(options: &Options, first: u64, end: u64, started: Instant, tally: &
                     tally.add(one_failure("no case ends the process", format!("{case}: {status}")));
                     return Ok(number + 1);
                 }
-                if next < end && !is_late(options, started) {
+                if next < end && !is_late(options, started) && status.code() != Some(LOST) {
                     bail!("a worker ended before its work: {status}");
                 }
                 return Ok(next);

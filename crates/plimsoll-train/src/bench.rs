@@ -6,11 +6,12 @@ use crate::run::engine::{Engine, StepInput};
 use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, Failure, HostSpec, Link, Recipe, RecomputeLevel};
 use plimsoll_device::cuda;
 use plimsoll_device::cuda::open::OnGpu;
+use plimsoll_device::cuda::staging::STAGING_BYTES;
 use plimsoll_device::device::{DeviceError, Memory, Observer};
-use plimsoll_device::probe::Cpu;
+use plimsoll_device::probe::{self, Cpu};
 use plimsoll_device::{calibration, process};
 use plimsoll_plan::price::needed_product_flops;
-use plimsoll_plan::search::{Lossy, Pins, Question, plan_of};
+use plimsoll_plan::search::{Lossy, Pins, Question, plan_of, search};
 use plimsoll_program::models::decoder::{AdamState, Base, Lora, Method, Optimizer, Source};
 use plimsoll_program::models::weights::Parameter;
 use plimsoll_program::models::{ModelConfig, ModelType, RopeScaling};
@@ -51,6 +52,8 @@ pub struct StepShape {
     pub dtype: DType,
     /// Whether each block is computed again in the backward pass.
     pub checkpoint: bool,
+    /// The most that the arena may hold, where the recipe is then the planner's: the fastest that loses nothing.
+    pub memory: Option<Bytes>,
     /// `cpu`, or a GPU by the driver's number of it: `cuda:0`.
     pub device: String,
     /// The rank of adapters on every projection (alpha is twice that), where only those are trained; 0: all is.
@@ -75,8 +78,10 @@ pub struct StepBench {
     pub dtype: DType,
     /// Always false: there is nothing to compile.
     pub compile: bool,
-    /// Whether each block was computed again.
+    /// Whether each block was computed again, because that was asked for.
     pub checkpoint: bool,
+    /// How it was computed.
+    pub recipe: Recipe,
     /// Trained parameters.
     pub parameters: u64,
     /// Tokens of an optimizer step.
@@ -95,6 +100,8 @@ pub struct StepBench {
     pub arena_bytes: Bytes,
     /// The arena, as its high-water mark was measured.
     pub arena_measured_bytes: Bytes,
+    /// What waits on the host beside a GPU, as planned.
+    pub host_bytes: Bytes,
     /// What the planner said a step takes.
     pub predicted_step_seconds: f64,
     /// What a step can take at best: its needed products at the device's measured rate.
@@ -161,7 +168,7 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
     let device = DeviceSpec {
         name: shape.device.clone(),
         kind,
-        budget: Bytes(u64::MAX),
+        budget: shape.memory.unwrap_or(Bytes(u64::MAX)),
         charges: Bytes::ZERO,
         charges_measured: false,
         link_measured: false,
@@ -191,17 +198,31 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
         evaluate: false,
         generation: None,
         device: &device,
-        host: HostSpec::NONE,
+        host: host(shape, kind)?,
         lossy,
         pins: Pins::default(),
         rungs: vec![],
         share: Share::ALONE,
     };
-    let level = if shape.checkpoint { RecomputeLevel::Block } else { RecomputeLevel::Nothing };
-    let recipe = Recipe::on_device(shape.batch as u32, vec![level; shape.layers as usize]);
-    let answer = plan_of(&question, &recipe);
+    let answer = match shape.memory {
+        Some(memory) => {
+            let answer = search(&question);
+            if !answer.plan.fits {
+                let least = answer.plan.needs.first().map_or(Bytes::ZERO, |need| need.budget_bytes);
+                let text = format!("no recipe holds this step in an arena of {memory}");
+                let least = least.0.div_ceil(1 << 20);
+                return Err(Failure::does_not_fit(text).hint(format!("--memory {least}MiB, or a smaller --batch")));
+            }
+            answer
+        }
+        None => {
+            let level = if shape.checkpoint { RecomputeLevel::Block } else { RecomputeLevel::Nothing };
+            plan_of(&question, &Recipe::on_device(shape.batch as u32, vec![level; shape.layers as usize]))
+        }
+    };
     let limit = needed_product_flops(&answer.set) * shape.accumulate as f64 / device.rates.product_flops(shape.dtype);
     let (arena_bytes, predicted) = (answer.plan.devices[0].arena_bytes, answer.plan.predicted.step_seconds);
+    let (recipe, host_bytes) = (answer.plan.recipe.clone(), answer.plan.host.arena_bytes);
 
     let resident = |read: fn() -> std::io::Result<Bytes>| read().unwrap_or(Bytes::ZERO).as_mib();
     let _ = process::reset_peak();
@@ -244,6 +265,7 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
         dtype: shape.dtype,
         compile: false,
         checkpoint: shape.checkpoint,
+        recipe,
         parameters: trained,
         tokens_per_step,
         step_seconds_median: median,
@@ -253,10 +275,21 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
         growth_mib: peak - before,
         arena_bytes,
         arena_measured_bytes: stats.arena_measured_bytes,
+        host_bytes,
         predicted_step_seconds: predicted,
         limit_step_seconds: limit,
         seconds_by_op: seconds_by_op.into_iter().map(|(op, seconds)| (op, seconds / OBSERVED as f64)).collect(),
     })
+}
+
+/// What may wait beside a GPU whose memory is limited: on the host, most of what is free there.
+fn host(shape: &StepShape, kind: DeviceKind) -> Result<HostSpec, Failure> {
+    if kind != DeviceKind::Cuda || shape.memory.is_none() {
+        return Ok(HostSpec::NONE);
+    }
+    let free = probe::Memory::read().free.0.saturating_sub(STAGING_BYTES);
+    let memory_bytes_per_second = calibration::cpu(shape.threads)?.rates.memory_bytes_per_second;
+    Ok(HostSpec { budget: Bytes(free / 10 * 8), memory_bytes_per_second, ..HostSpec::NONE })
 }
 
 /// The number of a GPU by its name; none for the processor.

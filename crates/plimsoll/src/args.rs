@@ -3,7 +3,7 @@
 //! where meanings, defaults and checks live.
 
 use clap::{Args, Parser, Subcommand};
-use plimsoll_core::{Budget, Failure, Plan, Rung};
+use plimsoll_core::{Budget, Bytes, Failure, Plan, Rung};
 use plimsoll_train::resolve::check_followed;
 use plimsoll_train::run::rehearsal::Injection;
 use plimsoll_train::run_file::{RunFile, list_setting, model_setting, setting};
@@ -499,6 +499,9 @@ pub struct BenchStepArgs {
     /// Keep only each block's input, and compute the rest again
     #[arg(long)]
     pub checkpoint: bool,
+    /// Hold the arena under this, and let the planner find the fastest way that loses nothing
+    #[arg(long, value_name = "SIZE", conflicts_with = "checkpoint")]
+    pub memory: Option<Bytes>,
     /// What is trained: full (all weights), or lora (adapters of every projection)
     #[arg(long, default_value = "full", value_parser = ["full", "lora"])]
     pub method: String,

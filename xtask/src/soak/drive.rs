@@ -228,13 +228,27 @@ pub fn trained(
 /// # Errors
 /// What the device says.
 pub fn drive(case: &Case, answer: &Answer, how: How, tally: &mut Tally) -> Result<Numbers, DeviceError> {
+    let found = Arc::new(Mutex::new(Tally::default()));
+    let numbers = driven(case, answer, how, &found, tally);
+    // Also what was found before the device failed.
+    tally.add(std::mem::take(&mut *found.lock().expect("nobody panics with it")));
+    numbers
+}
+
+/// The same; what is `found` at each op stands beside the tally.
+fn driven(
+    case: &Case,
+    answer: &Answer,
+    how: How,
+    found: &Arc<Mutex<Tally>>,
+    tally: &mut Tally,
+) -> Result<Numbers, DeviceError> {
     let How { precision, threads, look, label, damage } = how;
     let set = Arc::new(answer.set.clone());
     let placement: Placement = answer.layout.placement.clone();
     let recipe: Recipe = answer.plan.recipe.clone();
-    let found = Arc::new(Mutex::new(Tally::default()));
     let inner = damage(case.place.open(answer.set.clone(), placement.clone(), precision, threads)?);
-    let (its_set, its_found) = (Arc::clone(&set), Arc::clone(&found));
+    let (its_set, its_found) = (Arc::clone(&set), Arc::clone(found));
     let device = Watched::new(inner, its_set, placement.clone(), precision, look, its_found, label.to_owned())?;
     let (sequence, vocab) = (case.sequence, case.config.vocab);
     let mut engine = Engine::new(Box::new(device), &set, precision, recipe.clone(), sequence, vocab);
@@ -292,7 +306,5 @@ pub fn drive(case: &Case, answer: &Answer, how: How, tally: &mut Tally) -> Resul
             format!("{label}: planned {planned}, used {used}; on top stands {top}")
         });
     }
-    drop(engine);
-    tally.add(std::mem::take(&mut *found.lock().expect("nobody panics with it")));
     Ok(numbers)
 }

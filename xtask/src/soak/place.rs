@@ -2,6 +2,7 @@
 
 use anyhow::bail;
 use plimsoll_core::{Algorithms, Bytes, DType, DeviceKind, FileSpec, HostSpec, Link};
+use plimsoll_device::cuda::driver::Context;
 use plimsoll_device::device::{Device, DeviceError};
 use plimsoll_device::virtual_device::{self, Virtual};
 use plimsoll_device::{cpu, cuda};
@@ -60,6 +61,11 @@ impl Place {
             Place::Cpu | Place::Cuda(_) => HostSpec::NONE,
             Place::Virtual => HostSpec { budget: Bytes::gib(1), memory_bytes_per_second: 1e10, file: FileSpec::NONE },
         }
+    }
+
+    /// Whether this process can do nothing more there: a new one may.
+    pub fn is_lost(self) -> bool {
+        matches!(self, Place::Cuda(number) if Context::is_lost(number))
     }
 
     /// Opens it with the Programs of a plan.

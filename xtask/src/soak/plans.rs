@@ -15,13 +15,14 @@ use plimsoll_plan::search::{Answer, search};
 use plimsoll_program::models::decoder::Source;
 use plimsoll_program::models::{ModelType, RopeScaling};
 use plimsoll_train::run::engine::{Engine, StepInput};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 /// How far the whole device may be off: 1 % and this.
 const OFF_BYTES: u64 = 64 << 20;
 
-/// What a process holds beside arenas, before anybody has measured it.
-const CHARGES_ASSUMED: Bytes = Bytes::mib(330);
+/// What a process holds beside arenas: assumed before anybody has measured it, then of the case before.
+static LAST: AtomicU64 = AtomicU64::new(330 << 20);
 /// Plans of a case, until its charges are those that it was planned with.
 const PLANS_MAX: u32 = 3;
 
@@ -138,7 +139,7 @@ pub fn run_plan(seed: u64, number: u64, size: Size, place: Place, precision: DTy
     let budget = Draw::new(seed ^ 5, number).of(&size.budgets());
     // As in a run: a plan under charges that are only assumed says which Programs they are measured with, and every
     // model has libraries load other code.
-    let mut device = DeviceSpec { charges: CHARGES_ASSUMED, ..case.device(budget, 1) };
+    let mut device = DeviceSpec { charges: Bytes(LAST.load(Ordering::Relaxed)), ..case.device(budget, 1) };
     let mut answer = search(&case.question(&device, precision));
     let mut charges = Ok(device.charges);
     for _ in 0..PLANS_MAX {
@@ -146,11 +147,13 @@ pub fn run_plan(seed: u64, number: u64, size: Size, place: Place, precision: DTy
             break;
         }
         charges = gpu.charges(precision, &answer);
-        let Ok(measured) = &charges else { break };
-        if *measured <= device.charges && device.charges_measured {
+        let Ok(measured) = charges else { break };
+        let enough = measured <= device.charges;
+        (device.charges, device.charges_measured) = (measured, true);
+        LAST.store(measured.0, Ordering::Relaxed);
+        if enough {
             break;
         }
-        (device.charges, device.charges_measured) = (*measured, true);
         answer = search(&case.question(&device, precision));
     }
     if let Err(error) = charges {

@@ -13,7 +13,9 @@
 
 use super::compile::Architecture;
 use super::headers::{Structure, numbers, structure};
+use super::kernels::Unit;
 use plimsoll_core::{Bytes, Failure};
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::marker::PhantomData;
@@ -252,13 +254,13 @@ pub enum CudaError {
     #[error("no memory was left to {what}")]
     Memory {
         /// What was tried.
-        what: &'static str,
+        what: Cow<'static, str>,
     },
     /// The context is broken: nothing more can be done on this device in this process.
     #[error("the gpu is lost: {what} says {name} ({text})")]
     Lost {
         /// What was tried.
-        what: &'static str,
+        what: Cow<'static, str>,
         /// The driver's name for it.
         name: String,
         /// The driver's words.
@@ -268,7 +270,7 @@ pub enum CudaError {
     #[error("the driver refuses to {what}: {name} ({text})")]
     Call {
         /// What was tried.
-        what: &'static str,
+        what: Cow<'static, str>,
         /// The driver's name for it.
         name: String,
         /// The driver's words.
@@ -350,9 +352,15 @@ fn is_sticky(status: Status) -> bool {
 impl Driver {
     /// Turns a status into a result. `what` completes "the driver refuses to …".
     pub(super) fn check(&self, what: &'static str, status: Status) -> Result<(), CudaError> {
+        self.check_of(status, || what.into())
+    }
+
+    /// The same, where `what` is put together only if something goes wrong.
+    fn check_of(&self, status: Status, what: impl FnOnce() -> Cow<'static, str>) -> Result<(), CudaError> {
         if status == 0 {
             return Ok(());
         }
+        let what = what();
         if status == OUT_OF_MEMORY {
             return Err(CudaError::Memory { what });
         }
@@ -477,6 +485,13 @@ impl Context {
         drop(CONTEXTS.lock().unwrap_or_else(PoisonError::into_inner).remove(&ordinal));
     }
 
+    /// Whether a GPU that this process has opened is lost: nothing more can be done there.
+    pub fn is_lost(ordinal: u32) -> bool {
+        let context = CONTEXTS.lock().unwrap_or_else(PoisonError::into_inner).get(&ordinal).cloned();
+        let answers = |context: Arc<Context>| context.enter().and_then(|()| context.synchronize());
+        matches!(context.map(answers), Some(Err(CudaError::Lost { .. })))
+    }
+
     fn first(driver: &Arc<Driver>, ordinal: u32, free_before: Option<Bytes>) -> Result<Arc<Context>, CudaError> {
         let count = driver.devices()?;
         if ordinal >= count {
@@ -554,6 +569,12 @@ impl Context {
     pub fn synchronize(&self) -> Result<(), CudaError> {
         // SAFETY: takes no pointers.
         self.driver.check("finish its work", unsafe { (self.driver.cuCtxSynchronize)() })
+    }
+
+    /// The same, where nothing but this op is at work.
+    pub(super) fn finish(&self, op: &'static str) -> Result<(), CudaError> {
+        // SAFETY: takes no pointers.
+        self.driver.check_of(unsafe { (self.driver.cuCtxSynchronize)() }, || format!("finish {op}").into())
     }
 
     /// Free and all bytes of the device.
@@ -653,10 +674,11 @@ impl Context {
     pub(super) unsafe fn pin(&self, place: *mut u8, bytes: usize) -> Result<bool, CudaError> {
         // SAFETY: as the caller promises.
         let pinned = unsafe { (self.driver.cuMemHostRegister_v2)(place.cast(), bytes, HOST_PORTABLE) };
-        if pinned == NOT_SUPPORTED {
-            return Ok(false);
+        match self.driver.check("pin memory of the host", pinned) {
+            Ok(()) => Ok(true),
+            Err(lost @ CudaError::Lost { .. }) => Err(lost),
+            Err(_) => Ok(false),
         }
-        self.driver.check("pin memory of the host", pinned).map(|()| true)
     }
 
     /// Ends what [`Context::pin`] began.
@@ -815,9 +837,9 @@ impl Stream {
         // SAFETY: as the caller promises; the driver copies the arguments before it returns, and writes to none.
         let launched = unsafe {
             let launch = self.driver().cuLaunchKernel;
-            launch(function.0, x, y, z, block, 1, 1, shared_bytes, self.handle, arguments, ptr::null_mut())
+            launch(function.handle, x, y, z, block, 1, 1, shared_bytes, self.handle, arguments, ptr::null_mut())
         };
-        self.driver().check("start a kernel", launched)
+        self.driver().check_of(launched, || format!("start {}", function.name).into())
     }
 }
 
@@ -925,7 +947,11 @@ unsafe impl Send for Module {}
 
 /// A kernel in a [`Module`]: good as long as that lives.
 #[derive(Clone, Copy, Debug)]
-pub struct Function(Handle);
+pub struct Function {
+    handle: Handle,
+    /// Its name in the source.
+    name: &'static str,
+}
 
 // SAFETY: as for `Stream`.
 unsafe impl Send for Function {}
@@ -933,36 +959,39 @@ unsafe impl Send for Function {}
 unsafe impl Sync for Function {}
 
 impl Module {
-    /// Loads a cubin.
+    /// Loads the cubin of a unit.
     ///
     /// # Errors
     /// Where it is none for this GPU, or no memory is left for it.
-    pub fn load(context: &Arc<Context>, cubin: &[u8]) -> Result<Module, CudaError> {
+    pub fn load(context: &Arc<Context>, unit: Unit, cubin: &[u8]) -> Result<Module, CudaError> {
         let driver = context.driver();
         // SAFETY: writes one handle; a cubin is an ELF file and says itself how long it is. Text (PTX) would have to
         // end with a zero: none is passed.
-        let load = |module: *mut Handle| unsafe { (driver.cuModuleLoadData)(module, cubin.as_ptr().cast()) };
-        Ok(Module { handle: driver.get("load kernels", load)?, context: context.clone() })
+        let mut handle = ptr::null_mut();
+        let loaded = unsafe { (driver.cuModuleLoadData)(&mut handle, cubin.as_ptr().cast()) };
+        driver.check_of(loaded, || format!("load the kernels of {}", unit.name()).into())?;
+        Ok(Module { handle, context: context.clone() })
     }
 
     /// A kernel by its name, allowed to have `shared_bytes` of dynamic shared memory.
     ///
     /// # Errors
     /// Where it has none of that name, or the GPU has not that much.
-    pub fn function(&self, name: &str, shared_bytes: u32) -> Result<Function, CudaError> {
+    pub fn function(&self, name: &'static str, shared_bytes: u32) -> Result<Function, CudaError> {
         let driver = self.context.driver();
-        let name = CString::new(name).expect("names of kernels have no zeros");
+        let words = CString::new(name).expect("names of kernels have no zeros");
         // SAFETY: reads a string and writes one handle.
-        let ask = |function: *mut Handle| unsafe { (driver.cuModuleGetFunction)(function, self.handle, name.as_ptr()) };
-        let function = driver.get("find a kernel", ask)?;
+        let mut handle = ptr::null_mut();
+        let found = unsafe { (driver.cuModuleGetFunction)(&mut handle, self.handle, words.as_ptr()) };
+        driver.check_of(found, || format!("find {name}").into())?;
         // Up to 48 KiB need no permission, what the kernel has by itself included: some hundred bytes.
         if shared_bytes > 40 << 10 {
             // SAFETY: a function of a module that lives.
             let allowed =
-                unsafe { (driver.cuFuncSetAttribute)(function, FUNCTION_MAX_DYNAMIC_SHARED, shared_bytes as c_int) };
-            driver.check("give a kernel its shared memory", allowed)?;
+                unsafe { (driver.cuFuncSetAttribute)(handle, FUNCTION_MAX_DYNAMIC_SHARED, shared_bytes as c_int) };
+            driver.check_of(allowed, || format!("give {name} {shared_bytes} bytes of shared memory").into())?;
         }
-        Ok(Function(function))
+        Ok(Function { handle, name })
     }
 }
 
@@ -998,7 +1027,7 @@ impl Pinned {
             let at = driver.get("pin memory of the host", ask)?.cast::<u8>();
             // SAFETY: that many bytes were given to us just now.
             unsafe { ptr::write_bytes(at, 0, bytes as usize) };
-            place = ptr::NonNull::new(at).ok_or(CudaError::Memory { what: "pin memory of the host" })?;
+            place = ptr::NonNull::new(at).ok_or(CudaError::Memory { what: "pin memory of the host".into() })?;
         }
         Ok(Pinned { context: context.clone(), place, bytes, owned: PhantomData })
     }

@@ -423,7 +423,7 @@ impl Communicator {
         let Nccl { library, compiler, context, scratch_bytes, .. } = of;
         let unit = Unit::new(Family::Collective, Real::F32, 0);
         let cubins = compiler.cubins(&[unit], context.gpu().architecture)?;
-        let module = Module::load(context, cubins.first().expect("as many as units"))?;
+        let module = Module::load(context, unit, cubins.first().expect("as many as units"))?;
         let function = |name| Ok::<_, CudaError>((name, module.function(name, 0)?));
         let sums = [function("sum_ranks_f32")?, function("sum_ranks_f64")?];
         let done = Event::new(context)?;

@@ -109,6 +109,12 @@ const TIMINGS: usize = 3;
 /// A later proposal has to be this much quicker than the best before it: times scatter, and the library's order is
 /// a good guess.
 const QUICKER: f64 = 0.97;
+/// What takes so many times as long as the best before it is not timed again.
+const HOPELESS: f64 = 2.0;
+/// A timing lasts about this long, of a product that is shorter by repeating it.
+const SECONDS_TIMED: f64 = 2e-4;
+/// The most repeats.
+const REPEATS_MAX: f64 = 16.0;
 
 /// What distinguishes a product from another: sizes as in `OpKind::Product`, types, and where its operands may stand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -328,6 +334,7 @@ impl Products {
         }
         let name = shape.name();
         let known = self.stored.chosen.get(&name).and_then(|text| from_hex(text));
+        let mut says = String::from("it knows none");
         // With the bias taken along, else without it.
         for bias_by_kernel in [false, true] {
             if bias_by_kernel && !shape.bias {
@@ -339,11 +346,17 @@ impl Products {
             let algorithm = match stored {
                 Some(words) => Some(words),
                 None => {
-                    let proposals = self.proposals(&description, &shape)?;
-                    match timed_on {
+                    let chosen = self.proposals(&description, &shape).and_then(|proposals| match timed_on {
                         // SAFETY: as the caller promises.
-                        Some(stream) => unsafe { self.quickest(&description, &shape, operands, stream, &proposals) }?,
-                        None => proposals.first().copied(),
+                        Some(stream) => unsafe { self.quickest(&description, &shape, operands, stream, &proposals) },
+                        None => Ok(proposals.first().copied()),
+                    });
+                    match chosen {
+                        Err(CudaError::Product { name, .. }) => {
+                            says = name;
+                            None
+                        }
+                        chosen => chosen?,
                     }
                 }
             };
@@ -353,7 +366,9 @@ impl Products {
                 return Ok(());
             }
         }
-        Err(CudaError::Product { what: "propose an algorithm", name: "none".into(), product: format!(" for {name}") })
+        // The library passes on that something failed, the driver knows what: a device may be lost.
+        self.context.synchronize()?;
+        Err(CudaError::Product { what: "propose an algorithm", name: says, product: format!(" for {name}") })
     }
 
     /// Puts a product on a stream.
@@ -413,12 +428,13 @@ impl Products {
             let (room, asked) = (found.as_mut_ptr(), PROPOSALS as c_int);
             ask(self.handle, description.product, a, b, c, d, preference.handle, asked, room, &mut count)
         };
-        let count = if status == 0 { (count.max(0) as usize).min(PROPOSALS) } else { 0 };
+        self.library.check_product("propose an algorithm", status, shape)?;
+        let count = (count.max(0) as usize).min(PROPOSALS);
         let usable = |found: &&Found| found.state == 0 && found.workspace_bytes as u64 <= shape.workspace_bytes;
         Ok(found[..count].iter().filter(usable).map(|found| found.algorithm).collect())
     }
 
-    /// The quickest of the proposals; among nearly equal ones the first.
+    /// The quickest of the proposals; among nearly equal ones the first. Where all of them are refused, the last refusal.
     ///
     /// # Safety
     /// As for [`Products::prepare`].
@@ -431,25 +447,36 @@ impl Products {
         proposals: &[Words],
     ) -> Result<Option<Words>, CudaError> {
         let [start, end] = [Event::timed(&self.context)?, Event::timed(&self.context)?];
-        let mut best: Option<(f64, Words)> = None;
+        let (mut best, mut refused): (Option<(f64, Words)>, _) = (None, None);
         for words in proposals {
-            let time = || -> Result<f64, CudaError> {
+            let time = |times: u32| -> Result<f64, CudaError> {
                 start.record(stream)?;
-                // SAFETY: as the caller promises.
-                let status = unsafe { self.start(description, shape, operands, words, stream) };
-                self.library.check_product("try an algorithm", status, shape)?;
+                for _ in 0..times {
+                    // SAFETY: as the caller promises.
+                    let status = unsafe { self.start(description, shape, operands, words, stream) };
+                    self.library.check_product("try an algorithm", status, shape)?;
+                }
                 end.record(stream)?;
                 end.synchronize()?;
-                end.seconds_since(&start)
+                Ok(end.seconds_since(&start)? / f64::from(times))
             };
             // The first time loads the kernel. What the library proposes and then refuses is left out.
-            match time() {
-                Err(CudaError::Product { .. }) => continue,
+            match time(1) {
+                Err(error @ CudaError::Product { .. }) => {
+                    refused = Some(error);
+                    continue;
+                }
                 first => first?,
             };
+            let once = time(1)?;
+            if best.is_some_and(|(seconds, _)| once > HOPELESS * seconds) {
+                continue;
+            }
+            // Short ones are timed together: events tell half a microsecond.
+            let at_once = (SECONDS_TIMED / once).clamp(1.0, REPEATS_MAX) as u32;
             let mut times = [0.0; TIMINGS];
             for seconds in &mut times {
-                *seconds = time()?;
+                *seconds = time(at_once)?;
             }
             times.sort_unstable_by(f64::total_cmp);
             let median = times[TIMINGS / 2];
@@ -457,7 +484,10 @@ impl Products {
                 best = Some((median, *words));
             }
         }
-        Ok(best.map(|(_, words)| words))
+        match (best, refused) {
+            (None, Some(refused)) => Err(refused),
+            (best, _) => Ok(best.map(|(_, words)| words)),
+        }
     }
 
     /// # Safety
@@ -521,7 +551,7 @@ impl Library {
             return Ok(());
         }
         if status == ALLOC_FAILED {
-            return Err(CudaError::Memory { what });
+            return Err(CudaError::Memory { what: what.into() });
         }
         // SAFETY: takes a number and gives a string that lives as long as the library, or null.
         let name = unsafe { (self.cublasLtGetStatusName)(status) };

@@ -88,6 +88,7 @@ pub fn time_step(args: &BenchStepArgs) -> Result<Exit, Failure> {
         warmup: u64::from(args.warmup),
         dtype: if args.dtype == "bf16" { DType::Bf16 } else { DType::F32 },
         checkpoint: args.checkpoint,
+        memory: args.memory,
         device: args.device.clone(),
         rank: if lora { u64::from(args.rank) } else { 0 },
         base,

@@ -398,7 +398,7 @@ impl CudaDevice {
             for work in &works {
                 self.start(work, Queue::Compute, call.micro_batch, files)?;
             }
-            self.machine.context.synchronize()?;
+            self.machine.context.finish(op.name())?;
             self.machine.staging.flush(files)?;
             self.machine.check()?;
             observer.after(tick, op, &mut self.machine);
@@ -427,7 +427,7 @@ impl Device for CudaDevice {
         self.machine.context.enter()?;
         self.torn &= call.from > 1;
         if self.torn {
-            return Err(CudaError::Memory { what: "go on in the middle of a program" }.into());
+            return Err(CudaError::Memory { what: "go on in the middle of a program".into() }.into());
         }
         let missing = || DeviceError::NoProgram { program: call.program.to_owned() };
         let index = self.plan.set.program_index(call.program).ok_or_else(missing)?;

@@ -127,7 +127,7 @@ impl CudaDevice {
         }
         let cubins = self.compiler.cubins(&units, gpu.architecture)?;
         for (unit, cubin) in units.into_iter().zip(cubins) {
-            self.kernels.modules.insert(unit, Module::load(context, &cubin)?);
+            self.kernels.modules.insert(unit, Module::load(context, unit, &cubin)?);
         }
         for ((unit, kernel), bytes) in shared_bytes {
             let most = self.kernels.shared_bytes.entry((unit, kernel)).or_default();
@@ -166,10 +166,10 @@ impl CudaDevice {
             self.start_alone(&Frame { plan: &plan, placement, base, variable, micro_batch: 0 }, op)?;
         }
         self.started = started;
-        Ok(self.machine.context.synchronize()?)
+        Ok(())
     }
 
-    /// Starts an op on zeros, wherever its operands stand; a product that has no algorithm gets the quickest.
+    /// Does an op on zeros, wherever its operands stand; a product that has no algorithm gets the quickest.
     fn start_alone(&mut self, frame: &Frame, op: &Op) -> Result<(), DeviceError> {
         for (at, bytes) in frame.touched(op) {
             // SAFETY: a range of the arena, in the order of the queue that the op is started on.
@@ -182,7 +182,7 @@ impl CudaDevice {
         for work in self.works(frame, op)? {
             self.start(&work, Queue::Compute, 0, &mut NoFiles)?;
         }
-        Ok(())
+        Ok(self.machine.context.finish(op.name())?)
     }
 
     /// Ops that together start every kernel and every product that was not started before, each with the number of its
@@ -224,7 +224,6 @@ impl CudaDevice {
                 self.start_alone(&Frame { plan: &plan, placement: &placement, base, variable, micro_batch: 0 }, op)?;
             }
         }
-        self.machine.context.synchronize()?;
         let taken = free.saturating_sub(self.machine.context.memory()?.0);
         (self.started, self.charges.libraries) = (started, self.charges.libraries + taken);
         // What was written there is nobody's.
@@ -250,7 +249,7 @@ impl CudaDevice {
             // Back to where it was, but for what passes from op to op.
             self.torn = true;
             if let Err(stuck) = spaces::adopt(&mut self.machine, new, old) {
-                let gone = CudaError::Memory { what: "go back to the plan before" };
+                let gone = CudaError::Memory { what: "go back to the plan before".into() };
                 self.machine.keep(Err::<(), _>(if let DeviceError::Cuda(error) = stuck { error } else { gone }));
             }
             return Err(error);
