@@ -10,6 +10,7 @@ use plimsoll_plan::search::{Answer, Lossy, Pins, Question, plan_of, search};
 use plimsoll_program::models::decoder::{Base, Method, head_blocks};
 use plimsoll_program::models::preset;
 use plimsoll_program::passes::check::check;
+use plimsoll_program::workspace::Kernels;
 use std::time::Instant;
 
 /// What is planned; lossy rungs are offered.
@@ -339,7 +340,8 @@ fn a_head_that_waits_frees_all_but_two_blocks_of_it() {
         plan_of(&question, &recipe).plan
     };
     let (stays, waits) = (planned(false), planned(true));
-    let [whole, block] = [config.vocab, head_blocks(config.vocab)[0].end].map(|rows| rows * config.hidden * 2);
+    let [whole, block] =
+        [config.vocab, head_blocks(config.vocab, Kernels::Cuda)[0].end].map(|rows| rows * config.hidden * 2);
     // The wide sums of the gradient are of all rows then.
     let sums = sequence * config.hidden * 4;
     let freed = stays.devices[0].arena_bytes.0 - waits.devices[0].arena_bytes.0;

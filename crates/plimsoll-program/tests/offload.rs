@@ -125,7 +125,7 @@ fn a_head_that_waits_is_on_the_device_in_blocks() {
         (models().swap_remove(3), Offload { head: true, ..Offload::NOTHING }),
         (models().swap_remove(0), Offload { embedding: true, ..Offload::NOTHING }),
     ] {
-        let block = head_blocks(config.vocab)[0].end * config.hidden;
+        let block = head_blocks(config.vocab, Kernels::Cuda)[0].end * config.hidden;
         for precision in [DType::F32, DType::Bf16] {
             let set = offload(programs(&config, (precision, Some(ADAMW), None), true), LAYERS, &choice, false);
             let on_device = |t: &&Tensor| t.space == Space::Device && t.elements() >= config.vocab * config.hidden;

@@ -1079,10 +1079,10 @@ mod tests {
         let exit = |error: CudaError| Failure::from(error).exit;
         let (name, text) = ("CUDA_ERROR_ILLEGAL_ADDRESS".to_owned(), "an illegal memory access".to_owned());
         assert_eq!(
-            exit(CudaError::Lost { what: "finish its work", name: name.clone(), text: text.clone() }),
+            exit(CudaError::Lost { what: "finish its work".into(), name: name.clone(), text: text.clone() }),
             Exit::Stopped
         );
-        assert_eq!(exit(CudaError::Call { what: "start a kernel", name, text }), Exit::Bug);
+        assert_eq!(exit(CudaError::Call { what: "start a kernel".into(), name, text }), Exit::Bug);
         let gpu = "a gpu".to_owned();
         let (asked, free, total) = (Bytes(3 << 30), Bytes(2 << 30), Bytes(4 << 30));
         assert_eq!(exit(CudaError::Refused { asked, gpu, free, total }), Exit::DoesNotFit);

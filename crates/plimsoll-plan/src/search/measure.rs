@@ -7,6 +7,7 @@ use crate::layout::{ALIGNMENT, lower_bounds};
 use plimsoll_core::{Bytes, InFile, Offload, Recipe, RecomputeLevel, Sharing, WorkName};
 use plimsoll_program::models::decoder::{STAGING_BYTES, head_blocks, streams_head};
 use plimsoll_program::passes::offload::offload_only;
+use plimsoll_program::workspace::Kernels;
 use plimsoll_program::{Block, Op, OpKind, Program, ProgramSet};
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -358,7 +359,8 @@ impl<'q> Measurer<'q> {
     }
 
     pub(super) fn streams_head(&self, offload: Offload) -> bool {
-        offload.streams_head(self.question.config.tied) && streams_head(self.question.config.vocab)
+        let kernels = Kernels::of(self.question.device);
+        offload.streams_head(self.question.config.tied) && streams_head(self.question.config.vocab, kernels)
     }
 
     pub(super) fn layers(&self) -> u32 {
@@ -390,12 +392,14 @@ impl<'q> Measurer<'q> {
             let ops = block.ops.iter().filter(|op| makes(op));
             f64::from(block.repeat) * ops.map(|op| prices.op_seconds(&set, op)).sum::<f64>()
         };
+        let vocab = question.config.vocab;
+        let head_block = &head_blocks(vocab, Kernels::of(question.device))[0];
         Plain {
             pass_seconds: programs.map(|program| prices.program_seconds(&set, program, false)).sum(),
             least_above: self.plain_above(micro_batch, &again.recompute),
             logits_bytes: logits.map_or(0, |logits| set.tensor(logits).bytes()),
             logits_seconds: loss.map(seconds).sum(),
-            head_block: head_blocks(question.config.vocab)[0].end as f64 / question.config.vocab as f64,
+            head_block: head_block.end as f64 / vocab as f64,
             input_bytes: set.find("train.hidden").map_or(0, |hidden| set.tensor(hidden).bytes()),
         }
     }

@@ -423,11 +423,11 @@ __device__ inline int end_of_sight(const int* starts, int first, int end, int se
 }
 
 // Early keys are seen by the most queries: first come the tiles with the most work. Where blocks are so few that
-// a large GPU takes them all at once, the second half comes in reverse, so that each of its processors
-// gets a long and a short one.
+// a large GPU takes them all at once (an H100 two on each of 132 processors), the second half comes in reverse, so
+// that each of its processors gets a long and a short one.
 __device__ inline int tile_in_turn(int turn, int count, u32 blocks) {
     int half = (count + 1) / 2;
-    return turn < half || blocks > 768 ? turn : count - 1 - (turn - half);
+    return turn < half || blocks > 264 ? turn : count - 1 - (turn - half);
 }
 
 // The dK and dV parts of dqkv[N,C]: a block owns keys of a kv head and meets the queries of all heads

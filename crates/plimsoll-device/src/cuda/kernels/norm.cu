@@ -47,6 +47,8 @@ __device__ void norm_rows_grad(const REAL* x, const REAL* weight, const float* r
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     if (warp < rows) {
         float products = 0;
+        // Several loads are under way at once.
+#pragma unroll 4
         for (u32 at = lane * W; at < dim; at += 32 * W) {
             float v[W], w[W], d[W];
             load(x + (u64)warp * dim + at, v);

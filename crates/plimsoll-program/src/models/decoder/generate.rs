@@ -69,7 +69,7 @@ impl Decoder<'_> {
                 let logits = self.builder.activation(&format!("{prefix}logits"), &[1, v], 1);
                 let (x, out) = (Operand::whole(normed), Operand::whole(picked));
                 blocks.push(Block::once("pick", vec![OpKind::PickRow { x, scalars, out, rows, columns: d }.into()]));
-                for block in head_blocks(v) {
+                for block in head_blocks(v, self.what.kernels) {
                     let (columns, first) = (block.end - block.start, block.start as i64);
                     let head = Operand::whole(head).from(Index::fixed(first * d as i64));
                     let out = Operand::whole(logits).from(Index::fixed(first));
