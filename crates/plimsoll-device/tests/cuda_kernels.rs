@@ -1265,15 +1265,16 @@ mod programs {
 mod faults {
     use super::*;
 
-    /// Runs `body` as a kernel on one block of 64 threads with 64 floats of shared memory; says what
-    /// went wrong.
-    fn run(name: &str, body: &str) -> Result<(), String> {
-        let source =
-            format!("extern __shared__ float shared[];\nextern \"C\" __global__ void broken(float* out) {{ {body} }}");
+    /// Runs `body` as a kernel on `blocks` of 64 threads with 64 floats of shared memory; says what went wrong.
+    fn run(name: &str, blocks: u32, body: &str) -> Result<(), String> {
+        let source = format!(
+            "extern __shared__ __align__(16) float shared[];\nstruct alignas(16) Four {{ float at[4]; }};\n\
+             extern \"C\" __global__ void broken(float* out) {{ {body} }}"
+        );
         let library = compile_text(&format!("fault-{name}"), &source, &["broken"]);
         let mut gpu = Gpu::new(0);
         let out = gpu.room(Kind::F32, 64);
-        gpu.try_run(&library, "broken", [1, 1, 1], 64, 256, &[Argument::Address(out)])?;
+        gpu.try_run(&library, "broken", [blocks, 1, 1], 64, 256, &[Argument::Address(out)])?;
         assert!(gpu.get(out).iter().all(|x| x.is_finite()));
         Ok(())
     }
@@ -1282,15 +1283,59 @@ mod faults {
     #[ignore = "needs g++: cargo xtask cuda-check"]
     fn faults_are_found() {
         let turned = "shared[threadIdx.x] = threadIdx.x; __syncthreads(); out[threadIdx.x] = shared[63 - threadIdx.x];";
-        assert_eq!(run("none", turned), Ok(()));
-        for (name, body, what) in [
-            ("no-barrier", turned.replace("__syncthreads();", ""), "order"),
-            ("late-barrier", turned.replace("__syncthreads();", "if (threadIdx.x < 32) __syncthreads();"), "launch"),
-            ("beyond-shared", turned.replace("shared[threadIdx.x]", "shared[threadIdx.x + 1]"), "launch"),
-            ("beside", turned.replace("out[threadIdx.x]", "out[threadIdx.x + 1]"), "beside"),
-            ("half-a-warp", format!("if (threadIdx.x % 2) __shfl_xor_sync(0xffffffffu, 1, 1); {turned}"), "launch"),
+        let packs = "if (threadIdx.x < 8) *(Four*)(shared + 8 * threadIdx.x + 4) = Four(); __syncthreads();";
+        let packs =
+            format!("shared[threadIdx.x] = 0; __syncthreads(); {packs} out[threadIdx.x] = shared[threadIdx.x];");
+        let copy = "copy_word(shared + threadIdx.x, out + threadIdx.x, false); copies_landed(); __syncthreads();";
+        let copy = format!("{copy} out[threadIdx.x] = shared[63 - threadIdx.x];");
+        let neighbour = "shared[threadIdx.x] = threadIdx.x; __shfl_xor_sync(0xffffffffu, 1, 1); \
+                         out[threadIdx.x] = shared[threadIdx.x ^ 1];";
+        let within = neighbour.replace("__shfl_xor_sync(0xffffffffu, 1, 1)", "__syncwarp()");
+        for right in [turned, &packs, &copy, &within] {
+            assert_eq!(run("none", 1, right), Ok(()), "{right}");
+        }
+        let twice = turned.replace("out[", "shared[threadIdx.x] = 1; out[");
+        for (name, blocks, body, what) in [
+            ("no-barrier", 1, turned.replace("__syncthreads();", ""), "just read"),
+            ("late-barrier", 1, "if (threadIdx.x < 32) __syncthreads(); out[threadIdx.x] = 0;".into(), "never come"),
+            (
+                "beyond-shared",
+                1,
+                turned.replace("shared[threadIdx.x]", "shared[threadIdx.x + 1]"),
+                "beyond its shared memory",
+            ),
+            ("beside", 1, turned.replace("out[threadIdx.x]", "out[threadIdx.x + 1]"), "beside a tensor"),
+            (
+                "half-a-warp",
+                1,
+                format!("if (threadIdx.x % 2) __shfl_xor_sync(0xffffffffu, 1, 1); {turned}"),
+                "never come",
+            ),
+            // The order of threads shows none of these.
+            ("within-a-warp", 1, neighbour.into(), "no barrier between"),
+            (
+                "the-same",
+                1,
+                turned.replace("shared[threadIdx.x] = threadIdx.x", "shared[threadIdx.x / 2] = 0"),
+                "no barrier between",
+            ),
+            ("still-read", 1, twice, "just read"),
+            ("between-blocks", 2, turned.into(), "no barrier between"),
+            ("no-pack", 1, packs.replace("+ 4) =", "+ 2) ="), "not aligned"),
+            (
+                "no-wait",
+                1,
+                copy.replace("copies_landed(); __syncthreads();", "__syncthreads(); copies_landed();"),
+                "still comes",
+            ),
+            (
+                "still-comes",
+                1,
+                copy.replace("copies_landed();", "").replace("out[", "copies_landed(); out["),
+                "still comes",
+            ),
         ] {
-            let found = run(name, &body).expect_err(name);
+            let found = run(name, blocks, &body).expect_err(name);
             assert!(found.contains(what), "{name}: {found}");
         }
     }

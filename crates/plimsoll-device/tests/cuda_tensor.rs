@@ -325,10 +325,10 @@ fn copies_that_nobody_waits_for_are_found() {
     let zeros =
         copy.replace("float* mine", "float* again").replace("mine, ", "again, ").replace("threadIdx.x % 2", "0");
     for (name, body, what) in [
-        ("copies-late", format!("{copy}__syncthreads(); {give}{wait}"), "order"),
-        ("copies-apart", format!("{copy}{wait}{give}"), "order"),
-        ("copies-over", format!("{copy}{wait}__syncthreads(); {zeros}{give}{wait}"), "order"),
-        ("copies-left", format!("{copy}__syncthreads();"), "launch"),
+        ("copies-late", format!("{copy}__syncthreads(); {give}{wait}"), "still comes"),
+        ("copies-apart", format!("{copy}{wait}{give}"), "just read"),
+        ("copies-over", format!("{copy}{wait}__syncthreads(); {zeros}{give}{wait}"), "still comes"),
+        ("copies-left", format!("{copy}__syncthreads();"), "ends before its copies"),
     ] {
         let found = run(name, body).expect_err(name);
         assert!(found.contains(what), "{name}: {found}");

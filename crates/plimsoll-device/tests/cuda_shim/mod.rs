@@ -7,7 +7,7 @@ use half::{bf16, f16};
 use plimsoll_device::cuda::kernels::launch::{Address, Argument, Launch};
 use plimsoll_device::cuda::kernels::{Real, Unit};
 use std::collections::{BTreeMap, HashMap};
-use std::ffi::{CString, c_int, c_uint, c_void};
+use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Arc, Mutex};
@@ -85,23 +85,36 @@ unsafe impl Send for Library {}
 // SAFETY: as above.
 unsafe impl Sync for Library {}
 
+type ErrorOf = unsafe extern "C" fn() -> *const c_char;
 type Entry = unsafe extern "C" fn(*const c_uint, c_uint, c_uint, *const *const c_void, c_int) -> c_int;
 
 impl Library {
     fn entry(&self, kernel: &str) -> Entry {
-        let name = CString::new(format!("launch_{kernel}")).unwrap();
+        // SAFETY: `compile_text` defines each `launch_…` with this signature.
+        unsafe { std::mem::transmute::<*mut c_void, Entry>(self.symbol(&format!("launch_{kernel}"))) }
+    }
+
+    /// What went wrong in the last launch of this thread that failed.
+    fn error(&self) -> String {
+        // SAFETY: shim.h defines it so.
+        let error = unsafe { std::mem::transmute::<*mut c_void, ErrorOf>(self.symbol("shim_error")) };
+        // SAFETY: text with a zero at its end, until the next launch.
+        unsafe { CStr::from_ptr(error()) }.to_string_lossy().into_owned()
+    }
+
+    fn symbol(&self, name: &str) -> *mut c_void {
+        let name = CString::new(name).unwrap();
         // SAFETY: the handle is open for good, the name ends with a zero.
         let symbol = unsafe { libc::dlsym(self.0, name.as_ptr()) };
         assert!(!symbol.is_null(), "{name:?} is not in the library");
-        // SAFETY: `compile_text` defines each `launch_…` with this signature.
-        unsafe { std::mem::transmute::<*mut c_void, Entry>(symbol) }
+        symbol
     }
 }
 
 /// Compiles a source with the shim, or takes what was compiled from the same text before.
 pub fn compile_text(name: &str, source: &str, kernels: &[&str]) -> Library {
-    let shim = include_str!("shim.h");
-    let mut text = format!("{shim}\n{source}\n");
+    let (shim, touches) = (include_str!("shim.h"), include_str!("touches.h"));
+    let mut text = format!("{shim}\n{touches}\n{source}\n");
     for kernel in kernels {
         text += &format!(
             "extern \"C\" int launch_{kernel}(const unsigned* grid, unsigned block, unsigned shared_bytes, \
@@ -123,19 +136,22 @@ pub fn compile_text(name: &str, source: &str, kernels: &[&str]) -> Library {
 }
 
 fn compile(cpp: &PathBuf, text: &str, library: &PathBuf) {
-    let fresh = library.with_extension("new");
+    let (object, fresh) = (library.with_extension("o"), library.with_extension("new"));
     std::fs::write(cpp, text).unwrap();
-    let done = Command::new("g++")
-        .args(["-std=c++17", "-O1", "-march=native", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-w"])
-        .args(["-fPIC", "-shared", "-o"])
-        .args([&fresh, cpp])
-        .output()
-        .expect("g++ runs");
-    // What did not compile must not be taken for compiled the next time.
-    if !done.status.success() {
-        std::fs::remove_file(cpp).unwrap();
-        panic!("{}", String::from_utf8_lossy(&done.stderr));
-    }
+    let run = |words: &[&str], to: &Path, from: &Path| {
+        let done = Command::new("g++").args(words).arg("-o").args([to, from]).output().expect("g++ runs");
+        // What did not compile must not be taken for compiled the next time.
+        if !done.status.success() {
+            std::fs::remove_file(cpp).unwrap();
+            panic!("{}", String::from_utf8_lossy(&done.stderr));
+        }
+    };
+    // The calls before each access; what they call is `touches.h`'s, not a library's.
+    let watched = ["-fsanitize=thread", "-fsanitize=alignment", "-fno-gnu-unique"];
+    let plain =
+        ["-std=c++17", "-O1", "-march=native", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-w", "-fPIC", "-c"];
+    run(&[&plain[..], &watched[..]].concat(), &object, cpp);
+    run(&["-shared", "-Wl,-Bsymbolic"], &fresh, &object);
     std::fs::rename(fresh, library).unwrap();
 }
 
@@ -256,7 +272,7 @@ impl Gpu {
             // which the caller's table agrees on; the kernel writes to tensors of `self`.
             let code = unsafe { library.entry(kernel)(grid.as_ptr(), block, shared_bytes, pointers.as_ptr(), reverse) };
             if code != 0 {
-                return Err("the launch failed".into());
+                return Err(format!("the launch failed: {}", library.error()));
             }
             for tensor in self.tensors.values() {
                 let bytes = tensor.bytes();

@@ -1,10 +1,10 @@
 // Runs CUDA C on the CPU, source unchanged, for tests of its arithmetic: the threads of a block are
 // fibres that run one at a time from barrier to barrier. What this cannot show is in README.md.
 //
-// A unit is: this file, the kernel's source, and for each kernel a function
+// A unit is: this file, touches.h, the kernel's source, and for each kernel a function
 //     extern "C" int launch_NAME(const unsigned* grid, unsigned block, unsigned shared_bytes,
 //                                void* const* arguments, int reverse);
-// which calls shim::launch. 0 is success; else a line on stderr says what went wrong.
+// which calls shim::launch. 0 is success; else shim_error() says what went wrong.
 
 #include <math.h>
 #include <setjmp.h>
@@ -51,6 +51,7 @@ struct Fibre {
     Gift gift;
     unsigned long long what;  // the kind of exchange, which all lanes must agree on
     int vote;                 // at a barrier
+    int at_work;              // inside functions of the shim, whose own touches say nothing
 };
 
 // An asynchronous copy under way; zeros where there is no `from`.
@@ -58,6 +59,7 @@ struct Copy {
     void* to;
     const void* from;
     unsigned bytes;
+    bool landed;
 };
 
 // Both sides of a product as the lanes gave them; put together once for all lanes of the warp that meet.
@@ -75,6 +77,9 @@ struct Block {
     Sides sides;
     int any;
     unsigned current;
+    bool running;                        // a fibre, not the scheduler
+    unsigned launches, number, barriers; // since the beginning; the block's in its grid; that it has come to
+    unsigned warp_barriers[THREADS_MAX / WARP];
     jmp_buf scheduler;
     ucontext_t contexts[THREADS_MAX];
     char* stacks;
@@ -83,6 +88,23 @@ struct Block {
     const char* error;
 };
 static thread_local Block* block = nullptr;
+
+// Code that no call is put into.
+#define UNWATCHED __attribute__((no_sanitize("thread", "alignment"), noinline))
+
+// What a function of the shim does with its own memory is nobody's touch.
+struct AtWork {
+    Fibre& fibre;
+    UNWATCHED AtWork() : fibre(block->fibres[block->current]) { fibre.at_work++; }
+    UNWATCHED ~AtWork() { fibre.at_work--; }
+};
+
+// In touches.h. A thread reads or writes bytes, by an instruction that the compiler does not know.
+enum Touch { READ, WRITE };
+void touch(const void* at, unsigned bytes, Touch touch);
+// From now on these bytes come, until this thread says that they are there.
+void coming(const void* to, unsigned bytes);
+void there(const void* to, unsigned bytes);
 
 inline void wait(State state) {
     Fibre& fibre = block->fibres[block->current];
@@ -102,7 +124,11 @@ inline void enter() {
 __attribute__((noinline)) inline void resume(unsigned index) {
     block->current = index;
     threadIdx = {index, 0, 0};
-    if (_setjmp(block->scheduler)) return;
+    if (_setjmp(block->scheduler)) {
+        block->running = false;
+        return;
+    }
+    block->running = true;
     Fibre& fibre = block->fibres[index];
     if (fibre.state != FRESH) _longjmp(fibre.place, 1);
     ucontext_t& context = block->contexts[index];
@@ -119,10 +145,14 @@ inline bool all_are(unsigned first, unsigned end, State state) {
     return true;
 }
 
+// The exchange that also orders memory.
+constexpr unsigned long long SYNC_WARP = 5;
+
 // Lets a warp go on whose lanes all wait for each other.
 inline void release_warp(unsigned first) {
     if (!all_are(first, first + WARP, AT_WARP)) return;
     block->meetings++;
+    if (block->fibres[first].what == SYNC_WARP) block->warp_barriers[first / WARP]++;
     for (unsigned i = first; i < first + WARP; i++) {
         if (block->fibres[i].what != block->fibres[first].what) block->error = "lanes meet in different exchanges";
         block->exchanged[i] = block->fibres[i].gift;
@@ -133,6 +163,7 @@ inline void release_warp(unsigned first) {
 // Lets a block go on whose threads have all come to the barrier.
 inline void release_block(unsigned threads) {
     if (!all_are(0, threads, AT_BARRIER)) return;
+    block->barriers++;
     block->any = 0;
     for (unsigned i = 0; i < threads; i++) {
         block->any |= block->fibres[i].vote;
@@ -163,6 +194,7 @@ inline bool run_warp(unsigned first, bool reverse) {
 inline void run_block(unsigned threads, bool reverse) {
     for (unsigned i = 0; i < threads; i++) {
         block->fibres[i].state = FRESH;
+        block->fibres[i].at_work = 0;
         block->copies[i].clear();
     }
     while (!block->error && !all_are(0, threads, DONE)) {
@@ -190,6 +222,8 @@ inline bool words_are(const float* at, unsigned count, unsigned word) {
     return true;
 }
 
+static thread_local char said[300];
+
 template <class Call> int run_grid(const unsigned* grid, unsigned threads, unsigned shared_bytes, bool reverse, Call call) {
     if (!block) {
         block = new Block();
@@ -199,10 +233,12 @@ template <class Call> int run_grid(const unsigned* grid, unsigned threads, unsig
     }
     unsigned floats = (shared_bytes + 3) / 4;
     if (threads == 0 || threads % WARP || threads > THREADS_MAX || floats > SHARED_FLOATS) {
-        fprintf(stderr, "shim: %u threads with %u bytes of shared memory\n", threads, shared_bytes);
+        snprintf(said, sizeof(said), "%u threads with %u bytes of shared memory", threads, shared_bytes);
         return 1;
     }
     block->error = nullptr;
+    block->launches++;
+    block->number = 0;
     block->copies_are_late = !reverse;
     block->body = [](void* closure) { (*(Call*)closure)(); };
     block->closure = &call;
@@ -212,13 +248,16 @@ template <class Call> int run_grid(const unsigned* grid, unsigned threads, unsig
         for (unsigned y = 0; y < grid[1]; y++)
             for (unsigned x = 0; x < grid[0]; x++) {
                 blockIdx = {x, y, z};
+                block->number++;
+                block->barriers = 0;
+                memset(block->warp_barriers, 0, sizeof(block->warp_barriers));
                 // What is read before it is written becomes NaN.
                 set_words(::shared, floats, POISON);
                 set_words(::shared + floats, CANARIES, CANARY);
                 run_block(threads, reverse);
                 if (!words_are(::shared + floats, CANARIES, CANARY)) block->error = "writes beyond its shared memory";
                 if (block->error) {
-                    fprintf(stderr, "shim: block %u %u %u: %s\n", x, y, z, block->error);
+                    snprintf(said, sizeof(said), "block %u %u %u: %s", x, y, z, block->error);
                     return 1;
                 }
             }
@@ -240,6 +279,7 @@ int launch(void (*kernel)(A...), const unsigned* grid, unsigned threads, unsigne
 // Gives `value` to the warp; what is returned is everybody's, by lane, until the next exchange.
 template <class T> const Gift* exchange(unsigned mask, T value, unsigned long long what) {
     static_assert(sizeof(T) <= sizeof(Gift), "more than a lane can give");
+    AtWork at_work;
     if (mask != 0xffffffffu) block->error = "an exchange between some lanes only";
     Fibre& fibre = block->fibres[block->current];
     fibre.gift = Gift();
@@ -256,6 +296,7 @@ template <class T> T given(const Gift* all, unsigned lane) {
 }
 
 inline int barrier(int vote) {
+    AtWork at_work;
     block->fibres[block->current].vote = vote;
     wait(AT_BARRIER);
     return block->any;
@@ -263,7 +304,10 @@ inline int barrier(int vote) {
 
 }  // namespace shim
 
+extern "C" const char* shim_error() { return shim::said; }
+
 inline void __syncthreads() { shim::barrier(0); }
+inline void __syncwarp() { shim::exchange(0xffffffffu, 0, shim::SYNC_WARP); }
 inline int __syncthreads_or(int vote) { return shim::barrier(vote != 0); }
 
 template <class T> T __shfl_xor_sync(unsigned mask, T value, int step) {
@@ -347,6 +391,7 @@ inline unsigned half_of(unsigned word, unsigned i) { return i & 1 ? word >> 16 :
 
 // Lanes 8i to 8i + 7 give the rows of matrix i; to[i] is this lane's fragment of it.
 inline void load_four(const void* row, unsigned (&to)[4], bool transposed) {
+    AtWork at_work;
     if ((unsigned long long)row % 16) block->error = "a row of a matrix that is not aligned to 16 bytes";
     const Gift* all = exchange(0xffffffffu, row, transposed ? 3 : 2);
     unsigned lane = threadIdx.x % WARP;
@@ -355,8 +400,10 @@ inline void load_four(const void* row, unsigned (&to)[4], bool transposed) {
         for (unsigned j = 0; j < 2; j++) {
             unsigned first = lane / 4, second = lane % 4 * 2 + j;
             unsigned from = transposed ? second : first, column = transposed ? first : second;
+            const char* place = given<const char*>(all, i * 8 + from) + column * 2;
             unsigned short element;
-            memcpy(&element, given<const char*>(all, i * 8 + from) + column * 2, 2);
+            memcpy(&element, place, 2);
+            touch(place, 2, READ);
             halves[j] = element;
         }
         to[i] = halves[0] | halves[1] << 16;
@@ -365,20 +412,22 @@ inline void load_four(const void* row, unsigned (&to)[4], bool transposed) {
 
 // In one order of threads a copy's bytes come when they are waited for, in the other at once: who does
 // not wait reads old bytes in the one, who copies to what is still read destroys it in the other.
-inline void land(const Copy& copy) {
+inline void land(Copy& copy) {
     if (copy.from)
         memcpy(copy.to, copy.from, copy.bytes);
     else
         memset(copy.to, 0, copy.bytes);
+    copy.landed = true;
 }
 
 inline void begin_copy(void* to, const void* from, unsigned bytes, bool real) {
+    AtWork at_work;
     if (((unsigned long long)to | (unsigned long long)from) % bytes) block->error = "a copy that is not aligned to its size";
-    Copy copy = {to, real ? from : nullptr, bytes};
-    if (block->copies_are_late)
-        block->copies[block->current].push_back(copy);
-    else
-        land(copy);
+    Copy copy = {to, real ? from : nullptr, bytes, false};
+    if (real) touch(from, bytes, READ);
+    coming(to, bytes);
+    if (!block->copies_are_late) land(copy);
+    block->copies[block->current].push_back(copy);
 }
 
 }  // namespace shim
@@ -407,6 +456,7 @@ inline const Sides& sides(const Gift* all) {
 }  // namespace shim
 
 inline void mma(float (&sums)[4], const unsigned (&left)[4], unsigned right0, unsigned right1) {
+    shim::AtWork at_work;
     shim::Fragments mine = {{left[0], left[1], left[2], left[3]}, {right0, right1}};
     const shim::Sides& sides = shim::sides(shim::exchange(0xffffffffu, mine, 4));
     for (unsigned i = 0; i < 4; i++) {
@@ -424,7 +474,11 @@ inline void copy_pack(void* to, const void* from, bool real) { shim::begin_copy(
 inline void copy_word(void* to, const void* from, bool real) { shim::begin_copy(to, from, 4, real); }
 
 inline void copies_landed() {
-    for (const shim::Copy& copy : shim::block->copies[threadIdx.x]) shim::land(copy);
+    shim::AtWork at_work;
+    for (shim::Copy& copy : shim::block->copies[threadIdx.x]) {
+        if (!copy.landed) shim::land(copy);
+        shim::there(copy.to, copy.bytes);
+    }
     shim::block->copies[threadIdx.x].clear();
 }
 

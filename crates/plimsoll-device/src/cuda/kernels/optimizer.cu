@@ -174,7 +174,7 @@ adamw8(const __grid_constant__ Table table, const float* scalars, u32 count, u32
             }
             store_four(w, at, end, wide, t.weight);
         }
-        // All lanes have read the old scales when they meet here.
+        __syncwarp();  // all lanes have read the old scales
         first_scale = warp_largest(largest_m);
         second_scale = warp_largest(largest_v);
         float first_factor = inverse(first_scale), second_factor = inverse(second_scale);
