@@ -59,11 +59,12 @@ fn stages(place: &Place, run: &str) -> Vec<(String, u64)> {
 #[test]
 fn a_stage_that_becomes_slow_gives_layers_to_the_others() {
     let place = place();
-    let words = ["--devices", "virtual:a=86MiB@0.3::0.4gbit,virtual:b=86MiB@0.3::0.4gbit,host=1MiB"];
+    let words = ["--devices", "virtual:a=86MiB@0.4::0.4gbit,virtual:b=86MiB@0.4::0.4gbit,host=1MiB"];
     // As many as are looked at before anything is done, and some more for which that pays.
-    let words = [&words[..], &["--set", "train.steps=24", "--set", "train.save_every=0"]].concat();
-    let words = [&words[..], &["--set", "train.batch_tokens=128"]].concat();
+    let words = [&words[..], &["--set", "train.steps=28", "--set", "train.save_every=0"]].concat();
+    let words = [&words[..], &["--set", "data.sequence=16", "--set", "train.batch_tokens=64"]].concat();
     let result = train(&place, "even", &words);
+    let words = [&words[..], &["--plan", "even/plan.json"]].concat();
     assert_eq!((&result["sharing"], &result["retreats"]), (&"layers".into(), &Value::Array(vec![])));
     assert!(place.events("even").iter().all(|event| event["event"] != "warning"), "nothing drifts");
     let layers = |run: &str| stages(&place, run).into_iter().find(|(device, _)| device == "virtual:b").unwrap().1;

@@ -314,7 +314,7 @@ fn a_device_is_lost_when_it_gives_no_sign_of_life_and_never_because_it_is_slow()
     assert_eq!(result["not_rehearsed"], serde_json::json!(["--inject-silence virtual:c:5:forever"]));
     same_experiment(&place, "plain", "alone", 1e-4);
     // Passes of this device take far longer than the time in which a silent one is lost.
-    let slow = [&words[..], &["--inject-slow", "virtual:b:6:1000", "--set", "train.steps=6"]].concat();
+    let slow = [&words[..], &["--inject-slow", "virtual:b:6:400", "--set", "train.steps=6"]].concat();
     let result = train(&place, "slow", &slow);
     assert!(names(&result).contains(&"virtual:b"), "{result}");
     assert!(place.events("slow").iter().all(|event| event["event"] != "lost"));
@@ -609,16 +609,19 @@ fn parts_of_the_state_that_are_shared_anew_again_and_again_come_to_an_end() {
     assert!(lost > 0 && done.stderr.contains("stopped: "), "{}", done.stderr);
 }
 
+/// Of a run whose speed is looked at.
+const ONLY_STEPS: [&str; 4] = ["--set", "train.save_every=0", "--set", "train.eval_every=0"];
+
 #[test]
 fn a_device_that_becomes_slow_is_given_less_to_do() {
-    let place = Place::new(&Shape { steps: 40, ..QUICK });
-    let words = ["--devices", "virtual:a=64MiB@0.03,virtual:b=64MiB@0.03", "--set", "run.team=all"];
-    let result = train(&place, "even", &words);
+    let place = Place::new(&Shape { steps: 24, ..QUICK });
+    let words = ["--devices", "virtual:a=64MiB@0.05,virtual:b=64MiB@0.05", "--set", "run.team=all"];
+    let (result, words) = plain(&place, &[&words[..], &ONLY_STEPS].concat());
     assert_eq!(result["retreats"], Value::Array(vec![]), "nothing drifts");
-    let result = train(&place, "slow", &[&words[..], &["--inject-slow", "virtual:b:5:2.0"]].concat());
+    let result = train(&place, "slow", &[&words[..], &["--inject-slow", "virtual:b:2:2.0"]].concat());
     let sequences = |rank: usize| result["team"][rank]["sequences"].as_u64().unwrap();
     assert!(sequences(0) > sequences(1), "{result}");
-    same_experiment(&place, "even", "slow", 1e-4);
+    same_experiment(&place, "plain", "slow", 1e-4);
 }
 
 /// So many sequences, as the plan that a run ended with says.
@@ -630,12 +633,12 @@ fn shares(place: &Place, run: &str) -> Vec<u64> {
 #[test]
 fn a_device_with_a_part_of_the_state_that_becomes_slow_is_given_less_to_do_and_keeps_its_part() {
     let place = larger();
-    let words = ["--devices", "virtual:a=56MiB@0.15,virtual:b=56MiB@0.15,host=1MiB"];
-    let words = [&words[..], &["--set", "train.steps=20", "--set", "train.batch_tokens=128"]].concat();
-    let result = train(&place, "even", &words);
+    let words = ["--devices", "virtual:a=56MiB@0.2,virtual:b=56MiB@0.2,host=1MiB"];
+    let length = ["--set", "train.steps=20", "--set", "data.sequence=24", "--set", "train.batch_tokens=96"];
+    let (result, words) = plain(&place, &[&words[..], &length, &ONLY_STEPS].concat());
     assert_eq!((&result["sharing"], &result["retreats"]), (&"state".into(), &Value::Array(vec![])), "nothing drifts");
-    assert!(place.events("even").iter().all(|event| event["event"] != "warning"), "nothing drifts");
-    let even = shares(&place, "even");
+    assert!(place.events("plain").iter().all(|event| event["event"] != "warning"), "nothing drifts");
+    let even = shares(&place, "plain");
     assert_eq!(even[0], even[1]);
     let result = train(&place, "slow", &[&words[..], &["--inject-slow", "virtual:b:2:3.0"]].concat());
     assert_eq!((&result["sharing"], &result["status"]), (&"state".into(), &"done".into()));
@@ -645,40 +648,41 @@ fn a_device_with_a_part_of_the_state_that_becomes_slow_is_given_less_to_do_and_k
         let plan = place.json(&format!("{run}/plan.json"));
         plan["team"].as_array().unwrap().iter().map(|member| member["state"].as_u64().unwrap()).collect::<Vec<_>>()
     };
-    assert_eq!(parts("even"), parts("slow"));
-    same_experiment(&place, "even", "slow", 1e-4);
+    assert_eq!(parts("plain"), parts("slow"));
+    same_experiment(&place, "plain", "slow", 1e-4);
 }
 
 #[test]
 fn who_only_holds_is_given_sequences_where_the_one_that_computes_becomes_slow() {
     let place = larger();
-    let words = ["--devices", "virtual:a=56MiB@0.3,virtual:b=52MiB@0.04,host=1MiB", "--set", "train.steps=30"];
-    train(&place, "even", &words);
-    assert_eq!(shares(&place, "even"), [6, 0]);
-    assert!(place.events("even").iter().all(|event| event["event"] != "warning"), "nothing drifts");
-    let result = train(&place, "slow", &[&words[..], &["--inject-slow", "virtual:a:2:6"]].concat());
+    let devices = ["--devices", "virtual:a=56MiB@0.4,virtual:b=52MiB@0.054,host=1MiB"];
+    let length = ["--set", "train.steps=20", "--set", "data.sequence=16", "--set", "train.batch_tokens=96"];
+    let (_, words) = plain(&place, &[&devices[..], &length, &ONLY_STEPS].concat());
+    assert_eq!(shares(&place, "plain"), [6, 0]);
+    assert!(place.events("plain").iter().all(|event| event["event"] != "warning"), "nothing drifts");
+    let result = train(&place, "slow", &[&words[..], &["--inject-slow", "virtual:a:2:4"]].concat());
     assert_eq!((&result["sharing"], &result["status"]), (&"state".into(), &"done".into()));
     let shares = shares(&place, "slow");
     assert!(shares[0] > 0 && shares[1] > 0, "{shares:?}");
-    same_experiment(&place, "even", "slow", 1e-4);
+    same_experiment(&place, "plain", "slow", 1e-4);
 }
 
 #[test]
 fn who_was_too_slow_for_any_sequence_has_some_again_when_it_is_not() {
     let place = larger();
-    let words = ["--devices", "virtual:a=56MiB@0.3,virtual:b=56MiB@0.3,host=1MiB"];
+    let words = ["--devices", "virtual:a=56MiB@0.4,virtual:b=56MiB@0.4,host=1MiB"];
+    let length = ["--set", "train.steps=84", "--set", "data.sequence=24", "--set", "train.batch_tokens=48"];
     // Slow learning: two sequences a step throw the loss about, and other orders of sums with it.
-    let long = ["--set", "train.steps=90", "--set", "train.batch_tokens=64", "--set", "train.learning_rate=1e-5"];
-    let words = [&words[..], &long].concat();
+    let (_, words) =
+        plain(&place, &[&words[..], &length, &ONLY_STEPS, &["--set", "train.learning_rate=1e-5"]].concat());
     let slow = ["--inject-slow", "virtual:b:2:4", "--inject-slow", "virtual:b:30:1"];
-    train(&place, "even", &words);
-    assert_eq!(shares(&place, "even"), [1, 1]);
+    assert_eq!(shares(&place, "plain"), [1, 1]);
     let result = train(&place, "slow", &[&words[..], &slow].concat());
     assert!(result["status"] == "done" && result["not_rehearsed"].as_array().is_none_or(Vec::is_empty), "{result}");
     let had = |retreat: &Value| retreat["device"] == "virtual:b" && retreat["sequences"] == serde_json::json!([1, 0]);
     assert!(result["retreats"].as_array().unwrap().iter().any(had), "{result}");
     assert_eq!(shares(&place, "slow"), [1, 1]);
-    same_experiment(&place, "even", "slow", 1e-4);
+    same_experiment(&place, "plain", "slow", 1e-4);
 }
 
 #[test]
@@ -894,7 +898,11 @@ fn a_signal_ends_a_run_whose_devices_are_silent_for_good() {
 #[test]
 fn what_never_happens_to_a_device_that_only_evaluates_is_refused_and_what_did_not_is_told() {
     let place = Place::new(&QUICK);
+    // There is no evaluation after that step.
     let words = [&["--devices", BESIDE][..], &EVALUATED].concat();
+    let result = train(&place, "run", &[&words[..], &["--inject-oom", "virtual:b/3:evaluate"]].concat());
+    assert_eq!(result["not_rehearsed"], serde_json::json!(["--inject-oom virtual:b/3:evaluate"]));
+    let words = [&words[..], &["--set", "run.dir=refused", "--plan", "run/plan.json"]].concat();
     for (flag, at, says) in [
         ("--inject-oom", "virtual:b/4:renew:100000", "has no op 100000 in `renew`"),
         ("--inject-oom", "virtual:b/4:evaluate:adam_w", "has no op `adam_w` in `evaluate`"),
@@ -909,9 +917,6 @@ fn what_never_happens_to_a_device_that_only_evaluates_is_refused_and_what_did_no
         let said = place.refuse(2, &[&["train", "run.toml", flag, at][..], &words].concat());
         assert!(said.contains(at) && said.contains(says), "{says}: {said}");
     }
-    // There is no evaluation after that step.
-    let result = train(&place, "run", &[&words[..], &["--inject-oom", "virtual:b/3:evaluate"]].concat());
-    assert_eq!(result["not_rehearsed"], serde_json::json!(["--inject-oom virtual:b/3:evaluate"]));
 }
 
 #[test]
