@@ -172,7 +172,7 @@ fn devices(far: &[&str]) -> String {
 fn run_file(folder: &Path, devices: &str, steps: u32) -> RunFile {
     let settings = [
         "run.team=all",
-        "run.heartbeat_seconds=4",
+        "run.heartbeat_seconds=2",
         "run.threads=1",
         "train.batch_tokens=768",
         "train.eval_every=4",
@@ -319,8 +319,7 @@ fn a_process_that_stands_still_while_it_is_opened_or_takes_its_seat_is_a_device_
     let run = |name: &str, devices: &str, stops| {
         let hosts = Processes::that_stop(stops);
         let _end = End(hosts.clone());
-        let mut file = run_file(&place.join(name), devices, 4);
-        file.run.heartbeat_seconds = 2.0;
+        let file = run_file(&place.join(name), devices, 4);
         let run = planned(&hosts, file);
         let mut signals = |record: &Record| {
             if stops.is_none() && matches!(record.event, Event::Step { step: 2, .. }) {
