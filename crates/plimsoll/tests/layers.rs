@@ -99,7 +99,9 @@ const SMALL_PAIR: &str = "virtual:a=55MiB@0.4::1gbit,virtual:b=47MiB@0.3::1gbit,
 fn stages_let_wait_on_the_host_what_they_have_no_room_for() {
     let place = place();
     train(&place, "alone", &["--devices", "cpu"]);
-    for (run, more) in [("pair", &[][..]), ("again", &["--inject-oom", "virtual:b/2:backward:9"])] {
+    let known = ["--plan", "pair/plan.json"];
+    let again = [&known[..], &["--inject-oom", "virtual:b/2:backward:9"]].concat();
+    for (run, more) in [("pair", &[][..]), ("again", &again)] {
         let result = train(&place, run, &[&["--devices", SMALL_PAIR], more].concat());
         assert_eq!(result["sharing"], "layers");
         let memory = result["memory"].as_array().unwrap();
@@ -114,7 +116,7 @@ fn stages_let_wait_on_the_host_what_they_have_no_room_for() {
         same_experiment(&place, "alone", run);
     }
     // One device goes on where a pipeline was that had state on the host.
-    train(&place, "cut", &["--devices", SMALL_PAIR, "--set", "train.steps=3"]);
+    train(&place, "cut", &[&known[..], &["--devices", SMALL_PAIR, "--set", "train.steps=3"]].concat());
     let text = place.read("cut/run.toml").replace("steps = 3", "steps = 6").replace(SMALL_PAIR, "cpu");
     place.write("cut/run.toml", text);
     place.succeed(&["train", "--resume", "cut", "--quiet"]);
@@ -126,7 +128,7 @@ fn one_device_goes_on_from_the_checkpoint_of_a_pipeline_and_a_pipeline_from_its_
     let place = place();
     train(&place, "whole", &["--devices", PAIR]);
     for (run, devices) in [("same", PAIR), ("one", "cpu")] {
-        train(&place, run, &["--devices", PAIR, "--set", "train.steps=3"]);
+        train(&place, run, &["--devices", PAIR, "--set", "train.steps=3", "--plan", "whole/plan.json"]);
         let text = place.read(&format!("{run}/run.toml")).replace("steps = 3", "steps = 6").replace(PAIR, devices);
         place.write(&format!("{run}/run.toml"), text);
         place.succeed(&["train", "--resume", run, "--quiet"]);
@@ -142,8 +144,8 @@ fn one_device_goes_on_from_the_checkpoint_of_a_pipeline_and_a_pipeline_from_its_
 #[test]
 fn what_one_stage_refuses_is_dropped_by_all_and_done_again() {
     let place = place();
-    let words = ["--devices", PAIR];
-    train(&place, "plain", &words);
+    train(&place, "plain", &["--devices", PAIR]);
+    let words = ["--devices", PAIR, "--plan", "plain/plan.json"];
     let places = [
         ("virtual:b", 0, "virtual:b/0:load"),
         ("virtual:a", 2, "virtual:a/2:backward:9"),
@@ -175,7 +177,8 @@ fn a_stage_that_is_gone_takes_the_others_back_to_the_checkpoint_or_stops_the_run
     let last = |run: &str| losses(&place, run).pop().unwrap();
     assert!((last("plain") - last("trio")).abs() <= 1e-4 * last("plain").abs());
     // What is left cannot hold the model.
-    let lost = ["train", "run.toml", "--quiet", "--devices", PAIR, "--inject-loss", "virtual:b:5"];
+    let lost = ["train", "run.toml", "--quiet", "--devices", PAIR, "--plan", "plain/plan.json"];
+    let lost = [&lost[..], &["--inject-loss", "virtual:b:5"]].concat();
     let message = place.refuse(4, &lost);
     assert!(message.contains("no recipe of this run fits on what is left"), "{message}");
     place.succeed(&["train", "--resume", "run", "--quiet"]);
