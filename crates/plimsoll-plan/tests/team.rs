@@ -12,6 +12,7 @@ use plimsoll_plan::request::DevicesRequest;
 use plimsoll_plan::search::{Question, search};
 use plimsoll_plan::team::{
     Evaluations, Only, TeamAnswer, TeamQuestion, alternatives, plan_again, plan_of_team, say_what_would_use, share_out,
+    share_out_if_fits,
 };
 use plimsoll_program::Schedule;
 use plimsoll_program::models::{ModelConfig, preset};
@@ -407,10 +408,8 @@ fn who_holds_a_part_and_computes_nothing_is_beneath_its_line_like_everybody() {
                 let only = Some(Only::Sharing(Sharing::State));
                 let mut team = TeamQuestion { host, only, ..team(&config, &devices, 12) };
                 team.devices.iter_mut().for_each(|question| question.host = common::host(host));
-                let answer = share_out(&team);
-                if answer.plan.sharing != Some(Sharing::State) {
-                    continue;
-                }
+                let answer = share_out_if_fits(&team).filter(|answer| answer.plan.sharing == Some(Sharing::State));
+                let Some(answer) = answer else { continue };
                 is_state_in_parts(&team, &answer);
                 held += answer.plan.team.iter().filter(|member| member.sequences == 0).count();
                 for plan in &answer.plan.devices {

@@ -11,7 +11,7 @@ use serde_json::Value;
 const WIDE: Shape = Shape { hidden: 256, steps: 6, batch_sequences: 6, threads: "1", save_every: 3, ..SMALL };
 
 /// Neither holds the model, and nothing may wait on the host.
-const PAIR: &str = "virtual:a=78MiB@0.4::1gbit,virtual:b=60MiB@0.3::1gbit,host=1MiB";
+const PAIR: &str = "virtual:a=78MiB@0.6::1.5gbit,virtual:b=60MiB@0.45::1.5gbit,host=1MiB";
 
 fn place() -> Place {
     let place = Place::new(&WIDE);
@@ -93,7 +93,7 @@ fn a_model_that_fits_neither_device_trains_as_a_pipeline() {
 }
 
 /// Both together do not hold the model either: state waits on the host.
-const SMALL_PAIR: &str = "virtual:a=55MiB@0.4::1gbit,virtual:b=47MiB@0.3::1gbit,host=56MiB";
+const SMALL_PAIR: &str = "virtual:a=55MiB@0.6::1.5gbit,virtual:b=47MiB@0.45::1.5gbit,host=56MiB";
 
 #[test]
 fn stages_let_wait_on_the_host_what_they_have_no_room_for() {
@@ -168,7 +168,7 @@ fn what_one_stage_refuses_is_dropped_by_all_and_done_again() {
 fn a_stage_that_is_gone_takes_the_others_back_to_the_checkpoint_or_stops_the_run() {
     let place = place();
     train(&place, "plain", &["--devices", PAIR]);
-    let trio = PAIR.replace(",host", ",virtual:c=52MiB@0.3::1gbit,host");
+    let trio = PAIR.replace(",host", ",virtual:c=52MiB@0.45::1.5gbit,host");
     let lost = ["--devices", &trio, "--set", "run.team=all", "--inject-loss", "virtual:c:5"];
     let result = train(&place, "trio", &lost);
     let names: Vec<&str> = result["team"].as_array().unwrap().iter().map(|m| m["device"].as_str().unwrap()).collect();

@@ -313,7 +313,7 @@ fn a_device_is_lost_when_it_gives_no_sign_of_life_and_never_because_it_is_slow()
     assert_eq!(result["not_rehearsed"], serde_json::json!(["--inject-silence virtual:c:5:forever"]));
     same_experiment(&place, "plain", "alone", 1e-4);
     // Passes of this device take far longer than the time in which a silent one is lost.
-    let slow = [&words[..], &["--inject-slow", "virtual:b:6:400", "--set", "train.steps=6"]].concat();
+    let slow = [&words[..], &["--inject-slow", "virtual:b:6:300", "--set", "train.steps=6"]].concat();
     let result = train(&place, "slow", &slow);
     assert!(names(&result).contains(&"virtual:b"), "{result}");
     assert!(place.events("slow").iter().all(|event| event["event"] != "lost"));
@@ -456,7 +456,7 @@ fn a_model_too_large_for_either_device_is_trained_by_both() {
 }
 
 /// The second is in the way of the first with any sequence of its own, and the first cannot hold the model.
-const HOLDS: &str = "virtual:a=56MiB@1.0,virtual:b=52MiB@0.02,host=1MiB";
+const HOLDS: &str = "virtual:a=56MiB@1.0,virtual:b=52MiB@0.03,host=1MiB";
 
 #[test]
 fn who_would_be_in_the_way_with_any_sequence_holds_a_part_of_the_state() {
@@ -486,7 +486,7 @@ fn who_would_be_in_the_way_with_any_sequence_holds_a_part_of_the_state() {
     place.write("cut/run.toml", text);
     place.succeed(&["train", "--resume", "cut", "--quiet"]);
     assert!(steps(&place, "cut") == steps(&place, "team"), "the same team, the same bits");
-    let turned = "virtual:b=52MiB@0.02,virtual:a=56MiB@1.0,host=1MiB";
+    let turned = "virtual:b=52MiB@0.03,virtual:a=56MiB@1.0,host=1MiB";
     let result = train(&place, "turned", &["--devices", turned, "--inject-oom", "virtual:b/3:checkpoint"]);
     assert_eq!(result["team"][0]["sequences"], 0, "{result}");
     for run in ["cut", "turned"] {
@@ -497,7 +497,7 @@ fn who_would_be_in_the_way_with_any_sequence_holds_a_part_of_the_state() {
 #[test]
 fn what_becomes_of_a_device_that_only_holds_a_part_of_the_state_is_told_and_the_run_goes_on() {
     let place = larger();
-    let trio = "virtual:a=56MiB@0.75,virtual:b=52MiB@0.5,virtual:c=52MiB@0.02,host=1MiB";
+    let trio = "virtual:a=56MiB@0.75,virtual:b=52MiB@0.5,virtual:c=52MiB@0.03,host=1MiB";
     let (result, words) = plain(&place, &["--devices", trio, "--set", "run.team=all"]);
     assert_eq!(result["team"][2]["sequences"], 0, "{result}");
     holds(&result);
@@ -632,7 +632,7 @@ fn shares(place: &Place, run: &str) -> Vec<u64> {
 #[test]
 fn a_device_with_a_part_of_the_state_that_becomes_slow_is_given_less_to_do_and_keeps_its_part() {
     let place = larger();
-    let words = ["--devices", "virtual:a=56MiB@0.2,virtual:b=56MiB@0.2,host=1MiB"];
+    let words = ["--devices", "virtual:a=56MiB@0.25,virtual:b=56MiB@0.25,host=1MiB"];
     let length = ["--set", "train.steps=20", "--set", "data.sequence=24", "--set", "train.batch_tokens=96"];
     let (result, words) = plain(&place, &[&words[..], &length, &ONLY_STEPS].concat());
     assert_eq!((&result["sharing"], &result["retreats"]), (&"state".into(), &Value::Array(vec![])), "nothing drifts");
@@ -659,7 +659,7 @@ fn who_only_holds_is_given_sequences_where_the_one_that_computes_becomes_slow() 
     let (_, words) = plain(&place, &[&devices[..], &length, &ONLY_STEPS].concat());
     assert_eq!(shares(&place, "plain"), [6, 0]);
     assert!(place.events("plain").iter().all(|event| event["event"] != "warning"), "nothing drifts");
-    let result = train(&place, "slow", &[&words[..], &["--inject-slow", "virtual:a:2:4"]].concat());
+    let result = train(&place, "slow", &[&words[..], &["--inject-slow", "virtual:a:2:3"]].concat());
     assert_eq!((&result["sharing"], &result["status"]), (&"state".into(), &"done".into()));
     let shares = shares(&place, "slow");
     assert!(shares[0] > 0 && shares[1] > 0, "{shares:?}");
@@ -961,7 +961,7 @@ fn flat() -> Place {
 #[test]
 fn what_a_device_held_that_left_is_no_part_of_what_the_others_held() {
     let place = flat();
-    let devices = "virtual:a=180MiB@0.4,virtual:b=180MiB@0.3,host=1MiB";
+    let devices = "virtual:a=180MiB@0.8,virtual:b=180MiB@0.6,host=1MiB";
     // One that was silent gives back what it holds after it has left.
     let ways = [
         ("lost", &["--inject-loss", "virtual:b:3"][..]),
