@@ -319,7 +319,8 @@ fn a_process_that_stands_still_while_it_is_opened_or_takes_its_seat_is_a_device_
     let run = |name: &str, devices: &str, stops| {
         let hosts = Processes::that_stop(stops);
         let _end = End(hosts.clone());
-        let file = run_file(&place.join(name), devices, 4);
+        let mut file = run_file(&place.join(name), devices, 4);
+        file.run.heartbeat_seconds = 1.5;
         let run = planned(&hosts, file);
         let mut signals = |record: &Record| {
             if stops.is_none() && matches!(record.event, Event::Step { step: 2, .. }) {
