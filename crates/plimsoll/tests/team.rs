@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{Place, SMALL, Shape};
+use common::{Place, Running, SMALL, Shape};
 use serde_json::Value;
 
 /// Few steps, each as quick as it can be.
@@ -16,6 +16,21 @@ fn train(place: &Place, run: &str, more: &[&str]) -> Value {
     let dir = format!("run.dir={run}");
     place.succeed(&[&["train", "run.toml", "--quiet", "--set", &dir], more].concat());
     place.json(&format!("{run}/result.json"))
+}
+
+/// The same of several runs at once, named by their numbers, each with more words: what is waited for passes once.
+fn train_together(place: &Place, name: &str, words: &[&str], each: &[&[&str]]) -> Vec<Value> {
+    let runs: Vec<String> = (0..each.len()).map(|number| format!("{name}-{number}")).collect();
+    let start = |(run, more): (&String, &&[&str])| {
+        let dir = format!("run.dir={run}");
+        place.start(&[&["train", "run.toml", "--quiet", "--set", &dir], words, more].concat())
+    };
+    let running: Vec<Running> = runs.iter().zip(each).map(start).collect();
+    for (running, more) in running.into_iter().zip(each) {
+        let done = running.end();
+        assert_eq!(done.code, Some(0), "{more:?}: {}", done.stderr);
+    }
+    runs.iter().map(|run| place.json(&format!("{run}/result.json"))).collect()
 }
 
 /// Where all of them take part.
@@ -320,11 +335,13 @@ fn a_device_is_lost_when_it_gives_no_sign_of_life_and_never_because_it_is_slow()
     let slowest = result["step_seconds"]["p95"].as_f64().unwrap();
     assert!(slowest > 1.0, "{slowest} s: nothing was slow");
     // What hangs for good is left behind, before anything was done, in a step and at the end.
-    for (number, (device, step)) in
-        [("virtual:b", 0), ("virtual:a", 0), ("virtual:b", 5), ("virtual:a", 8)].iter().enumerate()
-    {
-        let (run, at) = (format!("hangs-{number}"), format!("{device}:{step}:forever"));
-        let result = train(&place, &run, &[&words[..], &["--inject-silence", &at]].concat());
+    let hang = [("virtual:b", 0), ("virtual:a", 0), ("virtual:b", 5), ("virtual:a", 8)];
+    let at = hang.map(|(device, step)| format!("{device}:{step}:forever"));
+    let at: Vec<[&str; 2]> = at.iter().map(|at| ["--inject-silence", at]).collect();
+    let each: Vec<&[&str]> = at.iter().map(|at| &at[..]).collect();
+    let results = train_together(&place, "hangs", &words, &each);
+    for (number, ((device, step), result)) in hang.iter().zip(results).enumerate() {
+        let run = format!("hangs-{number}");
         assert_eq!((&result["status"], left_out(&place, &run).0.as_str()), (&"done".into(), *device), "{result}");
         assert_eq!(result["lost"][0]["step"].as_u64(), Some(*step), "{result}");
         assert!(!names(&result).contains(device), "{result}");
@@ -372,8 +389,11 @@ fn devices_that_are_gone_while_they_are_opened_leave_the_others_or_a_run_that_ca
 fn a_device_that_hangs_while_it_is_opened_is_missed_and_holds_up_nobody() {
     let beats = ["--set", "run.heartbeat_seconds=1"];
     let (place, words) = of_all(&beats);
-    for (run, at) in [("back", "virtual:a:0:open"), ("never", "virtual:b:0:open:forever")] {
-        let result = train(&place, run, &[&words[..], &["--inject-silence", at]].concat());
+    let hang = ["virtual:a:0:open", "virtual:b:0:open:forever"];
+    let each = hang.map(|at| ["--inject-silence", at]);
+    let results = train_together(&place, "run", &words, &[&each[0], &each[1]]);
+    for (number, (at, result)) in hang.iter().zip(results).enumerate() {
+        let run = &format!("run-{number}");
         let (device, why, _) = left_out(&place, run);
         assert_eq!((&result["status"], &device[..]), (&"done".into(), &at[..9]), "{result}");
         assert_eq!(why, format!("{device} gave no sign of life for 1 s"));
@@ -807,9 +827,12 @@ fn a_run_survives_whatever_becomes_of_the_device_that_evaluates_for_it() {
         (vec!["--inject-silence", "virtual:b:0:forever"], Some("gave no sign of life for 1 s")),
         (vec!["--inject-silence", "virtual:b:0:open:forever"], Some("gave no sign of life for 1 s")),
     ];
-    for (number, (injected, lost)) in cases.iter().enumerate() {
-        let run = format!("run-{number}");
-        let result = train(&place, &run, &[&words[..], injected].concat());
+    let each: Vec<&[&str]> = cases.iter().map(|(injected, _)| &injected[..]).collect();
+    // Two at once.
+    let pairs = each.chunks(2).zip(["run-0", "run-1", "run-2", "run-3", "run-4", "run-5"]);
+    let results: Vec<Value> = pairs.flat_map(|(pair, name)| train_together(&place, name, &words, pair)).collect();
+    for (number, ((injected, lost), result)) in cases.iter().zip(results).enumerate() {
+        let run = format!("run-{}-{}", number / 2, number % 2);
         let never = result["not_rehearsed"].as_array().map_or(0, Vec::len);
         assert!(result["status"] == "done" && never < injected.len() / 2, "{injected:?}: {result}");
         assert_eq!(steps(&place, "plain"), steps(&place, &run), "{injected:?}");
@@ -869,12 +892,13 @@ fn who_evaluates_takes_over_where_nobody_else_works_on_the_run() {
 #[test]
 fn a_signal_ends_a_run_whose_devices_are_silent_for_good() {
     let place = Place::new(&Shape { steps: 100_000, ..QUICK });
-    for (run, devices, silent) in [
+    let runs = [
         ("beside", BESIDE, "virtual:b:0:forever"),
         ("team", TRIO, "virtual:a:0:forever"),
         ("opened", TRIO, "virtual:a:0:open:forever"),
         ("alone", "virtual:a=64MiB@0.4", "virtual:a:0:open:forever"),
-    ] {
+    ];
+    let started = runs.map(|(run, devices, silent)| {
         let dir = format!("run.dir={run}");
         let words = ["train", "run.toml", "--quiet", "--set", &dir, "--devices", devices, "--inject-silence", silent];
         let mut running = place.start(&[&words[..], &EVALUATED, &["--set", "run.heartbeat_seconds=1"]].concat());
@@ -882,6 +906,9 @@ fn a_signal_ends_a_run_whose_devices_are_silent_for_good() {
         assert!(running.until(|| place.path(run).join("events.jsonl").exists()));
         running.signal("TERM");
         running.signal("TERM");
+        running
+    });
+    for ((run, _, silent), running) in runs.into_iter().zip(started) {
         let done = running.end();
         assert_eq!(done.code, Some(4), "{}", done.stderr);
         let result = place.json(&format!("{run}/result.json"));
