@@ -12,6 +12,7 @@ use plimsoll_plan::request::DevicesRequest;
 use plimsoll_plan::search::{Question, search};
 use plimsoll_plan::team::{
     Evaluations, Only, TeamAnswer, TeamQuestion, alternatives, plan_again, plan_of_team, say_what_would_use, share_out,
+    share_out_if_fits,
 };
 use plimsoll_program::Schedule;
 use plimsoll_program::models::{ModelConfig, preset};
@@ -407,10 +408,8 @@ fn who_holds_a_part_and_computes_nothing_is_beneath_its_line_like_everybody() {
                 let only = Some(Only::Sharing(Sharing::State));
                 let mut team = TeamQuestion { host, only, ..team(&config, &devices, 12) };
                 team.devices.iter_mut().for_each(|question| question.host = common::host(host));
-                let answer = share_out(&team);
-                if answer.plan.sharing != Some(Sharing::State) {
-                    continue;
-                }
+                let answer = share_out_if_fits(&team).filter(|answer| answer.plan.sharing == Some(Sharing::State));
+                let Some(answer) = answer else { continue };
                 is_state_in_parts(&team, &answer);
                 held += answer.plan.team.iter().filter(|member| member.sequences == 0).count();
                 for plan in &answer.plan.devices {
@@ -565,15 +564,21 @@ fn sequences_follow_speed_while_parts_of_the_state_stay() {
 
 #[test]
 fn large_models_are_planned_for_large_teams() {
+    let eight = &["rtx5090"; 8][..];
+    are_planned("qwen2.5-32b", eight, &[(0, &[Rung::Lora], true), (512, &[], true)]);
+}
+
+#[test]
+fn large_models_are_planned_for_unequal_devices_where_they_fit_and_where_they_do_not() {
+    are_planned("llama-2-13b", &["rtx3090", "rtx3070"], &[(128, &[Rung::Lora], true), (128, &[], false)]);
+}
+
+/// Beside so many GiB of the host, under these rungs, it fits or not.
+fn are_planned(model: &str, names: &[&str], cases: &[(u64, &[Rung], bool)]) {
     let devices = |names: &[&str]| -> Vec<DeviceSpec> {
         names.iter().map(|name| paper::paper(name, Budget::Share(0.9)).expect("listed")).collect()
     };
-    for (model, names, host, rungs, fits) in [
-        ("qwen2.5-32b", &["rtx5090"; 8][..], 0, &[Rung::Lora][..], true),
-        ("qwen2.5-32b", &["rtx5090"; 8], 512, &[], true),
-        ("llama-2-13b", &["rtx3090", "rtx3070"], 128, &[Rung::Lora], true),
-        ("llama-2-13b", &["rtx3090", "rtx3070"], 128, &[], false),
-    ] {
+    for &(host, rungs, fits) in cases {
         let (config, devices) = (preset(model).expect("listed"), devices(names));
         let host = HostSpec { budget: Bytes::gib(host), memory_bytes_per_second: 50e9, ..HostSpec::NONE };
         let question = |device| {

@@ -166,13 +166,13 @@ fn devices(far: &[&str]) -> String {
         let host = if far.contains(&name) { format!("host-{name}/") } else { String::new() };
         format!("{host}virtual:{name}={mib}MiB@{pace}::10GB/s+10us")
     };
-    [("a", 120, 0.4), ("b", 110, 0.2), ("c", 100, 0.1)].map(device).join(",")
+    [("a", 120, 0.8), ("b", 110, 0.4), ("c", 100, 0.2)].map(device).join(",")
 }
 
 fn run_file(folder: &Path, devices: &str, steps: u32) -> RunFile {
     let settings = [
         "run.team=all",
-        "run.heartbeat_seconds=4",
+        "run.heartbeat_seconds=2",
         "run.threads=1",
         "train.batch_tokens=768",
         "train.eval_every=4",
@@ -320,7 +320,7 @@ fn a_process_that_stands_still_while_it_is_opened_or_takes_its_seat_is_a_device_
         let hosts = Processes::that_stop(stops);
         let _end = End(hosts.clone());
         let mut file = run_file(&place.join(name), devices, 4);
-        file.run.heartbeat_seconds = 2.0;
+        file.run.heartbeat_seconds = 1.5;
         let run = planned(&hosts, file);
         let mut signals = |record: &Record| {
             if stops.is_none() && matches!(record.event, Event::Step { step: 2, .. }) {
@@ -337,7 +337,7 @@ fn a_process_that_stands_still_while_it_is_opened_or_takes_its_seat_is_a_device_
         assert_eq!((left.result.status, lost, left.result.steps), (RunStatus::Done, vec![(device, 0)], 4));
     }
     // Without any other the run stops, whenever it is.
-    let only = "host-b/virtual:b=110MiB@0.2";
+    let only = "host-b/virtual:b=110MiB@0.4";
     for (name, stops) in [("alone", Some(("host-b/virtual:b", "Open"))), ("later", None)] {
         let why = run(name, only, stops).err().expect("nobody is left");
         assert_eq!(why.exit, Exit::Stopped, "{why}");

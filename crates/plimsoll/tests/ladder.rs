@@ -49,7 +49,7 @@ fn every_command_of_a_refusal_plans_what_it_says() {
     let place = Place::new(&SMALL);
     // What several share is shared in layers, too: few of them have few ways.
     let few = json!({
-        "hidden_size": 576, "num_hidden_layers": 6, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
+        "hidden_size": 576, "num_hidden_layers": 4, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
         "intermediate_size": 1536, "vocab_size": 8192, "max_position_embeddings": 512,
     });
     let mut config = common::config(SMALL.hidden);

@@ -11,7 +11,7 @@ use serde_json::Value;
 const WIDE: Shape = Shape { hidden: 256, steps: 6, batch_sequences: 6, threads: "1", save_every: 3, ..SMALL };
 
 /// Neither holds the model, and nothing may wait on the host.
-const PAIR: &str = "virtual:a=78MiB@0.4::1gbit,virtual:b=60MiB@0.3::1gbit,host=1MiB";
+const PAIR: &str = "virtual:a=78MiB@0.6::1.5gbit,virtual:b=60MiB@0.45::1.5gbit,host=1MiB";
 
 fn place() -> Place {
     let place = Place::new(&WIDE);
@@ -59,11 +59,12 @@ fn stages(place: &Place, run: &str) -> Vec<(String, u64)> {
 #[test]
 fn a_stage_that_becomes_slow_gives_layers_to_the_others() {
     let place = place();
-    let words = ["--devices", "virtual:a=86MiB@0.3::0.4gbit,virtual:b=86MiB@0.3::0.4gbit,host=1MiB"];
+    let words = ["--devices", "virtual:a=86MiB@0.4::0.4gbit,virtual:b=86MiB@0.4::0.4gbit,host=1MiB"];
     // As many as are looked at before anything is done, and some more for which that pays.
-    let words = [&words[..], &["--set", "train.steps=24", "--set", "train.save_every=0"]].concat();
-    let words = [&words[..], &["--set", "train.batch_tokens=128"]].concat();
+    let words = [&words[..], &["--set", "train.steps=28", "--set", "train.save_every=0"]].concat();
+    let words = [&words[..], &["--set", "data.sequence=16", "--set", "train.batch_tokens=64"]].concat();
     let result = train(&place, "even", &words);
+    let words = [&words[..], &["--plan", "even/plan.json"]].concat();
     assert_eq!((&result["sharing"], &result["retreats"]), (&"layers".into(), &Value::Array(vec![])));
     assert!(place.events("even").iter().all(|event| event["event"] != "warning"), "nothing drifts");
     let layers = |run: &str| stages(&place, run).into_iter().find(|(device, _)| device == "virtual:b").unwrap().1;
@@ -92,13 +93,15 @@ fn a_model_that_fits_neither_device_trains_as_a_pipeline() {
 }
 
 /// Both together do not hold the model either: state waits on the host.
-const SMALL_PAIR: &str = "virtual:a=55MiB@0.4::1gbit,virtual:b=47MiB@0.3::1gbit,host=56MiB";
+const SMALL_PAIR: &str = "virtual:a=55MiB@0.6::1.5gbit,virtual:b=47MiB@0.45::1.5gbit,host=56MiB";
 
 #[test]
 fn stages_let_wait_on_the_host_what_they_have_no_room_for() {
     let place = place();
     train(&place, "alone", &["--devices", "cpu"]);
-    for (run, more) in [("pair", &[][..]), ("again", &["--inject-oom", "virtual:b/2:backward:9"])] {
+    let known = ["--plan", "pair/plan.json"];
+    let again = [&known[..], &["--inject-oom", "virtual:b/2:backward:9"]].concat();
+    for (run, more) in [("pair", &[][..]), ("again", &again)] {
         let result = train(&place, run, &[&["--devices", SMALL_PAIR], more].concat());
         assert_eq!(result["sharing"], "layers");
         let memory = result["memory"].as_array().unwrap();
@@ -113,7 +116,7 @@ fn stages_let_wait_on_the_host_what_they_have_no_room_for() {
         same_experiment(&place, "alone", run);
     }
     // One device goes on where a pipeline was that had state on the host.
-    train(&place, "cut", &["--devices", SMALL_PAIR, "--set", "train.steps=3"]);
+    train(&place, "cut", &[&known[..], &["--devices", SMALL_PAIR, "--set", "train.steps=3"]].concat());
     let text = place.read("cut/run.toml").replace("steps = 3", "steps = 6").replace(SMALL_PAIR, "cpu");
     place.write("cut/run.toml", text);
     place.succeed(&["train", "--resume", "cut", "--quiet"]);
@@ -125,7 +128,7 @@ fn one_device_goes_on_from_the_checkpoint_of_a_pipeline_and_a_pipeline_from_its_
     let place = place();
     train(&place, "whole", &["--devices", PAIR]);
     for (run, devices) in [("same", PAIR), ("one", "cpu")] {
-        train(&place, run, &["--devices", PAIR, "--set", "train.steps=3"]);
+        train(&place, run, &["--devices", PAIR, "--set", "train.steps=3", "--plan", "whole/plan.json"]);
         let text = place.read(&format!("{run}/run.toml")).replace("steps = 3", "steps = 6").replace(PAIR, devices);
         place.write(&format!("{run}/run.toml"), text);
         place.succeed(&["train", "--resume", run, "--quiet"]);
@@ -141,8 +144,8 @@ fn one_device_goes_on_from_the_checkpoint_of_a_pipeline_and_a_pipeline_from_its_
 #[test]
 fn what_one_stage_refuses_is_dropped_by_all_and_done_again() {
     let place = place();
-    let words = ["--devices", PAIR];
-    train(&place, "plain", &words);
+    train(&place, "plain", &["--devices", PAIR]);
+    let words = ["--devices", PAIR, "--plan", "plain/plan.json"];
     let places = [
         ("virtual:b", 0, "virtual:b/0:load"),
         ("virtual:a", 2, "virtual:a/2:backward:9"),
@@ -165,7 +168,7 @@ fn what_one_stage_refuses_is_dropped_by_all_and_done_again() {
 fn a_stage_that_is_gone_takes_the_others_back_to_the_checkpoint_or_stops_the_run() {
     let place = place();
     train(&place, "plain", &["--devices", PAIR]);
-    let trio = PAIR.replace(",host", ",virtual:c=52MiB@0.3::1gbit,host");
+    let trio = PAIR.replace(",host", ",virtual:c=52MiB@0.45::1.5gbit,host");
     let lost = ["--devices", &trio, "--set", "run.team=all", "--inject-loss", "virtual:c:5"];
     let result = train(&place, "trio", &lost);
     let names: Vec<&str> = result["team"].as_array().unwrap().iter().map(|m| m["device"].as_str().unwrap()).collect();
@@ -174,7 +177,8 @@ fn a_stage_that_is_gone_takes_the_others_back_to_the_checkpoint_or_stops_the_run
     let last = |run: &str| losses(&place, run).pop().unwrap();
     assert!((last("plain") - last("trio")).abs() <= 1e-4 * last("plain").abs());
     // What is left cannot hold the model.
-    let lost = ["train", "run.toml", "--quiet", "--devices", PAIR, "--inject-loss", "virtual:b:5"];
+    let lost = ["train", "run.toml", "--quiet", "--devices", PAIR, "--plan", "plain/plan.json"];
+    let lost = [&lost[..], &["--inject-loss", "virtual:b:5"]].concat();
     let message = place.refuse(4, &lost);
     assert!(message.contains("no recipe of this run fits on what is left"), "{message}");
     place.succeed(&["train", "--resume", "run", "--quiet"]);

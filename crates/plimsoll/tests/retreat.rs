@@ -536,6 +536,12 @@ fn pressure_from_outside_is_given_way_to_and_room_is_used_again() {
     assert_eq!((&forgotten["recipe"], forgotten.get("learned")), (&down["from"], None), "{forgotten}");
     place.write("cache/shortfalls.json", kept);
     running.limit("data", "unlimited");
+    // Room has to be there for ten seconds until it is used. What is computed meanwhile is computed once more below: most of
+    // the time the run stands still, after it has seen that there is room.
+    std::thread::sleep(std::time::Duration::from_millis(1500));
+    running.signal("STOP");
+    std::thread::sleep(std::time::Duration::from_millis(8500));
+    running.signal("CONT");
     assert!(running.until(|| retreats().len() > 1));
     let up = &retreats()[1];
     assert_eq!(up["why"], "others gave memory back");

@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{Place, SMALL, Shape};
+use common::{Place, Running, SMALL, Shape};
 use serde_json::Value;
 
 /// Few steps, each as quick as it can be.
@@ -16,6 +16,21 @@ fn train(place: &Place, run: &str, more: &[&str]) -> Value {
     let dir = format!("run.dir={run}");
     place.succeed(&[&["train", "run.toml", "--quiet", "--set", &dir], more].concat());
     place.json(&format!("{run}/result.json"))
+}
+
+/// The same of several runs at once, named by their numbers, each with more words: what is waited for passes once.
+fn train_together(place: &Place, name: &str, words: &[&str], each: &[&[&str]]) -> Vec<Value> {
+    let runs: Vec<String> = (0..each.len()).map(|number| format!("{name}-{number}")).collect();
+    let start = |(run, more): (&String, &&[&str])| {
+        let dir = format!("run.dir={run}");
+        place.start(&[&["train", "run.toml", "--quiet", "--set", &dir], words, more].concat())
+    };
+    let running: Vec<Running> = runs.iter().zip(each).map(start).collect();
+    for (running, more) in running.into_iter().zip(each) {
+        let done = running.end();
+        assert_eq!(done.code, Some(0), "{more:?}: {}", done.stderr);
+    }
+    runs.iter().map(|run| place.json(&format!("{run}/result.json"))).collect()
 }
 
 /// Where all of them take part.
@@ -284,8 +299,7 @@ fn the_last_of_a_team_is_missed_where_somebody_could_take_over() {
 #[test]
 fn a_run_whose_last_device_is_lost_stops_where_none_that_was_left_out_can_hold_it() {
     let place = larger();
-    let words = ["--devices", "virtual:a=128MiB@0.4,virtual:b=40MiB@0.1::1MB/s,host=1MiB"];
-    train(&place, "plain", &words);
+    let (_, words) = plain(&place, &["--devices", "virtual:a=128MiB@0.4,virtual:b=40MiB@0.1::1MB/s,host=1MiB"]);
     let start = ["train", "run.toml", "--quiet", "--set", "run.dir=run", "--inject-loss", "virtual:a:5"];
     let said = place.refuse(4, &[&start[..], &words].concat());
     assert!(said.contains("step 5: virtual:a is gone") && said.contains("fits on those that were left out"), "{said}");
@@ -314,18 +328,20 @@ fn a_device_is_lost_when_it_gives_no_sign_of_life_and_never_because_it_is_slow()
     assert_eq!(result["not_rehearsed"], serde_json::json!(["--inject-silence virtual:c:5:forever"]));
     same_experiment(&place, "plain", "alone", 1e-4);
     // Passes of this device take far longer than the time in which a silent one is lost.
-    let slow = [&words[..], &["--inject-slow", "virtual:b:6:1000", "--set", "train.steps=6"]].concat();
+    let slow = [&words[..], &["--inject-slow", "virtual:b:6:300", "--set", "train.steps=6"]].concat();
     let result = train(&place, "slow", &slow);
     assert!(names(&result).contains(&"virtual:b"), "{result}");
     assert!(place.events("slow").iter().all(|event| event["event"] != "lost"));
     let slowest = result["step_seconds"]["p95"].as_f64().unwrap();
     assert!(slowest > 1.0, "{slowest} s: nothing was slow");
     // What hangs for good is left behind, before anything was done, in a step and at the end.
-    for (number, (device, step)) in
-        [("virtual:b", 0), ("virtual:a", 0), ("virtual:b", 5), ("virtual:a", 8)].iter().enumerate()
-    {
-        let (run, at) = (format!("hangs-{number}"), format!("{device}:{step}:forever"));
-        let result = train(&place, &run, &[&words[..], &["--inject-silence", &at]].concat());
+    let hang = [("virtual:b", 0), ("virtual:a", 0), ("virtual:b", 5), ("virtual:a", 8)];
+    let at = hang.map(|(device, step)| format!("{device}:{step}:forever"));
+    let at: Vec<[&str; 2]> = at.iter().map(|at| ["--inject-silence", at]).collect();
+    let each: Vec<&[&str]> = at.iter().map(|at| &at[..]).collect();
+    let results = train_together(&place, "hangs", &words, &each);
+    for (number, ((device, step), result)) in hang.iter().zip(results).enumerate() {
+        let run = format!("hangs-{number}");
         assert_eq!((&result["status"], left_out(&place, &run).0.as_str()), (&"done".into(), *device), "{result}");
         assert_eq!(result["lost"][0]["step"].as_u64(), Some(*step), "{result}");
         assert!(!names(&result).contains(device), "{result}");
@@ -373,8 +389,11 @@ fn devices_that_are_gone_while_they_are_opened_leave_the_others_or_a_run_that_ca
 fn a_device_that_hangs_while_it_is_opened_is_missed_and_holds_up_nobody() {
     let beats = ["--set", "run.heartbeat_seconds=1"];
     let (place, words) = of_all(&beats);
-    for (run, at) in [("back", "virtual:a:0:open"), ("never", "virtual:b:0:open:forever")] {
-        let result = train(&place, run, &[&words[..], &["--inject-silence", at]].concat());
+    let hang = ["virtual:a:0:open", "virtual:b:0:open:forever"];
+    let each = hang.map(|at| ["--inject-silence", at]);
+    let results = train_together(&place, "run", &words, &[&each[0], &each[1]]);
+    for (number, (at, result)) in hang.iter().zip(results).enumerate() {
+        let run = &format!("run-{number}");
         let (device, why, _) = left_out(&place, run);
         assert_eq!((&result["status"], &device[..]), (&"done".into(), &at[..9]), "{result}");
         assert_eq!(why, format!("{device} gave no sign of life for 1 s"));
@@ -457,7 +476,7 @@ fn a_model_too_large_for_either_device_is_trained_by_both() {
 }
 
 /// The second is in the way of the first with any sequence of its own, and the first cannot hold the model.
-const HOLDS: &str = "virtual:a=56MiB@1.0,virtual:b=52MiB@0.02,host=1MiB";
+const HOLDS: &str = "virtual:a=56MiB@1.0,virtual:b=52MiB@0.03,host=1MiB";
 
 #[test]
 fn who_would_be_in_the_way_with_any_sequence_holds_a_part_of_the_state() {
@@ -482,12 +501,12 @@ fn who_would_be_in_the_way_with_any_sequence_holds_a_part_of_the_state() {
     assert!((loss("alone") / loss("team") - 1.0).abs() < 1e-4);
 
     // The same goes on from a checkpoint, and whoever is the first writes the files.
-    train(&place, "cut", &["--devices", HOLDS, "--set", "train.steps=3"]);
+    train(&place, "cut", &["--devices", HOLDS, "--set", "train.steps=3", "--plan", "team/plan.json"]);
     let text = place.read("cut/run.toml").replace("steps = 3", "steps = 6");
     place.write("cut/run.toml", text);
     place.succeed(&["train", "--resume", "cut", "--quiet"]);
     assert!(steps(&place, "cut") == steps(&place, "team"), "the same team, the same bits");
-    let turned = "virtual:b=52MiB@0.02,virtual:a=56MiB@1.0,host=1MiB";
+    let turned = "virtual:b=52MiB@0.03,virtual:a=56MiB@1.0,host=1MiB";
     let result = train(&place, "turned", &["--devices", turned, "--inject-oom", "virtual:b/3:checkpoint"]);
     assert_eq!(result["team"][0]["sequences"], 0, "{result}");
     for run in ["cut", "turned"] {
@@ -498,7 +517,7 @@ fn who_would_be_in_the_way_with_any_sequence_holds_a_part_of_the_state() {
 #[test]
 fn what_becomes_of_a_device_that_only_holds_a_part_of_the_state_is_told_and_the_run_goes_on() {
     let place = larger();
-    let trio = "virtual:a=56MiB@0.75,virtual:b=52MiB@0.5,virtual:c=52MiB@0.02,host=1MiB";
+    let trio = "virtual:a=56MiB@0.75,virtual:b=52MiB@0.5,virtual:c=52MiB@0.03,host=1MiB";
     let (result, words) = plain(&place, &["--devices", trio, "--set", "run.team=all"]);
     assert_eq!(result["team"][2]["sequences"], 0, "{result}");
     holds(&result);
@@ -609,16 +628,19 @@ fn parts_of_the_state_that_are_shared_anew_again_and_again_come_to_an_end() {
     assert!(lost > 0 && done.stderr.contains("stopped: "), "{}", done.stderr);
 }
 
+/// Of a run whose speed is looked at.
+const ONLY_STEPS: [&str; 4] = ["--set", "train.save_every=0", "--set", "train.eval_every=0"];
+
 #[test]
 fn a_device_that_becomes_slow_is_given_less_to_do() {
-    let place = Place::new(&Shape { steps: 40, ..QUICK });
-    let words = ["--devices", "virtual:a=64MiB@0.03,virtual:b=64MiB@0.03", "--set", "run.team=all"];
-    let result = train(&place, "even", &words);
+    let place = Place::new(&Shape { steps: 24, ..QUICK });
+    let words = ["--devices", "virtual:a=64MiB@0.05,virtual:b=64MiB@0.05", "--set", "run.team=all"];
+    let (result, words) = plain(&place, &[&words[..], &ONLY_STEPS].concat());
     assert_eq!(result["retreats"], Value::Array(vec![]), "nothing drifts");
-    let result = train(&place, "slow", &[&words[..], &["--inject-slow", "virtual:b:5:2.0"]].concat());
+    let result = train(&place, "slow", &[&words[..], &["--inject-slow", "virtual:b:2:2.0"]].concat());
     let sequences = |rank: usize| result["team"][rank]["sequences"].as_u64().unwrap();
     assert!(sequences(0) > sequences(1), "{result}");
-    same_experiment(&place, "even", "slow", 1e-4);
+    same_experiment(&place, "plain", "slow", 1e-4);
 }
 
 /// So many sequences, as the plan that a run ended with says.
@@ -630,12 +652,12 @@ fn shares(place: &Place, run: &str) -> Vec<u64> {
 #[test]
 fn a_device_with_a_part_of_the_state_that_becomes_slow_is_given_less_to_do_and_keeps_its_part() {
     let place = larger();
-    let words = ["--devices", "virtual:a=56MiB@0.15,virtual:b=56MiB@0.15,host=1MiB"];
-    let words = [&words[..], &["--set", "train.steps=20", "--set", "train.batch_tokens=128"]].concat();
-    let result = train(&place, "even", &words);
+    let words = ["--devices", "virtual:a=56MiB@0.25,virtual:b=56MiB@0.25,host=1MiB"];
+    let length = ["--set", "train.steps=20", "--set", "data.sequence=24", "--set", "train.batch_tokens=96"];
+    let (result, words) = plain(&place, &[&words[..], &length, &ONLY_STEPS].concat());
     assert_eq!((&result["sharing"], &result["retreats"]), (&"state".into(), &Value::Array(vec![])), "nothing drifts");
-    assert!(place.events("even").iter().all(|event| event["event"] != "warning"), "nothing drifts");
-    let even = shares(&place, "even");
+    assert!(place.events("plain").iter().all(|event| event["event"] != "warning"), "nothing drifts");
+    let even = shares(&place, "plain");
     assert_eq!(even[0], even[1]);
     let result = train(&place, "slow", &[&words[..], &["--inject-slow", "virtual:b:2:3.0"]].concat());
     assert_eq!((&result["sharing"], &result["status"]), (&"state".into(), &"done".into()));
@@ -645,45 +667,46 @@ fn a_device_with_a_part_of_the_state_that_becomes_slow_is_given_less_to_do_and_k
         let plan = place.json(&format!("{run}/plan.json"));
         plan["team"].as_array().unwrap().iter().map(|member| member["state"].as_u64().unwrap()).collect::<Vec<_>>()
     };
-    assert_eq!(parts("even"), parts("slow"));
-    same_experiment(&place, "even", "slow", 1e-4);
+    assert_eq!(parts("plain"), parts("slow"));
+    same_experiment(&place, "plain", "slow", 1e-4);
 }
 
 #[test]
 fn who_only_holds_is_given_sequences_where_the_one_that_computes_becomes_slow() {
     let place = larger();
-    let words = ["--devices", "virtual:a=56MiB@0.3,virtual:b=52MiB@0.04,host=1MiB", "--set", "train.steps=30"];
-    train(&place, "even", &words);
-    assert_eq!(shares(&place, "even"), [6, 0]);
-    assert!(place.events("even").iter().all(|event| event["event"] != "warning"), "nothing drifts");
-    let result = train(&place, "slow", &[&words[..], &["--inject-slow", "virtual:a:2:6"]].concat());
+    let devices = ["--devices", "virtual:a=56MiB@0.4,virtual:b=52MiB@0.054,host=1MiB"];
+    let length = ["--set", "train.steps=20", "--set", "data.sequence=16", "--set", "train.batch_tokens=96"];
+    let (_, words) = plain(&place, &[&devices[..], &length, &ONLY_STEPS].concat());
+    assert_eq!(shares(&place, "plain"), [6, 0]);
+    assert!(place.events("plain").iter().all(|event| event["event"] != "warning"), "nothing drifts");
+    let result = train(&place, "slow", &[&words[..], &["--inject-slow", "virtual:a:2:3"]].concat());
     assert_eq!((&result["sharing"], &result["status"]), (&"state".into(), &"done".into()));
     let shares = shares(&place, "slow");
     assert!(shares[0] > 0 && shares[1] > 0, "{shares:?}");
-    same_experiment(&place, "even", "slow", 1e-4);
+    same_experiment(&place, "plain", "slow", 1e-4);
 }
 
 #[test]
 fn who_was_too_slow_for_any_sequence_has_some_again_when_it_is_not() {
     let place = larger();
-    let words = ["--devices", "virtual:a=56MiB@0.3,virtual:b=56MiB@0.3,host=1MiB"];
+    let words = ["--devices", "virtual:a=56MiB@0.4,virtual:b=56MiB@0.4,host=1MiB"];
+    let length = ["--set", "train.steps=84", "--set", "data.sequence=24", "--set", "train.batch_tokens=48"];
     // Slow learning: two sequences a step throw the loss about, and other orders of sums with it.
-    let long = ["--set", "train.steps=90", "--set", "train.batch_tokens=64", "--set", "train.learning_rate=1e-5"];
-    let words = [&words[..], &long].concat();
+    let (_, words) =
+        plain(&place, &[&words[..], &length, &ONLY_STEPS, &["--set", "train.learning_rate=1e-5"]].concat());
     let slow = ["--inject-slow", "virtual:b:2:4", "--inject-slow", "virtual:b:30:1"];
-    train(&place, "even", &words);
-    assert_eq!(shares(&place, "even"), [1, 1]);
+    assert_eq!(shares(&place, "plain"), [1, 1]);
     let result = train(&place, "slow", &[&words[..], &slow].concat());
     assert!(result["status"] == "done" && result["not_rehearsed"].as_array().is_none_or(Vec::is_empty), "{result}");
     let had = |retreat: &Value| retreat["device"] == "virtual:b" && retreat["sequences"] == serde_json::json!([1, 0]);
     assert!(result["retreats"].as_array().unwrap().iter().any(had), "{result}");
     assert_eq!(shares(&place, "slow"), [1, 1]);
-    same_experiment(&place, "even", "slow", 1e-4);
+    same_experiment(&place, "plain", "slow", 1e-4);
 }
 
 #[test]
 fn the_line_of_one_device_is_moved_by_its_name() {
-    let place = Place::new(&Shape { steps: 400, ..QUICK });
+    let place = Place::new(&Shape { steps: 250, ..QUICK });
     let running = place.start(&[
         "train",
         "run.toml",
@@ -804,9 +827,12 @@ fn a_run_survives_whatever_becomes_of_the_device_that_evaluates_for_it() {
         (vec!["--inject-silence", "virtual:b:0:forever"], Some("gave no sign of life for 1 s")),
         (vec!["--inject-silence", "virtual:b:0:open:forever"], Some("gave no sign of life for 1 s")),
     ];
-    for (number, (injected, lost)) in cases.iter().enumerate() {
-        let run = format!("run-{number}");
-        let result = train(&place, &run, &[&words[..], injected].concat());
+    let each: Vec<&[&str]> = cases.iter().map(|(injected, _)| &injected[..]).collect();
+    // Two at once.
+    let pairs = each.chunks(2).zip(["run-0", "run-1", "run-2", "run-3", "run-4", "run-5"]);
+    let results: Vec<Value> = pairs.flat_map(|(pair, name)| train_together(&place, name, &words, pair)).collect();
+    for (number, ((injected, lost), result)) in cases.iter().zip(results).enumerate() {
+        let run = format!("run-{}-{}", number / 2, number % 2);
         let never = result["not_rehearsed"].as_array().map_or(0, Vec::len);
         assert!(result["status"] == "done" && never < injected.len() / 2, "{injected:?}: {result}");
         assert_eq!(steps(&place, "plain"), steps(&place, &run), "{injected:?}");
@@ -866,12 +892,13 @@ fn who_evaluates_takes_over_where_nobody_else_works_on_the_run() {
 #[test]
 fn a_signal_ends_a_run_whose_devices_are_silent_for_good() {
     let place = Place::new(&Shape { steps: 100_000, ..QUICK });
-    for (run, devices, silent) in [
+    let runs = [
         ("beside", BESIDE, "virtual:b:0:forever"),
         ("team", TRIO, "virtual:a:0:forever"),
         ("opened", TRIO, "virtual:a:0:open:forever"),
         ("alone", "virtual:a=64MiB@0.4", "virtual:a:0:open:forever"),
-    ] {
+    ];
+    let started = runs.map(|(run, devices, silent)| {
         let dir = format!("run.dir={run}");
         let words = ["train", "run.toml", "--quiet", "--set", &dir, "--devices", devices, "--inject-silence", silent];
         let mut running = place.start(&[&words[..], &EVALUATED, &["--set", "run.heartbeat_seconds=1"]].concat());
@@ -879,6 +906,9 @@ fn a_signal_ends_a_run_whose_devices_are_silent_for_good() {
         assert!(running.until(|| place.path(run).join("events.jsonl").exists()));
         running.signal("TERM");
         running.signal("TERM");
+        running
+    });
+    for ((run, _, silent), running) in runs.into_iter().zip(started) {
         let done = running.end();
         assert_eq!(done.code, Some(4), "{}", done.stderr);
         let result = place.json(&format!("{run}/result.json"));
@@ -894,7 +924,11 @@ fn a_signal_ends_a_run_whose_devices_are_silent_for_good() {
 #[test]
 fn what_never_happens_to_a_device_that_only_evaluates_is_refused_and_what_did_not_is_told() {
     let place = Place::new(&QUICK);
+    // There is no evaluation after that step.
     let words = [&["--devices", BESIDE][..], &EVALUATED].concat();
+    let result = train(&place, "run", &[&words[..], &["--inject-oom", "virtual:b/3:evaluate"]].concat());
+    assert_eq!(result["not_rehearsed"], serde_json::json!(["--inject-oom virtual:b/3:evaluate"]));
+    let words = [&words[..], &["--set", "run.dir=refused", "--plan", "run/plan.json"]].concat();
     for (flag, at, says) in [
         ("--inject-oom", "virtual:b/4:renew:100000", "has no op 100000 in `renew`"),
         ("--inject-oom", "virtual:b/4:evaluate:adam_w", "has no op `adam_w` in `evaluate`"),
@@ -909,9 +943,6 @@ fn what_never_happens_to_a_device_that_only_evaluates_is_refused_and_what_did_no
         let said = place.refuse(2, &[&["train", "run.toml", flag, at][..], &words].concat());
         assert!(said.contains(at) && said.contains(says), "{says}: {said}");
     }
-    // There is no evaluation after that step.
-    let result = train(&place, "run", &[&words[..], &["--inject-oom", "virtual:b/3:evaluate"]].concat());
-    assert_eq!(result["not_rehearsed"], serde_json::json!(["--inject-oom virtual:b/3:evaluate"]));
 }
 
 #[test]
@@ -957,7 +988,7 @@ fn flat() -> Place {
 #[test]
 fn what_a_device_held_that_left_is_no_part_of_what_the_others_held() {
     let place = flat();
-    let devices = "virtual:a=180MiB@0.4,virtual:b=180MiB@0.3,host=1MiB";
+    let devices = "virtual:a=180MiB@0.8,virtual:b=180MiB@0.6,host=1MiB";
     // One that was silent gives back what it holds after it has left.
     let ways = [
         ("lost", &["--inject-loss", "virtual:b:3"][..]),
@@ -1065,8 +1096,8 @@ fn what_would_use_a_device_that_is_left_out_does_so_when_it_is_typed() {
         (flat(), "virtual:a=180MiB@0.4,virtual:b=60MiB@0.1::200MB/s,host=1MiB", "--set run.team=all"),
         (flat(), "virtual:a=180MiB@0.4,virtual:b=40MiB@0.1::200MB/s,host=1MiB", "MiB@0.1::200MB/s"),
     ] {
-        for command in [&["plan", "run.toml", "--json"][..], &["train", "run.toml", "--json", "--set", "train.steps=1"]]
-        {
+        let one_step = ["train", "run.toml", "--json", "--set", "train.steps=1", "--set", "data.eval=[]"];
+        for command in [&["plan", "run.toml", "--json"][..], &one_step] {
             let plan = |words: &[&str]| {
                 let done = place.succeed(&[command, words].concat());
                 let plan = if command[0] == "plan" { done.json() } else { place.json("run/plan.json") };

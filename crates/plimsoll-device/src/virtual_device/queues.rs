@@ -101,6 +101,7 @@ impl VirtualDevice {
             files: Mutex::new(files),
             state: Mutex::new(State {
                 ends: vec![None; program.length()],
+                awaited: Vec::new(),
                 computed: Computed::default(),
                 failed: None,
                 stopped: false,
@@ -156,6 +157,8 @@ struct Work<'a> {
 struct State {
     /// When each op that is over was planned to end, by its number less one.
     ends: Vec<Option<f64>>,
+    /// The ops that queues wait for at this moment: only their ends wake anybody.
+    awaited: Vec<u32>,
     computed: Computed,
     failed: Option<DeviceError>,
     /// Nothing more begins.
@@ -204,9 +207,13 @@ impl Work<'_> {
                     Err(error) => return self.stop(Some(error)),
                 }
             }
-            let end = free;
-            self.state().ends[tick as usize - 1] = Some(end);
-            self.changed.notify_all();
+            let mut state = self.state();
+            state.ends[tick as usize - 1] = Some(free);
+            let awaited = state.awaited.contains(&tick);
+            drop(state);
+            if awaited {
+                self.changed.notify_all();
+            }
         }
     }
 
@@ -229,7 +236,10 @@ impl Work<'_> {
                     ready = ready.max(end);
                     break;
                 }
+                state.awaited.push(*on);
                 state = self.changed.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner());
+                let mine = state.awaited.iter().position(|awaited| awaited == on).expect("nobody takes another's");
+                state.awaited.swap_remove(mine);
             }
         }
         (!state.stopped).then_some(ready)

@@ -78,7 +78,7 @@ pub(super) struct Measurer<'q> {
 
 /// What has been measured. It does not depend on load lines, so questions that differ in nothing else share it.
 #[derive(Debug, Default)]
-pub(super) struct Known {
+pub(crate) struct Known {
     candidates: Mutex<HashMap<Recipe, Candidate>>,
     once_a_step: Mutex<HashMap<(Offload, bool), Measured>>,
     /// Bytes of all spaces above what stays while files are read and written, by kind of choice.

@@ -35,7 +35,7 @@ use std::sync::Arc;
 
 pub use ladder::ladder;
 pub use lean::lean;
-pub(crate) use measure::{Candidate, bare};
+pub(crate) use measure::{Candidate, Known, bare};
 pub(crate) use menu::Menu;
 pub(crate) use parts::{InParts, Rank, computing_seconds, fastest_by_bounds};
 pub use rungs::under;
@@ -385,8 +385,13 @@ fn searched(known: &Sets, needs: impl Fn(&Sets, &Plan) -> Vec<Need>) -> Answer {
 
 /// Whether a device can hold anything under the present rungs, by the bounds of the recipe that needs the least.
 pub(crate) fn can_hold(question: &Question) -> bool {
+    can_hold_knowing(question, &Arc::default())
+}
+
+/// The same with what has been measured for questions that differ in load lines alone.
+pub(crate) fn can_hold_knowing(question: &Question, known: &Arc<Known>) -> bool {
     let bound = question.device.arena_budget().0.saturating_add(1);
-    offload::leanest(&Measurer::new(question), Some(bound)).is_some()
+    offload::leanest(&Measurer::knowing(question, Arc::clone(known)), Some(bound)).is_some()
 }
 
 /// The fastest recipe that fits, by its packed arenas. What is looked at is added to `tried`, fastest first.

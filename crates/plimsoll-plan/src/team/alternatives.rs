@@ -11,6 +11,9 @@ use plimsoll_core::{
 };
 use plimsoll_program::Share;
 
+/// Those that could do no more than a team, even if they did so many times what they do at most, are not looked at closely.
+const CLEARLY: f64 = 1.1;
+
 /// What the devices of a team do, beside what they do alone.
 pub(super) fn worth(team: &TeamQuestion, crew: &Crew, devices: &[usize]) -> Worth {
     let tokens = team.tokens();
@@ -24,6 +27,13 @@ pub(super) fn faster_alone(team: &TeamQuestion, plan: &Plan) -> Option<FasterAlo
     if !team.all || plan.team.is_empty() {
         return None;
     }
+    let all: Vec<usize> = (0..team.devices.len()).collect();
+    let state = State::new(team, &plan.rungs);
+    let mut apart = apart(team, &all);
+    apart.retain(|(_, devices)| CLEARLY * state.about_at_most(devices) > plan.predicted.tokens_per_second);
+    if apart.is_empty() {
+        return None;
+    }
     let questions = team.about(&plan.rungs, &vec![team.host; team.devices.len()]);
     let mut crew = Crew::new(&questions, team.total());
     crew.look_near_plain();
@@ -31,9 +41,8 @@ pub(super) fn faster_alone(team: &TeamQuestion, plan: &Plan) -> Option<FasterAlo
         let able = devices.iter().all(|device| crew.able().contains(device));
         crew.split(devices).filter(|_| able).map(|split| team.tokens() / split.seconds)
     };
-    let all: Vec<usize> = (0..team.devices.len()).collect();
-    let apart = apart(team, &all).into_iter();
-    let apart = apart.filter_map(|(name, devices)| Some(FasterAlone { name, tokens_per_second: speed(&devices)? }));
+    let apart =
+        apart.into_iter().filter_map(|(name, devices)| Some(FasterAlone { name, tokens_per_second: speed(&devices)? }));
     let best = apart.max_by(|a, b| a.tokens_per_second.total_cmp(&b.tokens_per_second))?;
     (best.tokens_per_second > plan.predicted.tokens_per_second).then_some(best)
 }

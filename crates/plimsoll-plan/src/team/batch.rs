@@ -6,9 +6,10 @@ use super::{
     Given, ShareOut, TeamAnswer, TeamQuestion, Way, alone, alternatives, cannot_hold, circles, named, slower_with,
     with_budget,
 };
-use crate::search::{Candidate, Menu, Question, can_hold, search};
+use crate::search::{Candidate, Known, Menu, Question, can_hold_knowing, search};
 use plimsoll_core::{Bytes, DeviceSpec, LeftOut, Recipe, Rung, Sharing, Worth};
 use plimsoll_program::Share;
+use std::sync::Arc;
 
 /// Times that the host is shared out anew.
 const TRIES: usize = 40;
@@ -252,6 +253,7 @@ pub(super) struct Batch<'t, 'q> {
 /// Looks at shares of a batch among devices that have one host: what each wants of it is found out first.
 pub(super) fn with_hosts<T>(team: &TeamQuestion, rungs: &[Rung], then: impl Fn(Batch) -> Option<T>) -> Option<T> {
     let mut hosts = vec![team.host; team.devices.len()];
+    let known: Vec<Arc<Known>> = team.devices.iter().map(|_| Arc::default()).collect();
     for _ in 0..TRIES {
         let questions = team.about(rungs, &hosts);
         let mut batch = Batch { team, rungs, crew: Crew::new(&questions, team.total()) };
@@ -275,7 +277,8 @@ pub(super) fn with_hosts<T>(team: &TeamQuestion, rungs: &[Rung], then: impl Fn(B
             return then(batch);
         }
         hosts = vec![Bytes(team.host.0 / team.devices.len() as u64); team.devices.len()];
-        for (&device, bytes) in split.devices.iter().zip(parts_of_host(team, &questions, &split.devices, &wanted)) {
+        let parts = parts_of_host(team, &questions, &known, &split.devices, &wanted);
+        for (&device, bytes) in split.devices.iter().zip(parts) {
             hosts[device] = bytes;
         }
     }
@@ -283,11 +286,19 @@ pub(super) fn with_hosts<T>(team: &TeamQuestion, rungs: &[Rung], then: impl Fn(B
 }
 
 /// The host in parts for some devices that want more of it together than there is: in proportion to what each wants, or,
-/// where one could not hold the model with that, to what each wants beyond the least that it needs.
-fn parts_of_host(team: &TeamQuestion, questions: &[Question], devices: &[usize], wanted: &[Bytes]) -> Vec<Bytes> {
+/// where one could not hold the model with that, to what each wants beyond the least that it needs. What is `known` of each
+/// device is so beside any part of the host.
+fn parts_of_host(
+    team: &TeamQuestion,
+    questions: &[Question],
+    known: &[Arc<Known>],
+    devices: &[usize],
+    wanted: &[Bytes],
+) -> Vec<Bytes> {
     let holds = |device: usize, host: Bytes| {
         let question = &questions[device];
-        can_hold(&Question { host: with_budget(question.host, host), ..question.clone() })
+        let question = Question { host: with_budget(question.host, host), ..question.clone() };
+        can_hold_knowing(&question, &known[device])
     };
     let beyond = |least: &[Bytes]| {
         let more = |at: usize| wanted[at].saturating_sub(least[at]).0 as f64;
@@ -403,6 +414,7 @@ pub(super) fn shares(sequences: &[u64]) -> Vec<Share> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::search::can_hold;
     use crate::team::testing;
     use plimsoll_core::{Bytes, DeviceKind, HostSpec, Link};
     use plimsoll_program::models::{ModelConfig, preset};

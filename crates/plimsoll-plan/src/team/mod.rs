@@ -296,6 +296,11 @@ fn lacks_the_least(team: &TeamQuestion) -> (usize, Answer) {
 /// The fastest team with the least loss that is needed, where some team fits.
 fn fitting(team: &TeamQuestion) -> Option<TeamAnswer> {
     let first = &team.devices[0];
+    // What a device is charged with may be all that it has: no recipe holds nothing.
+    let mut full = team.devices.iter().map(|question| question.device.arena_budget() == Bytes::ZERO);
+    if if team.all { full.any(|full| full) } else { full.all(|full| full) } {
+        return None;
+    }
     sets(first, &first.lossy.allow).into_iter().find_map(|rungs| under_rungs(team, &rungs))
 }
 

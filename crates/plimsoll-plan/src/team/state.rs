@@ -76,8 +76,17 @@ impl<'t, 'q> State<'t, 'q> {
 
     /// The same where these compute.
     fn at_most_of(&self, devices: impl Iterator<Item = usize>) -> f64 {
+        self.at_most_in(devices, None)
+    }
+
+    /// About as much as that, where these compute a step in micro-batches of any size: the largest mostly is the fastest.
+    pub fn about_at_most(&self, devices: &[usize]) -> f64 {
+        self.at_most_in(devices.iter().copied(), Some(self.team.total()))
+    }
+
+    fn at_most_in(&self, devices: impl Iterator<Item = usize>, further: Option<u64>) -> f64 {
         let of = |device: usize| {
-            let sizes = (0..32).map(|power| 1u64 << power).take_while(|&size| size <= self.team.total());
+            let sizes = (0..32).map(|power| 1u64 << power).take_while(|&size| size <= self.team.total()).chain(further);
             let pinned = self.team.devices[device].pins.micro_batch.map(u64::from);
             let rate = |size: u64| size as f64 / self.computing(device, size);
             sizes.filter(|size| pinned.is_none_or(|pin| pin == *size)).chain(pinned).map(rate).fold(0.0, f64::max)

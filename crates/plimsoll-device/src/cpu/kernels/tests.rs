@@ -96,52 +96,100 @@ struct ProductCase {
     apart: bool,
 }
 
+/// Operands, and what stands where the product goes.
+struct Numbers<T, O> {
+    a: Vec<T>,
+    b: Vec<T>,
+    bias: Vec<T>,
+    residual: Vec<T>,
+    out: Vec<O>,
+}
+
+impl ProductCase {
+    /// Of parts of wider matrices, or of whole ones.
+    fn row(&self, columns: usize, by: usize) -> usize {
+        if self.apart { columns + by } else { columns }
+    }
+
+    fn a_row(&self) -> usize {
+        if self.a_transposed { self.row(self.m, 3) } else { self.row(self.k, 3) }
+    }
+
+    fn out_row(&self) -> usize {
+        self.row(self.n, 5)
+    }
+
+    fn scale(&self) -> f64 {
+        if self.apart { -0.75 } else { 1.0 }
+    }
+
+    fn draw<T: Real, O: Real>(&self, draw: &mut Draw) -> Numbers<T, O> {
+        let ProductCase { m, n, k, .. } = *self;
+        let a_rows = if self.a_transposed { k } else { m };
+        let (a, b) = (draw.many(a_rows * self.a_row()), draw.many(k * n));
+        let (bias, residual) = (draw.many(n), draw.many(m * n));
+        Numbers { a, b, bias, residual, out: draw.many(m * self.out_row()) }
+    }
+
+    fn has_residual(&self) -> bool {
+        self.residual && !self.apart
+    }
+
+    /// What it is, summed up one by one.
+    fn want<T: Real, O: Real>(&self, numbers: &Numbers<T, O>) -> Vec<f64> {
+        let ProductCase { m, n, k, .. } = *self;
+        let (a, b, a_row, out_row) = (wide(&numbers.a), wide(&numbers.b), self.a_row(), self.out_row());
+        let columns: Vec<f64> = match self.b_transposed {
+            true => b,
+            false => (0..n).flat_map(|j| (0..k).map(move |p| p * n + j)).map(|at| b[at]).collect(),
+        };
+        // What lies between the rows stays.
+        let mut want = wide(&numbers.out);
+        for i in 0..m {
+            let row: Vec<f64> =
+                (0..k).map(|p| a[if self.a_transposed { p * a_row + i } else { i * a_row + p }]).collect();
+            for j in 0..n {
+                let mut sum = dot(&row, &columns[j * k..(j + 1) * k]);
+                sum *= self.scale();
+                sum += if self.bias { numbers.bias[j].wide() } else { 0.0 };
+                sum += if self.has_residual() { numbers.residual[i * n + j].wide() } else { 0.0 };
+                sum += if self.accumulate { want[i * out_row + j] } else { 0.0 };
+                want[i * out_row + j] = sum;
+            }
+        }
+        want
+    }
+
+    /// What the kernel makes of it.
+    fn got<T: Real, O: Real<Wide = T::Wide>>(&self, threads: usize, numbers: Numbers<T, O>) -> Vec<O> {
+        let ProductCase { m, n, k, .. } = *self;
+        let Numbers { a, b, bias, residual, mut out } = numbers;
+        let product_of = Product {
+            a_transposed: self.a_transposed,
+            b_transposed: self.b_transposed,
+            bias: self.bias.then_some(&bias[..]),
+            residual: self.has_residual().then_some(&residual[..]),
+            accumulate: self.accumulate,
+            a_row: self.a_row(),
+            out_row: self.out_row(),
+            scale: T::Wide::of(self.scale()),
+            ..Product::new(m, n, k, &a, &b)
+        };
+        let size = Kernels::Cpu { threads: threads as u64 }.product(T::DTYPE, m as u64, n as u64, k as u64);
+        product(&pool(threads), product_of, &mut out, &mut scratch(size));
+        out
+    }
+}
+
 /// The result in O, and what it should be.
 fn run_product<T: Real, O: Real<Wide = T::Wide>>(
     threads: usize,
     case: ProductCase,
     draw: &mut Draw,
 ) -> (Vec<O>, Vec<f64>) {
-    let ProductCase { m, n, k, .. } = case;
-    // Parts of wider matrices, or whole ones.
-    let apart = |columns: usize, by: usize| if case.apart { columns + by } else { columns };
-    let (a_rows, a_row) = if case.a_transposed { (k, apart(m, 3)) } else { (m, apart(k, 3)) };
-    let out_row = apart(n, 5);
-    let scale = if case.apart { -0.75 } else { 1.0 };
-    let (a, b): (Vec<T>, Vec<T>) = (draw.many(a_rows * a_row), draw.many(k * n));
-    let (bias, residual): (Vec<T>, Vec<T>) = (draw.many(n), draw.many(m * n));
-    let mut out: Vec<O> = draw.many(m * out_row);
-    let residual = (case.residual && !case.apart).then_some(&residual[..]);
-    // What lies between the rows stays.
-    let mut want = wide(&out);
-    for i in 0..m {
-        for j in 0..n {
-            let mut sum = 0.0;
-            for p in 0..k {
-                let left = a[if case.a_transposed { p * a_row + i } else { i * a_row + p }].wide();
-                sum += left * b[if case.b_transposed { j * k + p } else { p * n + j }].wide();
-            }
-            sum *= scale;
-            sum += if case.bias { bias[j].wide() } else { 0.0 };
-            sum += residual.map_or(0.0, |residual| residual[i * n + j].wide());
-            sum += if case.accumulate { want[i * out_row + j] } else { 0.0 };
-            want[i * out_row + j] = sum;
-        }
-    }
-    let product_of = Product {
-        a_transposed: case.a_transposed,
-        b_transposed: case.b_transposed,
-        bias: case.bias.then_some(&bias[..]),
-        residual,
-        accumulate: case.accumulate,
-        a_row,
-        out_row,
-        scale: T::Wide::of(scale),
-        ..Product::new(m, n, k, &a, &b)
-    };
-    let size = Kernels::Cpu { threads: threads as u64 }.product(T::DTYPE, m as u64, n as u64, k as u64);
-    product(&pool(threads), product_of, &mut out, &mut scratch(size));
-    (out, want)
+    let numbers = case.draw::<T, O>(draw);
+    let want = case.want(&numbers);
+    (case.got(threads, numbers), want)
 }
 
 fn flags(m: usize, n: usize, k: usize, bits: usize) -> ProductCase {
@@ -1275,9 +1323,11 @@ fn everything(threads: usize) -> Vec<(&'static str, Vec<u32>)> {
     let mut keep = |name, x: &[f32]| results.push((name, x.iter().map(|x| x.to_bits()).collect()));
 
     for bits in [0, 1, 2, 3, 31] {
-        keep("product", &run_product::<f32, f32>(threads, flags(200, 150, 700, bits), &mut Draw(bits as u64)).0);
+        let case = flags(200, 150, 700, bits);
+        keep("product", &case.got(threads, case.draw::<f32, f32>(&mut Draw(bits as u64))));
     }
-    keep("few rows", &run_product::<f32, f32>(threads, flags(2, 3000, 100, 2), &mut draw).0);
+    let case = flags(2, 3000, 100, 2);
+    keep("few rows", &case.got(threads, case.draw::<f32, f32>(&mut draw)));
 
     let tokens: Vec<i32> = (0..500).map(|_| draw.below(90) as i32).collect();
     let (x, weight, dout): (Vec<f32>, Vec<f32>, Vec<f32>) =
@@ -1341,8 +1391,9 @@ fn everything(threads: usize) -> Vec<(&'static str, Vec<u32>)> {
     let widened = |x: &[bf16]| x.iter().map(|x| x.to_f32()).collect::<Vec<f32>>();
     for bits in [0, 1, 2, 3, 31] {
         let case = flags(200, 150, 2100, bits);
-        keep("product in bf16", &widened(&run_product::<bf16, bf16>(threads, case, &mut Draw(bits as u64)).0));
-        keep("product of bf16", &run_product::<bf16, f32>(threads, case, &mut Draw(bits as u64)).0);
+        let draw = || Draw(bits as u64);
+        keep("product in bf16", &widened(&case.got(threads, case.draw::<bf16, bf16>(&mut draw()))));
+        keep("product of bf16", &case.got(threads, case.draw::<bf16, f32>(&mut draw())));
     }
     let qkv: Vec<bf16> = draw.many(qkv.len());
     let (out, stats) = run_attention(threads, shape, 300, &qkv, &starts);
