@@ -26,22 +26,27 @@ pub fn head_blocks_max(kernels: Kernels) -> u64 {
     }
 }
 
-/// Rows of logits that stand at once: a function of the vocabulary and of whose kernels run, so that no rung changes the
-/// order of sums.
+/// Rows of logits that stand at once: a function of the model, of whether its head is trained, and of whose kernels run, so
+/// that no rung without loss changes the order of sums.
 ///
 /// On a processor they stay in the last cache: 8 MiB in f32. On a GPU each block of rows reads the head twice and moves its
 /// gradient twice, in f32: R rows are R/4 operations for a byte of that. An RTX 3090 does 76 in the time in which it moves a
 /// byte, an H100 295, by their data sheets: with 1,024 rows the gradient of the head takes no longer to be moved than to be
 /// made, and a product of a block has work for every processor of an H100 four times. They take 297 MiB of bf16 where the
-/// vocabulary is of 151,936.
-pub fn loss_rows(vocab: u64, kernels: Kernels) -> u64 {
+/// vocabulary is of 151,936. Where no gradient of the head is moved, and of models that are trained on small cards, half as
+/// many do.
+pub fn loss_rows(vocab: u64, trained_width: Option<u64>, kernels: Kernels) -> u64 {
     let (bytes, most) = match kernels {
         Kernels::Cpu { .. } => (8 << 20, 1024),
-        Kernels::Cuda => (640 << 20, 1024),
+        Kernels::Cuda if trained_width.is_some_and(|hidden| hidden >= WIDE) => (640 << 20, 1024),
+        Kernels::Cuda => (320 << 20, 512),
     };
     let rows: u64 = bytes / (4 * vocab);
     (1 << rows.max(1).ilog2()).clamp(32, most)
 }
+
+/// Hidden units of a model that is not trained whole on a card of 8 GiB.
+const WIDE: u64 = 1536;
 
 /// The blocks of the head, a function of the vocabulary and of whose kernels run; the last may be smaller.
 pub fn head_blocks(vocab: u64, kernels: Kernels) -> Vec<Range<u64>> {
@@ -104,7 +109,8 @@ impl Decoder<'_> {
         let (d, v) = (self.what.config.hidden, self.what.config.vocab);
         let rows = self.what.micro_batch * self.what.sequence;
         let kernels = self.what.kernels;
-        let (block_rows, blocks) = (loss_rows(v, kernels).min(rows), head_blocks(v, kernels));
+        let trained_width = loss.gradients.and_then(|(_, head)| head).map(|_| d);
+        let (block_rows, blocks) = (loss_rows(v, trained_width, kernels).min(rows), head_blocks(v, kernels));
         let streamed = self.what.streamed_head && streams_head(v, kernels);
         let (columns, stay) = if streamed { (blocks[0].end, rows) } else { (v, block_rows) };
         let prefix = loss.prefix;
@@ -277,10 +283,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_of_a_block_depend_on_the_vocabulary_and_the_kernels() {
-        let rows = |kernels| [8192, 49_152, 128_256, 151_936, 262_144].map(|vocab| loss_rows(vocab, kernels));
-        assert_eq!(rows(Kernels::Cpu { threads: 2 }), [256, 32, 32, 32, 32]);
-        assert_eq!(rows(Kernels::Cuda), [1024, 1024, 1024, 1024, 512]);
+    fn rows_of_a_block_depend_on_the_model_and_the_kernels() {
+        let rows =
+            |width, kernels| [8192, 49_152, 128_256, 151_936, 262_144].map(|vocab| loss_rows(vocab, width, kernels));
+        assert_eq!(rows(Some(2048), Kernels::Cpu { threads: 2 }), [256, 32, 32, 32, 32]);
+        assert_eq!(rows(Some(2048), Kernels::Cuda), [1024, 1024, 1024, 1024, 512]);
+        for width in [None, Some(960)] {
+            assert_eq!(rows(width, Kernels::Cuda), [512, 512, 512, 512, 256]);
+        }
     }
 
     #[test]
