@@ -327,7 +327,7 @@ fn copies_that_nobody_waits_for_are_found() {
     for (name, body, what) in [
         ("copies-late", format!("{copy}__syncthreads(); {give}{wait}"), "still comes"),
         ("copies-apart", format!("{copy}{wait}{give}"), "just read"),
-        ("copies-over", format!("{copy}{wait}__syncthreads(); {zeros}{give}{wait}"), "still comes"),
+        ("copies-over", format!("{copy}{wait}__syncthreads(); {zeros}{give}{wait}"), "just read"),
         ("copies-left", format!("{copy}__syncthreads();"), "ends before its copies"),
     ] {
         let found = run(name, body).expect_err(name);
