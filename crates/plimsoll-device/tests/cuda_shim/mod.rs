@@ -114,7 +114,7 @@ impl Library {
 /// Compiles a source with the shim, or takes what was compiled from the same text before.
 pub fn compile_text(name: &str, source: &str, kernels: &[&str]) -> Library {
     let (shim, touches) = (include_str!("shim.h"), include_str!("touches.h"));
-    let mut text = format!("{shim}\n{touches}\n{source}\n");
+    let mut text = format!("#define PLIMSOLL_TOUCHES\n{shim}\n{touches}\n{source}\n");
     for kernel in kernels {
         text += &format!(
             "extern \"C\" int launch_{kernel}(const unsigned* grid, unsigned block, unsigned shared_bytes, \

@@ -1,7 +1,8 @@
 // Runs CUDA C on the CPU, source unchanged, for tests of its arithmetic: the threads of a block are
 // fibres that run one at a time from barrier to barrier. What this cannot show is in README.md.
 //
-// A unit is: this file, touches.h, the kernel's source, and for each kernel a function
+// A unit is: this file, touches.h behind it where PLIMSOLL_TOUCHES is defined, the kernel's source, and for each
+// kernel a function
 //     extern "C" int launch_NAME(const unsigned* grid, unsigned block, unsigned shared_bytes,
 //                                void* const* arguments, int reverse);
 // which calls shim::launch. 0 is success; else shim_error() says what went wrong.
@@ -99,12 +100,18 @@ struct AtWork {
     UNWATCHED ~AtWork() { fibre.at_work--; }
 };
 
-// In touches.h. A thread reads or writes bytes, by an instruction that the compiler does not know.
 enum Touch { READ, WRITE };
+#ifdef PLIMSOLL_TOUCHES
+// In touches.h. A thread reads or writes bytes, by an instruction that the compiler does not know.
 void touch(const void* at, unsigned bytes, Touch touch);
 // From now on these bytes come, until this thread says that they are there.
 void coming(const void* to, unsigned bytes);
 void there(const void* to, unsigned bytes);
+#else
+inline void touch(const void*, unsigned, Touch) {}
+inline void coming(const void*, unsigned) {}
+inline void there(const void*, unsigned) {}
+#endif
 
 inline void wait(State state) {
     Fibre& fibre = block->fibres[block->current];
