@@ -218,6 +218,13 @@ class EndToEnd(unittest.TestCase):
             self.assertEqual(report["arena_bytes"], report["arena_measured_bytes"])
             self.assertIn("stand-in", report["device_model"])
 
+    def test_a_driver_that_only_says_it_maps_memory_gives_a_plain_arena_with_the_same_bits(self):
+        self.once("gpu-bf16", precision="bf16")
+        plan = self.root / "gpu-bf16/plan.json"
+        for number, maps in enumerate((1, 0, "forbidden")):
+            self.run_program(*self.arguments(f"maps-{number}", precision="bf16"), "--plan", plan, VMM=maps)
+            self.assertTrue(contents(self.root / f"maps-{number}") == contents(self.root / "maps-0"), maps)
+
     def test_a_budget_that_is_too_small_is_refused_with_what_would_do(self):
         small = {"memory.budget": "310MiB"}
         said = self.train("too-small", exit=3, **small, **{"run.fallback": "none"})
@@ -285,8 +292,8 @@ class EndToEnd(unittest.TestCase):
 
         plain = run("waits-none", {})
         for update in (False, True):
-            for pinned in (1, 0):
-                stand_in = dict(REGISTER=pinned, SEED=3 + pinned)
+            for seed, pinned in enumerate((1, 0, "forbidden"), 3):
+                stand_in = dict(REGISTER=pinned, SEED=seed)
                 name = f"waits-{update}-{pinned}"
                 found = run(name, stand_in, optimizer=2, gradients=2, weights=1, inputs=1, update=update)
                 # Not assertEqual: it would print megabytes.

@@ -167,41 +167,38 @@ class Section:
             env=self.environment(), start_new_session=True, **more,
         )
 
-    def run(self, *arguments, program="plimsoll", seconds=None, exits=(0,)):
-        """Standard output of one of our programs."""
-        child, started = self.start(*arguments, program=program), time.monotonic()
-        tell = lambda outcome, said, complained: self.log(
-            [program, *arguments], outcome, time.monotonic() - started, said, complained)
+    def ended(self, child, command, name, seconds):
+        """What a program said on both streams; it is in the log however it ends."""
+        started = time.monotonic()
         try:
             said, complained = child.communicate(timeout=seconds or self.left)
         except (subprocess.TimeoutExpired, CutOff) as over:
             said, complained = end(child)
-            tell("no end in time", said, complained)
+            self.log(command, "no end in time", time.monotonic() - started, said, complained)
             if isinstance(over, CutOff):
                 raise
-            raise Failed(f"{program} {arguments[0]}: no end in time", said) from None
-        tell(f"exit {child.returncode}", said, complained)
+            raise Failed(f"{name}: no end in time", said) from None
+        self.log(command, f"exit {child.returncode}", time.monotonic() - started, said, complained)
+        return said, complained
+
+    def run(self, *arguments, program="plimsoll", seconds=None, exits=(0,)):
+        """Standard output of one of our programs."""
+        child, name = self.start(*arguments, program=program), f"{program} {arguments[0]}"
+        said, complained = self.ended(child, [program, *arguments], name, seconds)
         if child.returncode not in exits:
             lines = (complained.strip() or said.strip()).splitlines()
-            raise Failed(f"{program} {arguments[0]}: exit {child.returncode}: {' / '.join(lines[-4:])}")
+            raise Failed(f"{name}: exit {child.returncode}: {' / '.join(lines[-4:])}")
         return said
 
     def python(self, *arguments, seconds=None):
         """Standard output of this Python."""
-        command, started = [sys.executable, *map(str, arguments)], time.monotonic()
+        command = [sys.executable, *map(str, arguments)]
         name = pathlib.Path(command[1]).name
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
             env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"},
         )
-        try:
-            said, complained = child.communicate(timeout=seconds or self.left)
-        except (subprocess.TimeoutExpired, CutOff) as over:
-            self.log(command, "no end in time", time.monotonic() - started, *end(child))
-            if isinstance(over, CutOff):
-                raise
-            raise Failed(f"{name}: no end in time") from None
-        self.log(command, f"exit {child.returncode}", time.monotonic() - started, said, complained)
+        said, complained = self.ended(child, command, name, seconds)
         if child.returncode != 0:
             raise Failed(f"{name}: {' / '.join(complained.strip().splitlines()[-3:])}", complained)
         return said
@@ -589,13 +586,9 @@ def speed(section):
     shapes = section.sizes["shapes"]
     for number, (name, shape) in enumerate(shapes.items()):
         until = time.monotonic() + section.left / (len(shapes) - number)
-        try:
-            if not speed_of(section, name, shape, until) and shape["batch"] > 1:
-                smaller = {**shape, "batch": shape["batch"] // 2}
-                speed_of(section, f"{name}, {smaller['batch']} sequences", smaller, until)
-        except Failed as failed:
-            # A card that is too small for a shape says so, which is no fault of speed.
-            section.add(f"{name}: ours", failed, None if "exit 3" in str(failed) else False)
+        if not speed_of(section, name, shape, until) and shape["batch"] > 1:
+            smaller = {**shape, "batch": shape["batch"] // 2}
+            speed_of(section, f"{name}, {smaller['batch']} sequences", smaller, until)
 
 
 # The peer as it is, with its model made on the device: on the processor that takes most of the time.
@@ -644,8 +637,8 @@ def speed_of(section, name, shape, until):
             ours = last_json(section.run("bench", "step", "--device", section.options.device, "--dtype", "bf16", *words, *more,
                                          "--threads", min(8, os.cpu_count() or 1), seconds=left()))
         except Failed as failed:
-            # As it comes it may need the whole device; under the line it has to run.
-            section.add(f"{name}: ours {way}", failed, False if more else None)
+            # A card that is too small for a step as it comes says so, which is no fault; under the line it has to run.
+            section.add(f"{name}: ours {way}", failed, None if not more and "exit 3" in str(failed) else False)
             continue
         section.keep(f"{name}: ours {way}", ours)
         tell_of(section, f"{name}: ours {way}", ours)

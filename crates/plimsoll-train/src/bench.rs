@@ -2,13 +2,15 @@
 //! can be run in turn.
 
 use crate::data::Rows;
+use crate::resolve::host_beside;
 use crate::run::engine::{Engine, StepInput};
-use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, Failure, HostSpec, Link, Recipe, RecomputeLevel};
+use plimsoll_core::{
+    Budget, Bytes, DType, DeviceKind, DeviceSpec, Failure, FileSpec, HostSpec, Link, Recipe, RecomputeLevel,
+};
 use plimsoll_device::cuda;
 use plimsoll_device::cuda::open::OnGpu;
-use plimsoll_device::cuda::staging::STAGING_BYTES;
 use plimsoll_device::device::{DeviceError, Memory, Observer};
-use plimsoll_device::probe::{self, Cpu};
+use plimsoll_device::probe::Cpu;
 use plimsoll_device::{calibration, process};
 use plimsoll_plan::price::needed_product_flops;
 use plimsoll_plan::search::{Lossy, Pins, Question, plan_of, search};
@@ -177,6 +179,11 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
         threads: shape.threads,
         rates,
     };
+    // Beside a GPU whose memory is limited something may wait on the host, as in a run.
+    let host = match kind {
+        DeviceKind::Cuda if shape.memory.is_some() => host_beside(&device, Budget::HOST, FileSpec::NONE)?,
+        _ => HostSpec::NONE,
+    };
     let betas = [0.9, 0.999];
     let sequences = shape.batch * shape.accumulate;
     let mut lossy = Lossy { base: shape.base, ..Lossy::default() };
@@ -198,7 +205,7 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
         evaluate: false,
         generation: None,
         device: &device,
-        host: host(shape, kind)?,
+        host,
         lossy,
         pins: Pins::default(),
         rungs: vec![],
@@ -280,16 +287,6 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
         limit_step_seconds: limit,
         seconds_by_op: seconds_by_op.into_iter().map(|(op, seconds)| (op, seconds / OBSERVED as f64)).collect(),
     })
-}
-
-/// What may wait beside a GPU whose memory is limited: on the host, most of what is free there.
-fn host(shape: &StepShape, kind: DeviceKind) -> Result<HostSpec, Failure> {
-    if kind != DeviceKind::Cuda || shape.memory.is_none() {
-        return Ok(HostSpec::NONE);
-    }
-    let free = probe::Memory::read().free.0.saturating_sub(STAGING_BYTES);
-    let memory_bytes_per_second = calibration::cpu(shape.threads)?.rates.memory_bytes_per_second;
-    Ok(HostSpec { budget: Bytes(free / 10 * 8), memory_bytes_per_second, ..HostSpec::NONE })
 }
 
 /// The number of a GPU by its name; none for the processor.

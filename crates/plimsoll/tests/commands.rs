@@ -113,4 +113,15 @@ fn devices_and_a_timed_step_are_told_to_programs() {
         assert!(step[key].as_f64().is_some(), "{key}: {step}");
     }
     assert_eq!(step["arena_bytes"], step["arena_measured_bytes"]);
+
+    // Under a line the planner finds another way; where there is none, what it names is enough.
+    let line = (step["arena_bytes"].as_u64().unwrap() - 1).to_string();
+    let under = place.succeed(&[&args[..], &["--memory", &line]].concat()).json();
+    assert!(under["arena_bytes"].as_u64() < step["arena_bytes"].as_u64(), "{under}");
+    assert_ne!(under["recipe"], step["recipe"]);
+    assert_eq!(under["tokens_per_step"], step["tokens_per_step"]);
+    assert_eq!(under["arena_bytes"], under["arena_measured_bytes"]);
+    let said = place.run(&[&args[..], &["--memory", "1KiB"]].concat()).refusal(3);
+    let (_, named) = said.split_once("hint: --memory ").unwrap_or_else(|| panic!("{said}"));
+    place.succeed(&[&args[..], &["--memory", named.split(',').next().unwrap()]].concat());
 }

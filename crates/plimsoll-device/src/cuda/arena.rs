@@ -66,22 +66,12 @@ impl DeviceArena {
     /// # Errors
     /// [`CudaError::Refused`] where the GPU has not that much left; then nothing is held.
     pub fn take(context: &Arc<Context>, bytes: u64) -> Result<DeviceArena, CudaError> {
-        if context.gpu().virtual_memory {
-            match DeviceArena::mapped(context, bytes) {
-                // It says that it maps memory, and does not: a container may forbid it.
-                Err(CudaError::Call { .. }) => {}
-                taken => return taken,
-            }
+        let context = context.clone();
+        if !context.gpu().virtual_memory {
+            let base = if bytes == 0 { Ok(0) } else { context.allocate(bytes) };
+            let base = base.map_err(|error| refused(&context, bytes, error))?;
+            return Ok(DeviceArena { base, bytes, pieces: vec![bytes], kind: Kind::Plain, context });
         }
-        let context = context.clone();
-        let base = if bytes == 0 { Ok(0) } else { context.allocate(bytes) };
-        let base = base.map_err(|error| refused(&context, bytes, error))?;
-        Ok(DeviceArena { base, bytes, pieces: vec![bytes], kind: Kind::Plain, context })
-    }
-
-    /// One that has its memory mapped.
-    fn mapped(context: &Arc<Context>, bytes: u64) -> Result<DeviceArena, CudaError> {
-        let context = context.clone();
         let granularity = context.granularity()?.max(1);
         let (_, total) = context.memory()?;
         let capacity = total.0.max(bytes).next_multiple_of(granularity);

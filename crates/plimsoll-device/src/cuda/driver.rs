@@ -529,6 +529,7 @@ impl Context {
         let free_at_first = Bytes::ZERO;
         let mut context = Context { driver, device, handle, gpu, free_before, free_at_first, charged };
         context.enter()?;
+        context.gpu.virtual_memory = context.gpu.virtual_memory && context.maps_memory()?;
         context.free_at_first = context.memory()?.0;
         Ok(Arc::new(context))
     }
@@ -612,6 +613,23 @@ impl Context {
         let ask =
             |bytes: *mut usize| unsafe { (self.driver.cuMemGetAllocationGranularity)(bytes, &of, GRANULARITY_MINIMUM) };
         self.driver.get("tell its granularity", ask).map(|bytes| bytes as u64)
+    }
+
+    /// Whether a driver that says that it maps memory does: a container may forbid it.
+    fn maps_memory(&self) -> Result<bool, CudaError> {
+        let try_it = || {
+            let bytes = self.granularity()?;
+            let at = self.reserve(bytes)?;
+            // SAFETY: reserved just now, one granule; nobody knows of it.
+            let mapped = unsafe { self.map(at, bytes).and_then(|()| self.unmap(at, bytes)) };
+            // SAFETY: as above, with nothing mapped.
+            unsafe { self.unreserve(at, bytes) }?;
+            mapped
+        };
+        match try_it() {
+            Err(CudaError::Call { .. }) => Ok(false),
+            tried => tried.map(|()| true),
+        }
     }
 
     /// Reserves address space, and no memory.

@@ -520,7 +520,7 @@ EXPORT int cuDeviceGetAttribute(int* value, int attribute, int device) {
     if (attribute == 76) return *value = (int)(arch % 10), OK;
     if (attribute == 33) return *value = device + 1, OK;
     if (attribute == 97) return *value = (int)bytes_of(setting("SHARED", "99KiB")), OK;
-    if (attribute == 102) return *value = setting("VMM", "1") == "1", OK;
+    if (attribute == 102) return *value = setting("VMM", "1") != "0", OK;
     auto known = values.find(attribute);
     if (known == values.end()) return INVALID_VALUE;
     *value = known->second;
@@ -687,6 +687,7 @@ EXPORT int cuMemCreate(uint64_t* handle, size_t bytes, const AllocationPropertie
     ENTER;
     if (bytes == 0 || bytes % GRANULE) return INVALID_VALUE;
     if (properties->type != 1 || properties->location_type != 1) return NOT_SUPPORTED;
+    if (setting("VMM", "1") == "forbidden") return NOT_PERMITTED;
     if (properties->location < 0 || properties->location >= (int)gpus().size()) return INVALID_DEVICE;
     Gpu& gpu = gpus()[properties->location];
     if (int code = take(gpu, bytes)) return code;
@@ -786,6 +787,7 @@ EXPORT int cuMemFreeHost(void* host) {
 EXPORT int cuMemHostRegister_v2(void* host, size_t bytes, unsigned) {
     IN_CONTEXT;
     if (setting("REGISTER", "1") == "0") return NOT_SUPPORTED;
+    if (setting("REGISTER", "1") == "forbidden") return NOT_PERMITTED;
     pinned[(uintptr_t)host] = bytes;
     return OK;
 }

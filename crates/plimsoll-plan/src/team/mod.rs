@@ -297,8 +297,8 @@ fn lacks_the_least(team: &TeamQuestion) -> (usize, Answer) {
 fn fitting(team: &TeamQuestion) -> Option<TeamAnswer> {
     let first = &team.devices[0];
     // What a device is charged with may be all that it has: no recipe holds nothing.
-    let mut full = team.devices.iter().map(|question| question.device.arena_budget() == Bytes::ZERO);
-    if if team.all { full.any(|full| full) } else { full.all(|full| full) } {
+    let full = team.devices.iter().filter(|question| question.device.arena_budget() == Bytes::ZERO).count();
+    if full == team.devices.len() || (team.all && full > 0) {
         return None;
     }
     sets(first, &first.lossy.allow).into_iter().find_map(|rungs| under_rungs(team, &rungs))

@@ -14,7 +14,7 @@ pub use example::write_example;
 pub use model::Model;
 pub(crate) use plan::plan_of_what;
 pub use plan::{Planned, check_followed, plan};
-pub(crate) use question::{evaluations, host, lora, question, staging};
+pub(crate) use question::{evaluations, host, host_beside, lora, question, staging};
 pub use question::{optimizer, team_question};
 
 use crate::run_file::{FallbackTo, RunFile, TeamOf};

@@ -196,18 +196,20 @@ pub(crate) fn host(file: &RunFile, device: &DeviceSpec) -> Result<HostSpec, Fail
             memory_bytes_per_second: PAPER_HOST_BYTES_PER_SECOND,
             file: scratch,
         }),
-        DeviceKind::Virtual | DeviceKind::Cuda => {
-            // A virtual device's own bytes are this machine's, too.
-            let taken = if device.kind == DeviceKind::Virtual { device.budget } else { Bytes::ZERO };
-            let free = Memory::read().free.saturating_sub(taken);
-            // Beside a virtual device, a thread does what the host does.
-            let threads = if device.kind == DeviceKind::Virtual { 1 } else { device.threads.max(1) };
-            let rates = calibration::cpu(threads)?.rates;
-            let budget = budget.of(free).saturating_sub(staging(std::slice::from_ref(device)));
-            let memory_bytes_per_second = rates.memory_bytes_per_second;
-            Ok(HostSpec { budget, memory_bytes_per_second, file: scratch })
-        }
+        DeviceKind::Virtual | DeviceKind::Cuda => host_beside(device, budget, scratch),
     }
+}
+
+/// The host of this machine beside a device, under a budget.
+pub(crate) fn host_beside(device: &DeviceSpec, budget: Budget, file: FileSpec) -> Result<HostSpec, Failure> {
+    // A virtual device's own bytes are this machine's, too.
+    let taken = if device.kind == DeviceKind::Virtual { device.budget } else { Bytes::ZERO };
+    let free = Memory::read().free.saturating_sub(taken);
+    // Beside a virtual device, a thread does what the host does.
+    let threads = if device.kind == DeviceKind::Virtual { 1 } else { device.threads.max(1) };
+    let memory_bytes_per_second = calibration::cpu(threads)?.rates.memory_bytes_per_second;
+    let budget = budget.of(free).saturating_sub(staging(std::slice::from_ref(device)));
+    Ok(HostSpec { budget, memory_bytes_per_second, file })
 }
 
 /// So much of what is free on a disk is offered to the scratch file where nobody has said: the rest is for checkpoints

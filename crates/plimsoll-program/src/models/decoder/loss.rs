@@ -16,10 +16,10 @@ use crate::workspace::Kernels;
 use std::ops::Range;
 
 /// Rows of the head in a block, at least: products of fewer columns leave a GPU without work.
-pub const HEAD_BLOCK: u64 = 8192;
+const HEAD_BLOCK: u64 = 8192;
 /// Blocks of the head, at most. A GPU has the fewer, since products that its processors take in a few turns each leave
 /// most of them idle in the last.
-pub fn head_blocks_max(kernels: Kernels) -> u64 {
+fn head_blocks_max(kernels: Kernels) -> u64 {
     match kernels {
         Kernels::Cpu { .. } => 16,
         Kernels::Cuda => 8,

@@ -38,7 +38,7 @@ use std::ops::Range;
 pub(crate) use self::backward::STREAM;
 pub use self::files::STAGING_BYTES;
 pub use self::lora::{Lora, merge};
-pub use self::loss::{HEAD_BLOCK, head_blocks, head_blocks_max, loss_rows, streams_head};
+pub use self::loss::{head_blocks, loss_rows, streams_head};
 
 /// How AdamW keeps its two moments.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
