@@ -3,9 +3,9 @@
 use crate::failure::{failed, raised, working};
 use plimsoll_core::Failure;
 use plimsoll_device::process;
-use plimsoll_train::run::far::links::Ways;
-use plimsoll_train::run::far::streams::TcpWires;
-use plimsoll_train::run::far::{Invitation, host};
+use plimsoll_train::remote::links::Ways;
+use plimsoll_train::remote::streams::TcpWires;
+use plimsoll_train::remote::{Invitation, host};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use std::net::{IpAddr, SocketAddr};

@@ -14,9 +14,9 @@ use plimsoll_core::{Budget, Bytes, Failure, ParseBudgetError};
 use plimsoll_device::bench::cpu_products;
 use plimsoll_device::probe;
 use plimsoll_plan::request::{DeviceRequest, DevicesRequest, RequestError, Said};
+use plimsoll_train::config::RunFile;
 use plimsoll_train::resolve;
-use plimsoll_train::run::{control, far};
-use plimsoll_train::run_file::RunFile;
+use plimsoll_train::{remote, session::control};
 use plimsoll_watch::devices as shown;
 use pyo3::prelude::*;
 use serde::Serialize;
@@ -37,7 +37,7 @@ fn reached(mut file: RunFile) -> Result<RunFile, Failure> {
     if file.devices().elsewhere() {
         let own = |py: Python<'_>| py.import("sys")?.getattr("executable")?.extract::<PathBuf>();
         let python = Python::attach(own).map_err(|error| Failure::bug(format!("sys.executable: {error}")))?;
-        far::ray::reach(&mut file, &python)?;
+        remote::ray::reach(&mut file, &python)?;
     }
     Ok(file)
 }

@@ -3,8 +3,8 @@
 use crate::failure::{guarded, raised, refusal};
 use crate::{json, reached, run_file};
 use plimsoll_core::{Failure, RunStatus};
-use plimsoll_train::run::start::{Outcome, Resumed, Run};
-use plimsoll_train::run_file::RunFile;
+use plimsoll_train::config::RunFile;
+use plimsoll_train::session::start::{Outcome, Resumed, Run};
 use pyo3::exceptions::PyKeyboardInterrupt;
 use pyo3::prelude::*;
 use serde_json::json;

@@ -3,7 +3,7 @@
 
 use crate::data::Rows;
 use crate::resolve::host_beside;
-use crate::run::engine::{Engine, StepInput};
+use crate::session::engine::{Engine, StepInput};
 use plimsoll_core::{
     Budget, Bytes, DType, DeviceKind, DeviceSpec, Failure, FileSpec, HostSpec, Link, Recipe, RecomputeLevel,
 };

@@ -5,11 +5,14 @@
 #![forbid(unsafe_code)]
 
 pub mod bench;
-mod charges;
+pub mod config;
 pub mod data;
-pub mod demand;
+pub mod fault_injection;
 pub mod files;
 pub mod inference;
+pub mod planning;
+mod recovery;
+pub mod remote;
 pub mod resolve;
-pub mod run;
-pub mod run_file;
+pub mod session;
+pub(crate) mod team;

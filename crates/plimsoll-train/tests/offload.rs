@@ -14,7 +14,7 @@ use plimsoll_program::passes::check::check;
 use plimsoll_program::workspace::Kernels;
 use plimsoll_program::{Lifetime, Share, TensorId};
 use plimsoll_train::data::Rows;
-use plimsoll_train::run::engine::{Engine, StepInput};
+use plimsoll_train::session::engine::{Engine, StepInput};
 use std::collections::BTreeMap;
 use std::io;
 

@@ -9,9 +9,9 @@ use plimsoll_program::models::decoder::{AdamState, Generation, Method, Optimizer
 use plimsoll_program::{ProgramSet, Share};
 use plimsoll_train::data::{DataSpec, Dataset, Format, Long, Rows};
 use plimsoll_train::files::{AdapterDir, ModelDir, StoredTensor, WeightFiles, write_adapter_dir};
-use plimsoll_train::run::engine::{Engine, StepInput};
-use plimsoll_train::run::merge::merge;
-use plimsoll_train::run::spaces::{ModelSource, Storing};
+use plimsoll_train::inference::merge::merge;
+use plimsoll_train::session::engine::{Engine, StepInput};
+use plimsoll_train::session::spaces::{ModelSource, Storing};
 use serde_json::Value;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};

@@ -4,9 +4,9 @@
 
 use clap::{Args, Parser, Subcommand};
 use plimsoll_core::{Budget, Bytes, Failure, Plan, Rung};
+use plimsoll_train::config::{RunFile, list_setting, model_setting, setting};
+use plimsoll_train::fault_injection::Injection;
 use plimsoll_train::resolve::check_followed;
-use plimsoll_train::run::rehearsal::Injection;
-use plimsoll_train::run_file::{RunFile, list_setting, model_setting, setting};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::Duration;

@@ -11,7 +11,7 @@ use plimsoll_plan::search::Answer;
 use plimsoll_program::models::decoder::Generation;
 use plimsoll_program::{Lifetime, Placement, ProgramSet, TensorId};
 use plimsoll_train::inference::samples::Sampling;
-use plimsoll_train::run::engine::{Engine, StepInput, StepLoss};
+use plimsoll_train::session::engine::{Engine, StepInput, StepLoss};
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::{Arc, Mutex};

@@ -16,7 +16,7 @@ use plimsoll_plan::search::{Answer, Lossy, Question, plan_of, search};
 use plimsoll_program::models::Target;
 use plimsoll_program::models::decoder::{AdamState, Base, Lora, Method, Optimizer, Source};
 use plimsoll_program::passes::check::check;
-use plimsoll_train::run::engine::Engine;
+use plimsoll_train::session::engine::Engine;
 
 /// One in so many plans is run; every third case runs the plan that it was given, whatever it is.
 const RUN_EVERY: u64 = 3;

@@ -14,7 +14,7 @@ use plimsoll_device::device::DeviceError;
 use plimsoll_plan::search::{Answer, search};
 use plimsoll_program::models::decoder::Source;
 use plimsoll_program::models::{ModelType, RopeScaling};
-use plimsoll_train::run::engine::{Engine, StepInput};
+use plimsoll_train::session::engine::{Engine, StepInput};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 

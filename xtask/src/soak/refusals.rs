@@ -7,7 +7,7 @@ use super::runs::{Asked, Left, small};
 use super::tally::Tally;
 use anyhow::{Context, ensure};
 use plimsoll_core::Class;
-use plimsoll_train::run::rehearsal::Injection;
+use plimsoll_train::fault_injection::Injection;
 use std::fs;
 use std::path::Path;
 

@@ -8,7 +8,7 @@ use crate::program::{self, Ended};
 use anyhow::{Context, bail, ensure};
 use plimsoll_core::{Class, DType, Event, Exit, Plan, Record};
 use plimsoll_program::models::ModelType;
-use plimsoll_train::run::rehearsal::Injection;
+use plimsoll_train::fault_injection::Injection;
 use std::collections::BTreeMap;
 use std::fs;
 use std::hash::{DefaultHasher, Hasher};

@@ -9,7 +9,7 @@ use super::tally::Tally;
 use super::whole::OFF_BYTES;
 use anyhow::{Context, ensure};
 use plimsoll_core::{Event, Plan, RunResult, RunStatus, Sharing};
-use plimsoll_train::run::rehearsal::Injection;
+use plimsoll_train::fault_injection::Injection;
 use std::fs;
 use std::path::Path;
 

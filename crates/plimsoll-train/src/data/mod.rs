@@ -62,7 +62,7 @@ pub use rows::{Dataset, IGNORED, Rows};
 pub(crate) use source::files;
 pub use tokenizer::{Tokenizer, end_token};
 
-pub use crate::run_file::{Format, Long};
+pub use crate::config::{Format, Long};
 
 /// Which data, and how it becomes rows.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -1,15 +1,16 @@
 //! What is done with a finished model: its loss on data, and tokens from a prompt.
 
+pub mod merge;
 pub mod samples;
 
-use crate::charges::settle_charges;
+use crate::config::{Long, RunFile};
 use crate::data::{Dataset, Tokenizer};
+use crate::planning::charges::settle_charges;
+use crate::planning::prepare::{dataset, load_weights};
 use crate::resolve::{Model, Resolved, Work};
-use crate::run::engine::{Engine, Evaluated};
-use crate::run::evaluation::{Cut, evaluate};
-use crate::run::prepare::{dataset, load_weights};
-use crate::run::team::open::settle_gpu;
-use crate::run_file::{Long, RunFile};
+use crate::session::engine::{Engine, Evaluated};
+use crate::session::evaluation::{Cut, evaluate};
+use crate::team::open::settle_gpu;
 use plimsoll_core::Failure;
 use plimsoll_plan::search::{Answer, search};
 use plimsoll_program::models::decoder::Generation;

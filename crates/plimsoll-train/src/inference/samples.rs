@@ -1,8 +1,8 @@
 //! Tokens from a model: greedy or drawn, the same for the same seed.
 
 use crate::data::{Dataset, Rows, Tokenizer, mix};
-use crate::run::engine::Engine;
-use crate::run::trouble::Trouble;
+use crate::session::engine::Engine;
+use crate::session::trouble::Trouble;
 use plimsoll_core::Failure;
 use plimsoll_program::models::ModelConfig;
 use std::path::Path;

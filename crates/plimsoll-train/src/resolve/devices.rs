@@ -2,9 +2,9 @@
 //! lines and how fast they are, from what was measured before or is measured now. What is planned on them is not here.
 
 use super::example::{example_pair, model_is_example};
-use crate::charges::{charges, rounded};
-use crate::run::far;
-use crate::run_file::RunFile;
+use crate::config::RunFile;
+use crate::planning::charges::{charges, rounded};
+use crate::remote;
 use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Failure, Link, NcclSpec, Rates};
 use plimsoll_device::calibration::{self, Short, Shortfall};
 use plimsoll_device::cuda::gpus::{Card, Here};
@@ -241,13 +241,13 @@ fn measure_links(file: &RunFile, request: &DevicesRequest, devices: &mut [Device
         measuring.iter().map(|device| file.elsewhere.connection(&device.name)).collect::<Result<Vec<_>, _>>()?;
     let lost = |(rank, error): (usize, DeviceError)| {
         let name = measuring.get(rank).map_or("this machine", |device| &device.name);
-        let failure = far::out_of_reach(error);
+        let failure = remote::out_of_reach(error);
         Failure {
             message: format!("run.devices: the links of {name} cannot be measured: {}", failure.message),
             ..failure
         }
     };
-    let links = far::links::slowest(&connections, places[0].is_none(), &*hosts).map_err(lost)?;
+    let links = remote::links::slowest(&connections, places[0].is_none(), &*hosts).map_err(lost)?;
     let of_host: Vec<(String, Link)> =
         measuring.iter().zip(&links).map(|(device, link)| (device.name.clone(), *link)).collect();
     for at in 0..devices.len() {
@@ -291,7 +291,7 @@ fn gpus(file: &RunFile, budget: Option<Budget>) -> Result<Vec<DeviceSpec>, Failu
 }
 
 /// Whether there is a GPU that Plimsoll has kernels for, whatever else is missing.
-pub(super) fn a_gpu_could_be_used() -> bool {
+pub(crate) fn a_gpu_could_be_used() -> bool {
     cuda::gpus::here().is_ok_and(|here| here.cards.iter().any(|card| card.architecture.check().is_ok()))
 }
 
@@ -332,7 +332,7 @@ fn gpu(file: &RunFile, here: &'static Here, card: &Card, budget: Option<Budget>)
 
 /// Decides how the devices of a run exchange: by NCCL where all are GPUs that have the same one, which then has its part of
 /// their charges; else by memory of the host.
-pub(super) fn exchange_by_nccl(file: &RunFile, devices: &mut [DeviceSpec]) {
+pub(crate) fn exchange_by_nccl(file: &RunFile, devices: &mut [DeviceSpec]) {
     let version = |device: &DeviceSpec| device.nccl.as_ref().map(|nccl| nccl.version.clone());
     let first = devices.first().and_then(version);
     let alike =
@@ -346,7 +346,7 @@ pub(super) fn exchange_by_nccl(file: &RunFile, devices: &mut [DeviceSpec]) {
 }
 
 /// Takes NCCL, and its part of their charges, from devices.
-pub(super) fn exchange_by_host<'a>(devices: impl IntoIterator<Item = &'a mut DeviceSpec>) {
+pub(crate) fn exchange_by_host<'a>(devices: impl IntoIterator<Item = &'a mut DeviceSpec>) {
     for device in devices {
         device.charges = device.charges.saturating_sub(device.nccl_bytes());
         device.nccl = None;
@@ -418,7 +418,7 @@ fn assumed_charges(file: &RunFile) -> Bytes {
     charges(file.batch_sequences(), u64::from(file.data.sequence))
 }
 
-pub(super) fn cpu(file: &RunFile, budget: Option<Budget>) -> Result<DeviceSpec, Failure> {
+pub(crate) fn cpu(file: &RunFile, budget: Option<Budget>) -> Result<DeviceSpec, Failure> {
     let threads = Cpu::read().threads_for(file.run.threads.asked())?;
     let (rates, pace) = (calibration::cpu(threads)?.rates, pace(file, threads));
     Ok(DeviceSpec {

@@ -2,20 +2,20 @@
 //! the run folder. What is in them is `data::sums`.
 
 use super::devices::a_gpu_could_be_used;
+use crate::config::{EXAMPLE_PREFIX, RunFile};
 use crate::data::sums;
-use crate::run_file::{EXAMPLE_PREFIX, RunFile};
 use plimsoll_core::{Budget, Bytes, Failure};
 use plimsoll_device::probe::{Cpu, Memory};
 use std::path::Path;
 
-pub(super) fn model_is_example(file: &RunFile) -> bool {
+pub(crate) fn model_is_example(file: &RunFile) -> bool {
     file.model.path.as_deref().is_some_and(|path| path.starts_with(EXAMPLE_PREFIX))
 }
 
 /// What the built-in example shows where there is no GPU: two unequal devices at work, as fast as this machine may have
 /// them beside each other, and with no more than the load line that was given. The paces are to each other as an RTX
 /// 3070's to an RTX 3090's.
-pub(super) fn example_pair(file: &RunFile) -> String {
+pub(crate) fn example_pair(file: &RunFile) -> String {
     const SLOWER: f64 = 0.57;
     let cores = (0.8 * Cpu::read().usable_cores()).min(1.0 + SLOWER);
     let pace = |share: f64| (100.0 * cores * share / (1.0 + SLOWER)).floor() / 100.0;
@@ -54,8 +54,8 @@ pub fn write_example(file: &mut RunFile) -> Result<(), Failure> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::setting;
     use crate::resolve::model::Model;
-    use crate::run_file::setting;
 
     #[test]
     fn the_example_becomes_files_of_the_run() {

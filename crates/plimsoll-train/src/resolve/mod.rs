@@ -2,24 +2,22 @@
 //! question that this puts to the planner (`question`), which `plan` asks for a training run. `example` is what there is where
 //! nothing is named. Nothing is run and no weight is read.
 
-mod devices;
-mod example;
-mod model;
-mod plan;
-mod question;
+pub(crate) mod devices;
+pub(crate) mod example;
+pub(crate) mod model;
 
+pub(crate) use crate::planning::plan::plan_of_what;
+pub use crate::planning::plan::{Planned, check_followed, plan};
+pub(crate) use crate::planning::question::{evaluations, host, host_beside, lora, question, staging};
+pub use crate::planning::question::{optimizer, team_question};
 pub use devices::{Named, check_asked, devices, disturbed, named, pace};
 pub(crate) use devices::{learned, rates_under_line};
 pub use example::write_example;
 pub use model::Model;
-pub(crate) use plan::plan_of_what;
-pub use plan::{Planned, check_followed, plan};
-pub(crate) use question::{evaluations, host, host_beside, lora, question, staging};
-pub use question::{optimizer, team_question};
 
-use crate::run_file::{FallbackTo, RunFile, TeamOf};
+use crate::config::{FallbackTo, RunFile, TeamOf};
+use crate::planning::plan::order;
 use devices::{cpu, exchange_by_host, exchange_by_nccl};
-use plan::order;
 use plimsoll_core::{DeviceKind, DeviceSpec, Failure, Fallback, Plan};
 use plimsoll_plan::request::DeviceRequest;
 use plimsoll_plan::search::{Answer, Question, search};
@@ -177,12 +175,12 @@ impl Resolved {
 pub(crate) mod tests {
     use super::*;
 
-    pub(super) fn file(settings: &[&str]) -> RunFile {
+    pub(crate) fn file(settings: &[&str]) -> RunFile {
         let settings: Vec<String> = settings.iter().map(|setting| (*setting).to_owned()).collect();
         RunFile::parse("run.toml", "", &settings).unwrap()
     }
 
-    pub(super) fn refusal(settings: &[&str]) -> String {
+    pub(crate) fn refusal(settings: &[&str]) -> String {
         let file = file(settings);
         let refused = Model::open(&file)
             .and_then(|model| Resolved::new(&file, model))

@@ -2,9 +2,9 @@
 //! planned for it and on which devices stands beside this.
 
 use super::example::model_is_example;
+use crate::config::{Init, RunFile};
 use crate::data::sums;
 use crate::files::{AdapterDir, ModelDir, ModelWeights, read_config};
-use crate::run_file::{Init, RunFile};
 use plimsoll_core::Failure;
 use plimsoll_program::models::decoder::Source;
 use plimsoll_program::models::{ModelConfig, closest_preset, preset, preset_names};
@@ -37,7 +37,7 @@ impl Model {
     ///
     /// # Errors
     /// It does not.
-    pub(super) fn takes(&self, file: &RunFile) -> Result<(), Failure> {
+    pub(crate) fn takes(&self, file: &RunFile) -> Result<(), Failure> {
         let (sequence, most) = (u64::from(file.data.sequence), self.config.max_positions);
         if sequence > most {
             let message = format!("data.sequence is {sequence}, but {} takes no more than {most}", file.model_name());
@@ -46,7 +46,7 @@ impl Model {
         Ok(())
     }
 
-    pub(super) fn without_adapter(file: &RunFile) -> Result<Model, Failure> {
+    pub(crate) fn without_adapter(file: &RunFile) -> Result<Model, Failure> {
         let of = |config, dir| Model { config, dir, adapter: None };
         if let Some(name) = &file.model.preset {
             let config = preset(name).ok_or_else(|| unknown_preset(name))?;
@@ -102,7 +102,7 @@ impl Model {
     }
 
     /// Where the first weights come from. A model without files is planned as if they were drawn.
-    pub(super) fn source(&self, file: &RunFile) -> Source {
+    pub(crate) fn source(&self, file: &RunFile) -> Source {
         self.weights(file).map_or(Source::Random { seed: file.train.seed }, ModelWeights::source)
     }
 }

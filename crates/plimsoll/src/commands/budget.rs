@@ -3,7 +3,7 @@
 use crate::args::BudgetArgs;
 use crate::say;
 use plimsoll_core::{Exit, Failure};
-use plimsoll_train::run::control;
+use plimsoll_train::session::control;
 
 /// Asks the run, and says what it answers.
 ///

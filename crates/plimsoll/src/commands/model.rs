@@ -61,7 +61,7 @@ pub fn generate(args: &GenerateArgs) -> Result<Exit, Failure> {
 /// # Errors
 /// Directories that do not go together, and something that is there already.
 pub fn merge(args: &MergeArgs) -> Result<Exit, Failure> {
-    let note = plimsoll_train::run::merge::merge(&args.base, &args.adapter, &args.out, &args.ignore_config_key)?;
+    let note = plimsoll_train::inference::merge::merge(&args.base, &args.adapter, &args.out, &args.ignore_config_key)?;
     note.iter().for_each(|note| say::note(note));
     say::answer(&format!("model: {}\n", args.out.display()));
     Ok(Exit::Done)

@@ -4,8 +4,8 @@
 
 use crate::args::HandedOver;
 use plimsoll_core::{Exit, Failure};
-use plimsoll_train::run::far;
-use plimsoll_train::run_file::RunFile;
+use plimsoll_train::config::RunFile;
+use plimsoll_train::remote;
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -30,7 +30,7 @@ pub fn run(command: &str, args: &HandedOver) -> Result<Exit, Failure> {
 /// There is no Python with the wheel, no cluster, no such device, or no room on it.
 pub fn reached(mut file: RunFile) -> Result<RunFile, Failure> {
     if file.devices().elsewhere() {
-        far::ray::reach(&mut file, &with_wheel("ray")?)?;
+        remote::ray::reach(&mut file, &with_wheel("ray")?)?;
     }
     Ok(file)
 }
@@ -39,9 +39,9 @@ pub fn reached(mut file: RunFile) -> Result<RunFile, Failure> {
 ///
 /// # Errors
 /// As above.
-pub fn kept(mut file: RunFile) -> Result<(RunFile, Option<far::ray::Kept>), Failure> {
+pub fn kept(mut file: RunFile) -> Result<(RunFile, Option<remote::ray::Kept>), Failure> {
     let kept = match file.devices().elsewhere() {
-        true => Some(far::ray::keep(&mut file, &with_wheel("ray")?)?),
+        true => Some(remote::ray::keep(&mut file, &with_wheel("ray")?)?),
         false => None,
     };
     Ok((file, kept))

@@ -4,9 +4,9 @@
 use super::places::Places;
 use crate::args::SweepArgs;
 use plimsoll_core::{Event, Failure, Record, RunResult, SweepReport, SweepRun, SweepState};
+use plimsoll_train::config::RunFile;
+use plimsoll_train::config::grid::{grid, runs};
 use plimsoll_train::files::atomic;
-use plimsoll_train::run_file::RunFile;
-use plimsoll_train::run_file::grid::{grid, runs};
 use plimsoll_watch::text::shell_word;
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::path::{Path, PathBuf};

@@ -6,10 +6,10 @@ use plimsoll_core::{Budget, Bytes, DeviceKind, DeviceSpec, Exit, Failure, RunDem
 use plimsoll_device::probe::Memory;
 use plimsoll_plan::request::{DeviceRequest, DevicesRequest};
 use plimsoll_plan::sweep::{Room, Worker};
-use plimsoll_train::demand::same_demand;
+use plimsoll_train::config::{RunFile, setting};
+use plimsoll_train::planning::demand::same_demand;
+use plimsoll_train::remote::ray::{KEPT, Kept};
 use plimsoll_train::resolve::{check_asked, devices, write_example};
-use plimsoll_train::run::far::ray::{KEPT, Kept};
-use plimsoll_train::run_file::{RunFile, setting};
 use std::process::{Command, Stdio};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
